@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker", "ways_image"]
+pytest_plugins = ["conftest_launch", "conftest_ran", "once", "image_node", "lock_tracker", "shared_hdfs", "ways_image"]
 
 
-_NEEDS = ("root", "fuse", "torch", "hdfs", "browser", "slurm")
+_FIRST = ("root", "fuse", "torch", "hdfs", "browser", "slurm", "slow")
 _FUZZ_EXAMPLES = 1000
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()
@@ -62,15 +62,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files, in the order of `pytest_collection_modifyitems`."""
+    """Workers take whole files, in the order of `pytest_collection_modifyitems`; one takes all that share an HDFS."""
     from xdist.scheduler import LoadFileScheduling
 
+    from shared_hdfs import SHARES_HDFS
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "shared_hdfs" if file in SHARES_HDFS else file
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs servers or the kernel comes first: a slow file at the end would occupy one worker, others idle."""
+    """What needs servers, the kernel or time comes first: a slow file at the end would keep one worker, others idle."""
     if settings.get_current_profile_name() == "fuzz":
         for test in (getattr(item, "function", None) for item in items):
             # Those that say how many examples they want take nothing from the profile.
@@ -78,8 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if own is not None and own.max_examples < _FUZZ_EXAMPLES:
                 test._hypothesis_internal_use_settings = settings(own, max_examples=10 * own.max_examples)
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _NEEDS)}
-        items.sort(key=lambda item: item.path not in slow)
+        from shared_hdfs import SHARES_HDFS
+
+        slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _FIRST)}
+        items.sort(key=lambda item: (item.nodeid.partition("::")[0] not in SHARES_HDFS, item.path not in slow))
 
 
 @pytest.fixture

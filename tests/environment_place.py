@@ -6,15 +6,12 @@ test, and nothing of it stays mounted.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
-import venv
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +24,7 @@ from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below
+from once import once, python_with_pip
 from wheels import make_wheel
 
 DEADLINE_S = 120.0
@@ -172,7 +170,7 @@ def made_place() -> Iterator[Place]:
         place = Place(root)
         for folder in (place.project, place.store, root / "home", root / "cache"):
             folder.mkdir()
-        shutil.copytree(_python(), place.venv, symlinks=True)
+        shutil.copytree(python_with_pip(), place.venv, symlinks=True)
         make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
         make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
         make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])
@@ -183,21 +181,9 @@ def made_place() -> Iterator[Place]:
         shutil.rmtree(Path("/run", root.name), ignore_errors=True)
 
 
-@functools.cache
 def secret_rules() -> Path:
     """Where the rules for secrets are kept compiled, for all starts of the tests: that takes seconds."""
-    folder = Path(tempfile.mkdtemp(prefix="bootseer-rules-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@functools.cache
-def _python() -> Path:
-    """An environment with pip, made once: a copy of it works wherever it lies."""
-    folder = Path(tempfile.mkdtemp(prefix="bootseer-python-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    venv.create(folder / "venv", with_pip=True)
-    return folder / "venv"
+    return once("rules", Path.mkdir)
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> str:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import shutil
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from bootseer.store.open import open_registry
 from bootseer.store.registry import BlobUpload
 from busybox import CONFIG, make_tree
 from oci_images import write_layout
+from once import once
 from registry import Registry
 
 LARGE_BYTES = 6 << 20
@@ -57,9 +59,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened")
+    shutil.copytree(once("box", _make_box), tmp_path, symlinks=True, dirs_exist_ok=True)
     layout = tmp_path / "layout"
-    layers = base_layers(tmp_path / "tree")
-    digest = write_layout(layout, layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    digest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
     env = {"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
     with Registry(tmp_path) as registry:
         push(layout, registry.host, "team/box", "1")
@@ -67,6 +69,12 @@ def node(tmp_path: Path) -> Iterator[Node]:
             yield Node(tmp_path, registry, f"{registry.host}/team/box:1", digest, env)
         finally:
             unmount_below(tmp_path)
+
+
+def _make_box(folder: Path) -> None:
+    """The image as a layout, and the tree that it was made of."""
+    layers = base_layers(folder / "tree")
+    write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
 
 
 def push(layout: Path, host: str, repository: str, tag: str) -> None:

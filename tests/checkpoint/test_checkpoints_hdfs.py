@@ -42,10 +42,9 @@ def in_hdfs(place: Place, path: str) -> str:
     return f"/{place.uri.partition('://')[2].partition('/')[2]}/{path}"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3) as running:
-        yield running
+@pytest.fixture
+def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
+    return shared_hdfs
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_a_signal_ends_a_get_whose_nodes_hang(
     files.place.write_bytes("model", os.urandom(5 * _MIB))
     local = tmp_path / "local"
     local.mkdir()
-    for node in range(3):
+    for node in range(len(cluster.nodes)):
         cluster.hang(node)
     try:
         words = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{files.place.uri}/model", str(local / "copy")]
@@ -155,7 +154,7 @@ def test_a_signal_ends_a_get_whose_nodes_hang(
             # A read gives up by itself after 60 s.
             _, said = getting.communicate(timeout=40)
     finally:
-        for node in range(3):
+        for node in range(len(cluster.nodes)):
             cluster.resume(node)
     assert getting.returncode == 128 + number, said
     assert "Traceback" not in said

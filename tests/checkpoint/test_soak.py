@@ -31,9 +31,9 @@ HUNG_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("soak"), num_datanodes=5) as running:
-        yield running
+def cluster(shared_hdfs: HdfsCluster) -> Iterator[HdfsCluster]:
+    yield shared_hdfs
+    shared_hdfs.restart(0)
 
 
 @pytest.fixture(scope="module")

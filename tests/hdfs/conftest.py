@@ -1,4 +1,4 @@
-"""A cluster that the tests of this folder share. Whoever stops one of its nodes lets it go on."""
+"""The cluster that tests share, and a client and a folder of their own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Four DataNodes, one replica unless a file wants more."""
-    # A node that was hung for a test has more to do for a while, and would get no blocks.
-    settings = {"dfs.namenode.redundancy.considerLoad": "false"}
-    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=4, settings=settings) as running:
-        yield running
+def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
+    return shared_hdfs
 
 
 @pytest.fixture

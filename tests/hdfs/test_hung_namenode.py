@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -31,12 +31,6 @@ ENDS_S = 120.0
 """For all of them together, each of which may take a second or two; what waits on takes minutes."""
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path, num_datanodes=2) as started:
-        yield started
-
-
 def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
     """Whether something ends, with an error that says whom it has waited for."""
     errors: list[BaseException] = []
@@ -56,66 +50,66 @@ def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
     assert "no NameNode answers" in str(errors[0])
 
 
-def test_every_question_ends_with_an_error_and_works_again_later(running: HdfsCluster) -> None:
+def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCluster) -> None:
     settings = NativeSettings(call_s=1.0, close_s=2.0)
-    with closing(HdfsClient(running.uri.removeprefix("hdfs://"), settings)) as client:
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), settings)) as client:
         for name in ("a", "kept"):
-            client.put(f"/folder/{name}", b"x")
-        writer = client.create("/folder/long")
+            client.put(f"/hung/folder/{name}", b"x")
+        writer = client.create("/hung/folder/long")
         writer.write(b"x")
-        (part,) = client.begin_apart(["/folder/part"], block_size=1 << 20)
+        (part,) = client.begin_apart(["/hung/folder/part"], block_size=1 << 20)
         part.write(b"x")
-        running.hang_namenode()
+        cluster.hang_namenode()
         try:
             for work in (
-                lambda: client.stat("/folder/a"),
-                lambda: list(client.list("/folder", recursive=True)),
+                lambda: client.stat("/hung/folder/a"),
+                lambda: list(client.list("/hung/folder", recursive=True)),
                 lambda: client.make_folder("/b", parents=True),
-                lambda: client.rename("/folder/a", "/folder/b"),
-                lambda: client.delete("/folder/a"),
-                lambda: client.set_permission("/folder/a", 0o600),
-                lambda: client.set_owner("/folder/a", "me", None),
-                lambda: client.set_times("/folder/a", 5),
-                lambda: client.put("/folder/c", b"x"),
-                lambda: client.create("/folder/d"),
+                lambda: client.rename("/hung/folder/a", "/hung/folder/b"),
+                lambda: client.delete("/hung/folder/a"),
+                lambda: client.set_permission("/hung/folder/a", 0o600),
+                lambda: client.set_owner("/hung/folder/a", "me", None),
+                lambda: client.set_times("/hung/folder/a", 5),
+                lambda: client.put("/hung/folder/c", b"x"),
+                lambda: client.create("/hung/folder/d"),
                 lambda: client.space("/"),
-                lambda: client.reads().open("/folder/a", deadline_s=1.0),
+                lambda: client.reads().open("/hung/folder/a", deadline_s=1.0),
                 writer.close,
                 part.close,
             ):
                 ends(work)
         finally:
-            running.resume_namenode()
+            cluster.resume_namenode()
         for begun in (writer, part):
             begun.abort()
         # What it was asked for meanwhile it may do now.
-        assert client.stat("/folder/kept").size_bytes == 1
+        assert client.stat("/hung/folder/kept").size_bytes == 1
 
 
-def test_a_put_ends_with_an_error(running: HdfsCluster, tmp_path: Path) -> None:
+def test_a_put_ends_with_an_error(cluster: HdfsCluster, tmp_path: Path) -> None:
     source = tmp_path / "step-1"
     source.mkdir()
     (source / "a").write_bytes(os.urandom(8 << 20))
     settings = PutSettings(writing=WritingSettings(retry_for_s=2.0, end_s=2.0))
     native = NativeSettings(call_s=1.0, close_s=2.0)
-    with closing(HdfsPlace(HdfsClient(running.uri.removeprefix("hdfs://"), native), "/job")) as place:
+    with closing(HdfsPlace(HdfsClient(cluster.uri.removeprefix("hdfs://"), native), "/hung/job")) as place:
 
         def hang(done: int, total: int) -> None:
-            running.hang_namenode()
+            cluster.hang_namenode()
 
         try:
             ends(lambda: put_checkpoint(place, source, "step-1", settings=settings, progress=hang))
         finally:
-            running.resume_namenode()
+            cluster.resume_namenode()
 
 
 def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
-    running: HdfsCluster, tmp_path: Path
+    cluster: HdfsCluster, tmp_path: Path
 ) -> None:
     with (tmp_path / "step-1").open("wb") as source:
         source.truncate(1 << 30)
-    with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
-        command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{running.uri}/job"]
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
+        command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{cluster.uri}/hung/job"]
         put = subprocess.Popen([sys.executable, "-X", "faulthandler", *command], stderr=subprocess.PIPE, text=True)
         try:
             until = time.monotonic() + ENDS_S
@@ -123,22 +117,22 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
                 assert put.poll() is None
                 assert time.monotonic() < until
                 time.sleep(0.05)
-            for number in range(2):
-                running.hang(number)  # so that it is still writing
-            running.hang_namenode()
+            for number in range(len(cluster.nodes)):
+                cluster.hang(number)  # so that it is still writing
+            cluster.hang_namenode()
             put.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 put.wait(180)
         finally:
             put.send_signal(signal.SIGABRT)  # when it waits on, it says where
             said = put.communicate()[1]
-            running.resume_namenode()
-            for number in range(2):
-                running.resume(number)
+            cluster.resume_namenode()
+            for number in range(len(cluster.nodes)):
+                cluster.resume(number)
         assert put.returncode == 128 + signal.SIGINT, said
         assert "removed by later writers" in said
 
 
 def is_writing(client: HdfsClient) -> bool:
     """Whether a part was begun."""
-    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/", recursive=True))
+    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/hung", recursive=True))

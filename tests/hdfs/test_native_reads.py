@@ -108,7 +108,7 @@ def test_a_read_that_nobody_serves_ends_with_its_deadline_and_leaves_the_buffer_
     buffer = bytearray(len(DATA))
     outcomes: list[Any] = []
     ended = threading.Event()
-    for number in range(4):
+    for number in range(len(cluster.nodes)):
         cluster.hang(number)
     try:
         file.read_into(
@@ -116,7 +116,7 @@ def test_a_read_that_nobody_serves_ends_with_its_deadline_and_leaves_the_buffer_
         )  # fmt: skip
         assert ended.wait(120)
     finally:
-        for number in range(4):
+        for number in range(len(cluster.nodes)):
             cluster.resume(number)
     assert isinstance(outcomes[0].error, TransientError)
     # Had a fetch that was left behind the buffer, it would write to it now.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from bootseer.mounts.process import ProcessId
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from conftest_launch import BOOTSEER
+from image_node import LARGE_BYTES
+from image_node import Node as ImageNode
 
 JOB = """
 until [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
@@ -96,6 +99,42 @@ def test_a_killed_service_costs_no_job_and_a_killed_run_leaves_nothing(nodes: li
     first.end()
     assert first.run.returncode == 0
     assert first.left == []
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:
+    """Three nodes with caches of their own read all of an image; what one does not fetch comes from the others."""
+    subprocess.run([*BOOTSEER, "image", "convert", node.reference], env={**env, **node.env}, check=True)
+    before = len(node.registry.requests())
+    meet = f"while [ $(ls {tmp_path}/there | wc -l) -lt 3 ]; do sleep 0.05; done"
+    (tmp_path / "there").mkdir()
+    starts = []
+    for name in ("a", "b", "c"):
+        own = {"BOOTSEER_RUNTIME": str(tmp_path / name / "r"), "BOOTSEER_CACHE": str(tmp_path / name / "c")}
+        words = ["--job", "three", "--node", name, "--num-nodes", "3", "--peers-interface", "lo"]
+        words += ["--peers", str(tmp_path / "meet"), "--image", node.reference, "--loading", "lazy"]
+        words += ["--mount", f"{tmp_path}/there:{tmp_path}/there"]
+        script = f"cat /hot /cold | sha256sum; touch {tmp_path}/there/{name}; {meet}"
+        starts.append(
+            subprocess.Popen(
+                [*BOOTSEER, "run", *words, "--", "sh", "-c", script],
+                env={**env, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    digests = {start.communicate(timeout=120)[0] for start in starts}
+    (digest,) = digests
+    sent = [logged.size_bytes for logged in node.registry.requests()[before:] if logged.status == 206]
+    assert 2 * LARGE_BYTES < sum(sent) < 2.4 * LARGE_BYTES
+    data = b"".join((tmp_path / "tree" / name).read_bytes() for name in ("hot", "cold"))
+    assert digest.split()[0] == hashlib.sha256(data).hexdigest()
+    told = json.loads(subprocess.check_output([*BOOTSEER, "report", "three", "--json"], env=env))["peers"]
+    assert sum(row["origin_bytes"] + row["filled_bytes"] for row in told) < 2.4 * LARGE_BYTES
+    assert sum(row["sent_bytes"] for row in told) > 2 * LARGE_BYTES
+    assert {row["interfaces"] for row in told} <= {"", *(f"lo={row['sent_bytes']}" for row in told)}
 
 
 def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) -> None:

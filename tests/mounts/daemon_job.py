@@ -1,7 +1,8 @@
 """Starts a mount daemon in a process of its own, as a program would: `daemon_job.py FOLDER IMAGE [LIFELINE]`.
 
 The image is served from the local file. Reads of its last MiB are held back for ever; the file `broken` beside the
-image makes `open` fail, and `hang` makes it hang. Prints the daemon's process, then waits for a line on standard input.
+image makes `open` fail, and `hang` makes it hang. With the file `recover` a killed daemon is started again, and then
+holds nothing back. Prints the daemon's process, then waits for a line on standard input.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ class Held:
 class LocalSource:
     """A file on the disk in the place of a fetcher; answers come from threads of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, held_bytes: int = HELD_BYTES) -> None:
+        self.held_bytes = held_bytes
         self.file = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.file).st_size
         self.closed = False
 
     def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Held | None:
-        if offset + length > self.size - HELD_BYTES:
+        if offset + length > self.size - self.held_bytes:
             return Held()
         data = os.pread(self.file, length, offset)
         threading.Thread(target=done, args=(data,)).start()
@@ -74,8 +76,12 @@ def main(folder: Path, image: Path, lifeline: bool) -> None:
         tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
         return Served(source, showing(tree), FileRecorder(image.parent), lambda: {"figure": 42})
 
+    def reopen(on_error: OnError) -> Served:
+        source = LocalSource(image, held_bytes=0)
+        return Served(source, showing(LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)))
+
     os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
-    spec = DaemonSpec(folder, serve, lifeline=lifeline)
+    spec = DaemonSpec(folder, serve, lifeline=lifeline, reopen=reopen if (image.parent / "recover").exists() else None)
     try:
         daemon = start_daemon(spec, deadline_s=1.0 if (image.parent / "hang").exists() else 20.0)
     except BootseerError as error:

@@ -16,6 +16,7 @@ import pytest
 
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.mounts import control, kernel
+from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
 from mounts.daemon_job import HELD_BYTES
@@ -63,8 +64,13 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
         daemon.stop()
     assert (place / "at" / "a").read_bytes() == b"alpha"
     kernel.unmount(place / "at")
-    daemon.stop()
-    assert not daemon.process.alive
+
+    def stopped() -> bool:
+        with contextlib.suppress(PermanentError):  # a namespace that was made beside us had a copy of the mount
+            daemon.stop()
+        return not daemon.process.alive
+
+    until(stopped, "it stopped")
     assert not kernel.is_mount(daemon.files)
     assert (image.parent / "handed over").exists()
     with pytest.raises(NotFoundError):
@@ -132,6 +138,59 @@ def test_killed_while_somebody_reads_means_errors_at_once_and_never_zeros(
         (place / "at" / "big").read_bytes()
     with pytest.raises(NotFoundError):
         daemon.status()
+
+
+@pytest.fixture
+def recovered(image: Path, start: Start) -> Daemon:
+    if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 9):
+        pytest.skip("the kernel does not send requests again (Linux 6.9)")
+    (image.parent / "recover").touch()
+    return start(image)[0]
+
+
+def _kill(daemon: Daemon) -> None:
+    os.kill(int(str(daemon.status()["pid"])), signal.SIGKILL)
+
+
+def _restarts(daemon: Daemon) -> object:
+    return daemon.status()["restarts"]
+
+
+def test_readers_of_a_killed_daemon_wait_for_the_next_one(place: Path, image: Path, recovered: Daemon) -> None:
+    (place / "at").mkdir()
+    mount_erofs(recovered.files / "image", place / "at")
+    size = image.stat().st_size
+    with ThreadPoolExecutor(2) as pool, opened(recovered.files / "image") as file:
+        waits = pool.submit(os.pread, file, 4096, size - 4096)
+        until(lambda: recovered.status()["waiting"] != 0, "the read waits")
+        _kill(recovered)
+        assert waits.result(DEADLINE_S) == b"\1" * 4096, "what the dead one had taken is answered by the next one"
+        until(lambda: _restarts(recovered) == 1, "it was started again")
+        assert (place / "at" / "big").read_bytes() == BIG
+        _kill(recovered)
+        assert sorted(path.name for path in (place / "at").iterdir()) == ["a", "big"]
+    until(lambda: _restarts(recovered) == 2, "it was started again")
+    kernel.unmount(place / "at")
+    recovered.stop()
+    assert not recovered.process.alive
+    assert not kernel.is_mount(recovered.files)
+
+
+def test_a_daemon_that_dies_again_and_again_ends_its_mount(image: Path, recovered: Daemon) -> None:
+    for restarts in range(3):
+        until(lambda wanted=restarts: _restarts(recovered) == wanted, "it serves")
+        _kill(recovered)
+    until(lambda: not recovered.process.alive, "it is not started again")
+    with pytest.raises(OSError), opened(recovered.files / "image") as file:
+        os.pread(file, 4096, image.stat().st_size - 4096)
+
+
+def test_a_killed_supervisor_takes_its_daemon_along(recovered: Daemon) -> None:
+    serving = ProcessId.of(int(str(recovered.status()["pid"])))
+    assert serving is not None
+    assert serving != recovered.process
+    recovered.process.signal(signal.SIGKILL)
+    until(lambda: not serving.alive, "the daemon ended")
 
 
 def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None:

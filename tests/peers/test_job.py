@@ -43,6 +43,7 @@ def test_a_file_of_blocks_is_found_by_its_identity(folder: Path) -> None:
     assert job.block_source(index.identity) is None
     job.register_blocks(source)
     assert JobPeers.open(folder).block_source(index.identity) == source
+    assert JobPeers.open(folder).identities() == {index.identity}
     (folder / "files" / f"{index.identity}.index").write_bytes(index.encode()[:-1])
     assert job.block_source(index.identity) is None
     assert job.registered("cd" * 32) is None

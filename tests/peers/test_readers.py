@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -131,7 +131,7 @@ def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
     job = JobPeers.create(tmp_path / "peers", SECRET)
     job.register(INDEX.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
     listening = socket.create_server(("127.0.0.1", 0))
-    server = Server([listening], SECRET, partial(files.open, job), name="owner")
+    server = Server([listening], SECRET, cache(partial(files.open, job)), name="owner")
     yield f"127.0.0.1:{listening.getsockname()[1]}"
     server.close()
     files.close()
@@ -188,3 +188,12 @@ def test_what_no_local_process_fetches_is_refused(address: str, monkeypatch: pyt
     monkeypatch.setattr(bootseer.peers.readers, "_STILL_S", 0.05)
     with pytest.raises(NotFoundError):
         read(address, 5)
+
+
+def test_what_its_node_could_not_keep_is_refused_at_once(cached: CachedFile, address: str) -> None:
+    assert cached.claim(1)  # else it would be waited for
+    client = Client(SECRET)
+    client.ask(address, Question(INDEX.identity, 0, 0b10, "owner", False, "owner"), 5.0)
+    client.close()
+    with pytest.raises(NotFoundError):
+        read(address, 1)

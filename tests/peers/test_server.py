@@ -51,7 +51,8 @@ def file(tmp_path: Path) -> File:
 
 
 @pytest.fixture
-def server(file: File) -> Iterator[tuple[Server, str]]:
+def server(file: File, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, str]]:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
     listening = socket.create_server(("127.0.0.1", 0))
     server = Server([listening], SECRET, {FILE: file}.get)
     yield server, f"127.0.0.1:{listening.getsockname()[1]}"
@@ -185,6 +186,16 @@ def test_malformed_requests_end_their_connection_alone(server: tuple[Server, str
     assert ask(server[1], 0, 4096) == DATA[:4096]
 
 
+def test_a_file_that_this_node_begins_to_read_a_moment_later_is_served(file: File) -> None:
+    """The first node of a job that starts would otherwise take all of it from the origin."""
+    found: list[File] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server([listening], SECRET, lambda _: found[0] if found else None)
+    threading.Timer(0.25, found.append, [file]).start()
+    assert ask(f"127.0.0.1:{listening.getsockname()[1]}", 0, 4096) == DATA[:4096]
+    server.close()
+
+
 def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) -> None:
     with pytest.raises(TransientError):
         ask(server[1], 0, MAX_RANGE + 1)
@@ -199,3 +210,18 @@ def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str]
     assert caught.value.retry_after_s == 1.0
     for sock in held:
         sock.close()
+
+
+def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -> None:
+    clients = [Client(SECRET) for _ in range(MAX_CONNECTIONS)]
+    for client in clients:
+        client.read(
+            server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+        )
+    assert ask(server[1], 0, 4096) == DATA[:4096]
+    assert server[0].served.refused == 0
+    clients[0].read(
+        server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+    )
+    for client in clients:
+        client.close()

@@ -50,6 +50,15 @@ class Node:
         self.client = Client(SECRET)
         self.job = JobPeers.open(tmp_path / "peers")
 
+    def run_until_ready(self) -> None:
+        """One round of what the service does beside serving."""
+
+        def end() -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            self.service.run(end)
+
     def ask(self, index: Index, block: int, level: Level = Level.GLOBAL) -> bytes:
         into = bytearray(index.length(block))
         request = Request(index.identity, block * BLOCK, len(into), level, "m")
@@ -58,7 +67,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
     node = Node(tmp_path)
     with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
         yield node
@@ -74,6 +84,12 @@ def test_only_registered_files_are_served(node: Node, index: Index, source: Bloc
         node.ask(index, 0)
     node.job.register_blocks(source)
     assert node.ask(index, 8) == DATA[8 * BLOCK :]
+
+
+def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockSource, tmp_path: Path) -> None:
+    node.job.register_blocks(source)
+    node.run_until_ready()
+    assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
 
 
 @pytest.mark.parametrize("level", Level)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,17 @@ class Materializer:
             for name in (RECORD, KEPT):
                 (self.folder / name).unlink(missing_ok=True)
 
+    def _announce(self) -> None:
+        """Let the job's other nodes have what is in this node's cache or comes there, an earlier job's layers too."""
+        peers = open_peers(self.say)
+        if peers is not None:
+            for layer in self.stack:
+                peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
+            peers.close()
+
     def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
         """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
+        self._announce()
         self._trust()
         missing = [layer for layer in self.stack if not layer.file.trusted]
         if not missing:
@@ -231,7 +240,9 @@ class Materializer:
             make_tree=make_tree,
         )
         label = f"bootseer:{subject.name}"
-        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
+        # What the killed one had recorded is lost: half a startup would be taken for all that a startup needs.
+        again = replace(opened, record=None)
+        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again))
 
     def _pull(self) -> None:
         """Fetch everything that is missing, at full speed. Evicts for it when it does not fit. Raises `CacheFull`."""

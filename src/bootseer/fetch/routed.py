@@ -241,8 +241,11 @@ class RoutedScheduler(Scheduler):
                 run = run[1:]
             store = self.files[file].origins[1]
             own = 0
-            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS and self._step((file, run[own]), now) is None:
-                self.wanted.setdefault((file, run[own]), Wanted(prefetch=Purpose.COLD)).origin = 1
+            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS:
+                key = (file, run[own])
+                if not self._is_next(key, Purpose.COLD, places) or self._step(key, now) is not None:
+                    break
+                self.wanted.setdefault(key, Wanted(prefetch=Purpose.COLD)).origin = 1
                 own += 1
             if own:
                 store.cold.append((file, run[:own]))

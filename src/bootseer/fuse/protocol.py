@@ -49,6 +49,7 @@ INTERRUPT_IN = Struct("=Q")
 XATTR_IN = Struct("=II")  # size, padding
 INIT_IN = Struct("=IIII")  # major, minor, max_readahead, flags
 OUT_HEADER = Struct("=IiQ")  # len, negative error, unique
+NOTIFY_RESEND = 7  # instead of an error, and to no request
 _INIT_OUT = Struct("=IIIIHHIIHHI28x")
 ATTR = Struct("=QQQQQQIIIIIIIIII")
 ENTRY_OUT = Struct("=QQQQII")

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fuse import attach, protocol
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Caller, Cancel, Data, Entry, FileSystem, Tree
@@ -178,6 +178,23 @@ class Session:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the mount is gone, however that came; False when it is still there."""
         return self._ended.wait(timeout_s)
+
+    @property
+    def device(self) -> int:
+        """The descriptor that requests arrive on."""
+        return self._device
+
+    def resend(self) -> None:
+        """Have the kernel send again what was taken from the device and not answered, by a process that is dead.
+
+        Call it before `start`. Raises `PermanentError` where the kernel cannot (before Linux 6.9).
+        """
+        try:
+            os.writev(self._device, [protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND, 0)])
+        except OSError as error:
+            raise PermanentError(
+                f"{self.target}: the kernel does not send requests again, which Linux 6.9 does: {error.strerror}"
+            ) from error
 
     def start(self) -> None:
         """Begin to answer, and to end reads that are not answered. Raises `TransientError` where the system refuses a
@@ -378,13 +395,19 @@ def mount(
     label: str = "bootseer",
     on_error: OnError = lambda message: None,
     helper: bool | None = None,
+    device: int | None = None,
 ) -> Session:
     """Show a read-only `tree` on the folder `target`; it answers when this returns.
 
-    `on_error` is called with faults, in one line each, from any thread. `helper`: see `attach`.
+    `on_error` is called with faults, in one line each, from any thread. `helper`: see `attach`. `device`: the
+    descriptor of a mount that is there already, and whose process is dead; the tree must be the same as then.
     """
-    device = attach.attach(target, label=label, helper=helper)
-    return _started(Session(TreeRequests(tree), target, device, on_error), attach.READ_AHEAD_KIB)
+    if device is None:
+        session = Session(TreeRequests(tree), target, attach.attach(target, label=label, helper=helper), on_error)
+    else:
+        session = Session(TreeRequests(tree), target, device, on_error)
+        session.resend()
+    return _started(session, attach.READ_AHEAD_KIB)
 
 
 def mount_writable(
@@ -405,11 +428,12 @@ def mount_writable(
     return _started(Session(FileRequests(files), target, device, on_error), READ_AHEAD_KIB)
 
 
-def showing(tree: Tree) -> Callable[[Path, str, OnError], Session]:
-    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and a callback for faults."""
+def showing(tree: Tree) -> Callable[[Path, str, OnError, int | None], Session]:
+    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label, a callback for faults, and the
+    descriptor of a mount that is there already."""
 
-    def show(target: Path, label: str, on_error: OnError) -> Session:
-        return mount(tree, target, label=label, on_error=on_error)
+    def show(target: Path, label: str, on_error: OnError, device: int | None = None) -> Session:
+        return mount(tree, target, label=label, on_error=on_error, device=device)
 
     return show
 

@@ -20,6 +20,7 @@ from bootseer.errors import NotFoundError, PermanentError, TransientError, error
 from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.process import ProcessId, end_child, json_lines
+from bootseer.mounts.recovery import serve_on
 from bootseer.mounts.serve import FILES, LOG, DaemonSpec, report_error, serve, tell
 
 _LOG = logger(__name__)
@@ -28,6 +29,7 @@ _NAME = "bootseer-mount"
 _GRACE_S = 1.0
 _LET_GO_S = 2.0
 _END_S = 20.0
+_RESTART_S = 2.0
 
 Waiting = Callable[[], None]
 """Called twice a second while a daemon is waited for; what it raises ends the wait."""
@@ -47,11 +49,11 @@ class Daemon:
 
     def status(self) -> dict[str, object]:
         """What it says of itself. Raises `NotFoundError` when it is dead."""
-        return control.ask(self.folder, "status")
+        return self._ask("status")
 
     def began(self) -> None:
         """Tell it that the startup is over: training has begun."""
-        control.ask(self.folder, "began")
+        self._ask("began")
 
     def leave(self, *, force: bool) -> bool:
         """Let it unmount lazily, stop prefetching, and end when nothing uses its files; whether it has ended.
@@ -60,7 +62,7 @@ class Daemon:
         has copies of their mounts. It is waited for the moment alone; with `force` the daemon ends then all the same.
         """
         try:
-            control.ask(self.folder, "leave")
+            self._ask("leave")
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(time.monotonic() + _LET_GO_S) and force:
@@ -87,7 +89,7 @@ class Daemon:
         deadline = time.monotonic() + timeout_s
         said: dict[str, object] = {}
         try:
-            said = control.ask(self.folder, how, timeout_s=timeout_s, waiting=waiting)
+            said = self._ask(how, timeout_s, waiting)
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):
@@ -96,6 +98,16 @@ class Daemon:
             if not self._ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
         return said
+
+    def _ask(self, what: str, timeout_s: float = 5.0, waiting: Waiting = lambda: None) -> dict[str, object]:
+        until = time.monotonic() + _RESTART_S
+        while True:
+            try:
+                return control.ask(self.folder, what, timeout_s=timeout_s, waiting=waiting)
+            except NotFoundError:  # also between the death of the process that serves and its restart (`recovery`)
+                if not self.process.alive or time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
 
     def _ended(self, deadline: float) -> bool:
         while self.process.alive:
@@ -163,7 +175,7 @@ def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: floa
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         tell(report, {"pid": os.getpid()})
         _let_go(spec.folder, {report, *([] if lifeline is None else [lifeline])})
-        os._exit(serve(spec, report, lifeline))
+        os._exit((serve if spec.reopen is None else serve_on)(spec, report, lifeline))
     except BaseException as error:  # nothing may unwind into the parent's code
         report_error(report, error)
     os._exit(1)

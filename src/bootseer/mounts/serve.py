@@ -57,8 +57,9 @@ class Source(Protocol):
         """Stop all work."""
 
 
-Show = Callable[[Path, str, OnError], Session]
-"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults."""
+Show = Callable[[Path, str, OnError, int | None], Session]
+"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults. With the FUSE
+descriptor of a mount whose daemon died it goes on answering there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,41 +95,63 @@ class DaemonSpec:
     """Where to mount instead of `files`: for users that cannot mount anything on top of it."""
     lifeline: bool = False
     """Whether the daemon ends when the process that started it does, however it ends."""
+    reopen: Callable[[OnError], Served] | None = None
+    """`open` for a daemon that takes the place of a killed one (see `recovery`); None: the mount ends with it."""
 
 
-def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
-    """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows."""
+def serve(
+    spec: DaemonSpec,
+    report: int,
+    lifeline: int | None,
+    *,
+    keep: Callable[[int], None] = lambda device: None,
+    device: int | None = None,
+    restarts: int = 0,
+) -> int:
+    """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows.
+
+    `keep` gets the FUSE descriptor of the mount. After so many `restarts`, `device` is that of the daemon before, and
+    nothing waits for a report.
+    """
     logs.set_up(os.environ, file=spec.folder / LOG)
     log = _LOG.warning
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    protect_from_oom()
     # Each open file takes some, and the usual limit of 1024 is one for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        wake = _catch_signals()
-        served = spec.open(log)
+        wake = catch_signals()
+        served = (spec.reopen or spec.open)(log) if restarts else spec.open(log)
         try:
             listener = control.listen(spec.folder)
-            mounted = served.show(spec.at or spec.folder / FILES, spec.label, log)
+            mounted = served.show(spec.at or spec.folder / FILES, spec.label, log, device)
+            keep(mounted.device)
         except BaseException:
             served.source.close()
             raise
     except BaseException as error:
         _LOG.error("cannot serve: %s: %s", type(error).__name__, error)
-        report_error(report, error)
+        if not restarts:
+            report_error(report, error)
         return 1
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
-    life = _Life(spec, served, mounted, listener, log)
+    life = _Life(spec, served, mounted, listener, log, restarts)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    heard = tell(report, {"ready": True})
-    os.close(report)
-    if not heard:
-        log("the process that started this one was killed")
-        return life.end()
+    if not restarts:
+        heard = tell(report, {"ready": True})
+        os.close(report)
+        if not heard:
+            log("the process that started this one was killed")
+            return life.end()
     return life.run(wake, lifeline)
+
+
+def protect_from_oom() -> None:
+    """Have the kernel rather kill others when memory runs out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def report_error(pipe: int, error: BaseException) -> None:
@@ -147,7 +170,7 @@ def tell(pipe: int, said: dict[str, object]) -> bool:
     return True
 
 
-def _catch_signals() -> socket.socket:
+def catch_signals() -> socket.socket:
     """Signals arrive as bytes on the returned socket, so that no handler interrupts anything."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -165,9 +188,16 @@ class _Life:
     """State of a serving daemon; all of it belongs to the main thread."""
 
     def __init__(
-        self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: OnError
+        self,
+        spec: DaemonSpec,
+        served: Served,
+        mounted: Session,
+        listener: socket.socket,
+        log: OnError,
+        restarts: int,
     ) -> None:
         self._spec = spec
+        self._restarts = restarts
         self._served = served
         self._session = mounted
         self._listener = listener
@@ -239,6 +269,7 @@ class _Life:
     def _status(self) -> control.Answer:
         return {
             "pid": os.getpid(),
+            "restarts": self._restarts,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "recording": self._recording,
             "waiting": self._session.num_waiting,

@@ -27,6 +27,8 @@ _MIN_SAMPLES: Final = 8
 _SAMPLES: Final = 64
 _MIN_SECONDS: Final = 1.0
 """A rate over less time says more about the network's queues than about the peer: many nodes ask one owner at once."""
+_USUAL_TIMES: Final = 4
+"""... nor one over less than so many times what an answer of this length usually takes."""
 _WORTH_S: Final = 2.0
 """An answer that will be whole in less time, as it goes, is waited for: another node would need as long."""
 _SLOWER: Final = 8
@@ -82,7 +84,7 @@ class Health:
         self.requests = 0
         self.hedges = 0
 
-    def asked(self, peer: str, now_s: float, length: int = 1 << 62) -> Asked:
+    def asked(self, peer: str, now_s: float, length: int = 1 << 20) -> Asked:
         """A request begins."""
         self.requests += 1
         return Asked(peer, length, now_s, now_s, now_s)
@@ -112,7 +114,8 @@ class Health:
             return silent
         slow_s = asked.num_bytes / (usual / _SLOWER)
         worth_s = _WORTH_S * asked.num_bytes / max(asked.length - asked.num_bytes, 1)
-        return min(silent, asked.body_s + max(slow_s, worth_s, _MIN_SECONDS))
+        usual_s = _USUAL_TIMES * asked.length / usual
+        return min(silent, asked.body_s + max(slow_s, worth_s, usual_s, _MIN_SECONDS))
 
     def ended(self, asked: Asked, *, late: bool, now_s: float) -> None:
         """The request is over: answered whole, or given up as late (a failed connection is late, too)."""

@@ -120,6 +120,13 @@ class JobPeers:
             return None
         return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
 
+    def identities(self) -> set[str]:
+        """Of all files that are registered by now."""
+        try:
+            return {path.stem for path in (self.folder / "files").glob("[!.]*.json")}
+        except OSError:
+            return set()
+
     def register_blocks(self, source: BlockSource) -> None:
         """`register` a file of blocks."""
         identity = source.index.identity

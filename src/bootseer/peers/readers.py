@@ -130,6 +130,7 @@ class CachedContent:
         self._files = files
         self._root = root
         self._identity = identity
+        self._given_up: set[int] = set()
         self.size_bytes = self._cached.index.size_bytes
 
     @property
@@ -145,6 +146,10 @@ class CachedContent:
         cached = self._cached
         there = cached.index.num_blocks - first
         return sum(1 << bit for bit in bits(blocks) if bit < there and cached.ready(first + bit))
+
+    def give_up(self, first: int, blocks: int) -> None:
+        """These were read, and do not fit into the cache: other nodes need not wait for them."""
+        self._given_up.update(first + bit for bit in bits(blocks))
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         """See `Content.want`."""
@@ -168,7 +173,9 @@ class CachedContent:
                 done(None)
                 return
             now_s = self._files.timer.now_s()
-            if cached.is_fetched():
+            if not self._given_up.isdisjoint(cached.missing(start, length)):
+                until_s = now_s
+            elif cached.is_fetched():
                 until_s = now_s + _STILL_S
         except BootseerError as error:
             done(error)

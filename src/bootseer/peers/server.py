@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,17 @@ from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import HELLO, Question, Request, Signer, encode_answer, encode_readers
+from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, encode_answer, encode_readers
 from bootseer.peers.readers import CachedContent, Readers
 
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 _FILLING_EVERY_S: Final = 0.1
+_SOON_S: Final = 1.0
+"""So long after the first request for a file this node may still begin to read it. A job whose nodes read different
+files pays it once for each."""
+_MAX_UNKNOWN: Final = 4096
 _SO_MAX_PACING_RATE: Final = 47
 _UNLIMITED: Final = (1 << 64) - 1
 _CS1: Final = 8 << 2
@@ -82,10 +87,14 @@ class Server:
         self._max_rate = max_rate
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._idle: dict[socket.socket, None] = {}
+        """Connections between two requests, the one that waits longest first: they make room for others."""
         self._closed = False
+        self._first_asked_s: dict[str, float] = {}
+        """Of each file, since when it is asked for."""
         self._readers = Readers()
         self.served = Served()
-        self._threads = Executor("bootseer-peers", MAX_CONNECTIONS + len(listening))
+        self._threads = Executor("bootseer-peers", 2 * MAX_CONNECTIONS + len(listening))
         for sock in listening:
             self._threads.submit(partial(self._accept, sock))
 
@@ -114,6 +123,8 @@ class Server:
             except OSError:
                 return
             with self._lock:
+                if len(self._connections) >= MAX_CONNECTIONS and self._idle:
+                    self._end(next(iter(self._idle)))
                 is_full = len(self._connections) >= MAX_CONNECTIONS
                 if not is_full:
                     self._connections.add(sock)
@@ -148,7 +159,7 @@ class Server:
         try:
             with connection.sock:
                 signer = self._greet(connection)
-                while signer is not None and (head := connection.read_head()) is not None:
+                while signer is not None and (head := self._next_head(connection)) is not None:
                     request = signer.decode(head)
                     if request is None:
                         connection.send(encode_answer(403))
@@ -165,6 +176,22 @@ class Server:
             with self._lock:
                 self._connections.discard(connection.sock)
                 self._pace()
+
+    def _next_head(self, connection: Connection) -> Head | None:
+        with self._lock:
+            self._idle[connection.sock] = None
+        try:
+            return connection.read_head()
+        finally:
+            with self._lock:
+                self._idle.pop(connection.sock, None)
+
+    def _end(self, sock: socket.socket) -> None:
+        """Make room for another connection. Under the lock."""
+        self._idle.pop(sock)
+        self._connections.discard(sock)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connection: Connection) -> Signer | None:
         head = connection.read_head()
@@ -184,7 +211,7 @@ class Server:
     def _answer(self, connection: Connection, request: Request) -> None:
         with self._lock:
             self.served.requests += 1
-        content = self._find(request.file)
+        content = self._find_soon(connection, request.file)
         if content is None:
             connection.send(encode_answer(404))
         elif request.start + request.length > content.size_bytes:
@@ -195,9 +222,27 @@ class Server:
         else:
             self._send(connection, content, request)
 
+    def _find_soon(self, connection: Connection, file: str) -> Content | None:
+        """What is asked for, or will be here in a moment: the nodes of a job start the same files within a second, and
+        the first ones would take all of them from the origin while the others are not ready."""
+        content = self._find(file)
+        with self._lock:
+            if len(self._first_asked_s) >= _MAX_UNKNOWN:
+                self._first_asked_s.clear()
+            until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
+        while content is None and not self._closed and time.monotonic() < until:
+            connection.send(encode_answer(102))
+            time.sleep(_FILLING_EVERY_S)
+            content = self._find(file)
+        return content
+
     def _tell_readers(self, connection: Connection, question: Question) -> None:
         content = self._find(question.file)
-        own = content.here(question.first, question.blocks) if isinstance(content, CachedContent) else 0
+        own = 0
+        if isinstance(content, CachedContent):
+            own = content.here(question.first, question.blocks)
+            if question.sender == question.without == self._name:
+                content.give_up(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
         connection.send(encode_answer(200, len(body)) + body)
 

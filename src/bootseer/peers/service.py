@@ -166,8 +166,13 @@ class Service:
         until = time.monotonic() + wait_s
         threading.Thread(target=self._follow_members, name="bootseer-members", daemon=True).start()
         is_ready, state_at = False, 0.0
+        opened: set[str] = set()
         while True:
             now = time.monotonic()
+            # Opening takes up to a second where processors are busy: peers that ask meanwhile would hear nothing.
+            for identity in self._job.identities() - opened:
+                opened.add(identity)
+                self._find(identity)
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()

@@ -15,17 +15,16 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.places import open_place
 from checkpoint.striped_files import content_of, part_paths, put_striped
-from hdfs_cluster import HdfsCluster, needs_hdfs
+from hdfs_cluster import needs_hdfs
 
 pytestmark = needs_hdfs
 MIB = 1 << 20
 SIZE = 33 * MIB + 777
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=5) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_hdfs):
+    return shared_hdfs
 
 
 @pytest.fixture

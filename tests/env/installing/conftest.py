@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.env.installing.interpreter import Interpreter, ask, runner
+from once import python_with_pip
 
 
 @pytest.fixture
@@ -21,18 +21,11 @@ def job_env(tmp_path: Path) -> dict[str, str]:
     return {**clean, "HOME": str(tmp_path / "home"), "PIP_CONFIG_FILE": os.devnull}
 
 
-@pytest.fixture(scope="session")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True, timeout=120)
-    return folder
-
-
 @pytest.fixture
-def python(_model: Path, tmp_path: Path, job_env: dict[str, str]) -> Interpreter:
+def python(tmp_path: Path, job_env: dict[str, str]) -> Interpreter:
     """The Python of a fresh environment that has pip and nothing else."""
     environment = tmp_path / "environment"
-    shutil.copytree(_model, environment, symlinks=True)
+    shutil.copytree(python_with_pip(), environment, symlinks=True)
     return ask(str(environment / "bin" / "python"), job_env, runner())
 
 

@@ -13,27 +13,21 @@ import pytest
 
 from bootseer.env.snapshot.oracle import pinned
 from in_capture import JOB_ENV
+from once import python_with_pip
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
-    return folder / "venv"
-
-
 @pytest.fixture
-def ask(tmp_path, environment):
+def ask(tmp_path):
     """`ask(...)`: what the oracle says of a snapshot of this setup, after what happened in between.
 
     The setup's working folder and environment lie in `/srv`, as it sees them.
     """
     work = tmp_path / "work"
-    shutil.copytree(environment, work / "venv", symlinks=True)
+    shutil.copytree(python_with_pip(), work / "venv", symlinks=True)
     foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env |= {"HOME": "/srv", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -14,7 +14,7 @@ import io
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -262,8 +262,10 @@ def load_all(
     open_file: Callable[[str], CheckpointFile],
     undo: Undo,
     settings: LoadSettings,
+    position: float = 0.0,
 ) -> None:
-    """Fill the planner's tensors with the items. Raises what the first read that failed raised."""
+    """Fill the planner's tensors with the items, of which the first lies at `position`, a part of all. Raises what the
+    first read that failed raised."""
     by_file: dict[str, list[Range[Stored]]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(Range(item.offset, item.end, item))
@@ -272,7 +274,9 @@ def load_all(
         for file, ranges in by_file.items()
     }
     load = _Load(planner, open_file, undo, settings, Counter({file: len(own) for file, own in spans.items()}))
-    load.run(spread(spans), min(settings.threads, sum(map(len, spans.values()))))
+    ordered = deque(spread(spans))
+    ordered.rotate(-int(len(ordered) * position))
+    load.run(iter(ordered), min(settings.threads, sum(map(len, spans.values()))))
 
 
 class _Load:

@@ -118,7 +118,7 @@ class StripedReader(StorageReader):
         plain = [item for item in items if item.form is not Form.SAFETENSORS]
         packed = [item for item in items if item.form is Form.SAFETENSORS]
         bare = bare_items(packed, folder.open) if packed else []
-        load_all(plain + bare, planner, folder.open, self._undo, self._settings)
+        load_all(plain + bare, planner, folder.open, self._undo, self._settings, folder.system.reading.position)
         self._check_unchanged(folder)
         future: Future[None] = Future()
         future.set_result(None)

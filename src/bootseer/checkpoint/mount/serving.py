@@ -246,7 +246,7 @@ class Serving:
         keep_freed_memory()
         source = _MountedPlace(self.request, on_error)
 
-        def show(target: Path, label: str, on_error: OnError) -> Session:
+        def show(target: Path, label: str, on_error: OnError, device: int | None) -> Session:
             how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
             return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
 

@@ -342,6 +342,8 @@ class ReadContext:
         if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.take(len(data), demand=False)):
             self.facts.add("not_kept_chunks")
             self.release_claim(segment, chunk)
+            if self.peers is not None:
+                self.peers.not_kept(segment.index, chunk - segment.first_chunk)
             return
         if hold is None:
             let_go: Callable[[], None] = lambda: self.buffer.give(len(data))  # noqa: E731

@@ -12,6 +12,7 @@ the place; a node that sends a wrong one is not asked again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -27,7 +28,7 @@ from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client
+from bootseer.peers.client import Client, FillFailedError
 from bootseer.peers.health import Health
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question, Request
@@ -138,6 +139,22 @@ class PeerChunks:
                     self._health.ended(asked, late=late, now_s=time.monotonic())
         return {}
 
+    def not_kept(self, index: Index, block: int) -> None:
+        """What was read here cannot be passed on: tell this node's service, so that other nodes do not wait for it."""
+        members = self._job.members()
+        own = next((peer for peer in members.peers if peer.name == members.own), None)
+        if own is None or index.identity not in self._registered:
+            return
+        first = block // UNIT_BLOCKS * UNIT_BLOCKS
+        question = Question(index.identity, first, 1 << (block - first), own.name, False, own.name)
+
+        def tell() -> None:
+            with contextlib.suppress(BootseerError):
+                self._client.ask(own.addresses[0], question, _ANSWER_S)
+
+        with contextlib.suppress(TransientError):
+            self._asking.submit(tell, urgent=False)
+
     def submit_question(self, job: Callable[[], None]) -> None:
         """Raises `TransientError` where no thread can be started."""
         self._asking.submit(job)
@@ -216,7 +233,7 @@ class PeerChunks:
         try:
             self._client.read(address, request, read.into, heard=heard)
             right = read.is_right(read.into)
-        except NotFoundError as error:
+        except (NotFoundError, FillFailedError) as error:
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
         except BootseerError as error:
             late = error.retry_after_s is None if isinstance(error, TransientError) else True

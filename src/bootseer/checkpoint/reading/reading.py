@@ -260,6 +260,11 @@ class Reading:
             shared.prepare()
         return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
 
+    @property
+    def position(self) -> float:
+        """Where in a long read this node begins, as a part of it: see `PeerChunks.position`."""
+        return 0.0 if self._engine.peers is None else self._engine.peers.position
+
     def facts(self) -> dict[str, object]:
         """Figures of all reads so far: counts of `facts.NAMES`, bytes in memory, and the place's own under `place`."""
         peers = self._engine.peers

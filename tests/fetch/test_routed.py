@@ -1,0 +1,300 @@
+"""A scheduler with routes: which places are asked for which blocks, and when the store is; in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.routed import rotated
+from bootseer.fetch.settings import FetchSettings, Purpose
+from fetch.virtual import BLOCK, Fault, Layout, World, void
+
+SETTINGS = FetchSettings()
+RUN = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    steps: tuple[Hashable, ...]
+    may_ask_origin: bool
+
+
+@dataclass
+class Ring:
+    """As `peers.choice`: run r is owned by place r modulo the number, then by the next one that is not absent."""
+
+    places: Sequence[str]
+    own: str = "me"
+    run_blocks: int = RUN
+    turn: float = 0.0
+    absent: set[str] = field(default_factory=set)
+
+    def route(self, block: int, now: float) -> Way:
+        run, number = block // RUN, len(self.places)
+        ranked = [self.places[(run + k) % number] for k in range(number)]
+        first = [name for name in ranked if name not in self.absent][:2]
+        steps = () if first[:1] == [self.own] else tuple(name for name in first if name != self.own)
+        return Way(steps, self.own in first)
+
+
+def world(routes: Ring, sizes: Sequence[int] = (BLOCK,) * 64, **options: object) -> World:
+    return World([Layout(sizes)], origins=("peers", "store"), routes=routes, **options)  # type: ignore[arg-type]
+
+
+def asked(w: World) -> dict[int, list[Hashable]]:
+    """For each block whom it was asked from, in order; None is the store."""
+    found: dict[int, list[Hashable]] = defaultdict(list)
+    for _, fetch in w.launched:
+        for block in fetch.blocks:
+            found[block].append(fetch.step)
+    return found
+
+
+def pull(w: World) -> None:
+    w.scheduler.rush()
+    w.scheduler.want_rest(0, range(w.layouts[0].num_blocks), w.now)
+
+
+FOUR = ["a", "b", "me", "c"]
+
+
+def test_each_block_comes_from_its_owner_and_own_ones_from_the_store() -> None:
+    w = world(Ring(FOUR))
+    pull(w)
+    w.run()
+    assert len(w.here) == 64
+    for block, steps in asked(w).items():
+        owner = FOUR[block // RUN % 4]
+        assert steps == [None if owner == "me" else owner]
+
+
+def test_readers_and_hot_blocks_go_the_same_ways() -> None:
+    w = world(Ring(FOUR))
+    w.prefetch((0, block) for block in range(32))
+    for block in (0, 9, 40, 63):
+        void(w.read(0, [block], void))
+    w.run()
+    for block, steps in asked(w).items():
+        assert steps == [{"me": None}.get(FOUR[block // RUN % 4], FOUR[block // RUN % 4])]
+    assert {fetch.purpose for _, fetch in w.launched} == {Purpose.DEMAND, Purpose.HOT}
+
+
+def test_zeros_are_asked_of_no_place() -> None:
+    w = world(Ring(["a", "b"]), [BLOCK, 0] * 16)
+    pull(w)
+    w.run()
+    assert len(w.here) == 32
+    assert all(steps == [None] for block, steps in asked(w).items() if block % 2)
+
+
+def test_a_place_has_two_prefetches_at_a_time_and_all_of_them_twelve() -> None:
+    w = world(Ring([f"p{at}" for at in range(20)]), (BLOCK,) * 400, fault=lambda fetch, earlier: Fault(hang=True))
+    pull(w)
+    w.tick()
+    running = Counter(transfer.fetch.step for transfer in w.transfers.values())
+    assert max(running.values()) <= SETTINGS.place_requests
+    assert sum(running.values()) == SETTINGS.place_requests_in_all - SETTINGS.reserved_place_requests
+
+
+def test_a_reader_does_not_wait_for_the_prefetches_of_its_owner() -> None:
+    w = world(Ring(["a"]), fault=lambda fetch, earlier: Fault(hang=fetch.purpose is Purpose.COLD))
+    pull(w)
+    w.run(until=1.0)
+    answers: list[object] = []
+    void(w.read(0, [60], answers.append))
+    w.run(until=2.0)
+    assert answers == [b""]
+
+
+def failing(*names: str) -> Callable[[Fetch, int], Fault | None]:
+    return lambda fetch, earlier: Fault(error=TransientError("gone")) if fetch.step in names else None
+
+
+def test_what_an_owner_does_not_give_the_second_in_rank_is_asked_for() -> None:
+    w = world(Ring(FOUR), fault=failing("a"))
+    pull(w)
+    w.run()
+    assert all(steps == ["a", "b"] for block, steps in asked(w).items() if block // RUN % 4 == 0)
+
+
+def test_the_first_two_in_rank_ask_the_store_and_the_others_wait() -> None:
+    w = world(Ring(FOUR), fault=failing("a", "b", "c"))
+    for block in range(16):
+        void(w.read(0, [block], void, 0.3))
+    w.run(until=0.3)
+    to_store = {block // RUN % 4 for block, steps in asked(w).items() if None in steps}
+    assert to_store == {1, 2}  # owned by this node, or by the one before it
+
+
+def test_a_block_that_its_places_never_give_comes_from_the_store_at_last() -> None:
+    w = world(Ring(["a", "b", "c", "me"]), fault=failing("a", "b", "c"))
+    answers: list[object] = []
+    void(w.read(0, [0], answers.append))
+    w.run(until=20.0)
+    assert answers == [b""]
+    assert asked(w)[0][:4] == ["a", "b", "a", "b"]
+
+
+def test_a_place_that_is_busy_is_asked_again_and_no_other_in_its_stead() -> None:
+    busy = [True] * 3
+    w = world(
+        Ring(["a", "b"]),
+        (BLOCK,) * RUN,
+        fault=lambda fetch, earlier: (
+            Fault(error=TransientError("full", retry_after_s=1.0)) if busy and busy.pop() else None
+        ),
+    )
+    pull(w)
+    w.run()
+    assert {step for steps in asked(w).values() for step in steps} == {"a"}
+    assert 1.0 <= w.launched[-1][0] < 4.0
+
+
+def test_a_late_reader_is_not_hedged_at_places() -> None:
+    w = world(Ring(["a", "b"]), fault=lambda fetch, earlier: Fault(hang=True))
+    void(w.read(0, [0], void, 5.0))
+    w.run(until=4.0)
+    assert len(w.launched) == 1
+
+
+def test_what_still_waits_follows_a_new_list() -> None:
+    ring = Ring(["a", "b"])
+    w = world(ring, (BLOCK,) * 400, bytes_per_s=20e6)
+    pull(w)
+
+    def change() -> None:
+        ring.places = ["a", "b", "me", "c"]
+
+    w.at(0.5, change)
+    w.run()
+    assert len(w.here) == 400
+    late = {fetch.step for at, fetch in w.launched if at > 1.5}
+    assert late == {"a", "b", "c", None}
+
+
+def test_prefetch_ends_when_it_is_told_to() -> None:
+    w = world(Ring(FOUR), (BLOCK,) * 400, bytes_per_s=10e6)
+    w.prefetch((0, block) for block in range(200))
+    pull(w)
+    w.at(0.5, lambda: w.scheduler.stop_prefetch(0))
+    w.run()
+    assert len(w.here) < 200
+    assert w.scheduler.idle
+
+
+def test_a_window_begins_at_its_turn() -> None:
+    assert rotated(list(range(10)), 4, 0.5) == [2, 3, 0, 1, 6, 7, 4, 5, 9, 8]
+    assert rotated([1, 2, 3], 4, 0.0) == [1, 2, 3]
+
+
+def test_nodes_of_a_job_begin_at_different_owners() -> None:
+    first = set()
+    for at in range(4):
+        w = world(Ring(["a", "b", "c", "d"], turn=at / 4))
+        pull(w)
+        w.tick()
+        first.add(w.launched[0][1].step)
+    assert first == {"a", "b", "c", "d"}
+
+
+faults = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(Fault, error=st.just(TransientError("reset")), after_blocks=st.integers(0, 3)),
+    st.builds(Fault, error=st.just(TransientError("full", retry_after_s=0.5))),
+    st.builds(Fault, hang=st.just(True), after_blocks=st.integers(0, 2)),
+    st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
+    st.builds(
+        Fault,
+        elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1000, BLOCK, BLOCK]), min_size=1, max_size=60),
+    script=st.lists(faults, max_size=30),
+    places=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True),
+    absences=st.lists(st.tuples(st.floats(0, 3), st.sets(st.sampled_from("abcd"))), max_size=4),
+    hot=st.lists(st.integers(0, 59), max_size=30),
+    reads=st.lists(st.tuples(st.floats(0, 4), st.integers(0, 59)), max_size=10),
+    rest=st.booleans(),
+)
+def test_whatever_places_do_all_that_is_wanted_comes_and_each_read_is_answered_once(
+    sizes: list[int],
+    script: list[Fault | None],
+    places: list[str],
+    absences: list[tuple[float, set[str]]],
+    hot: list[int],
+    reads: list[tuple[float, int]],
+    rest: bool,
+) -> None:
+    ring = Ring([*places, "me"])
+    w = world(ring, sizes, bytes_per_s=20e6, fault=lambda fetch, earlier: script.pop() if script else None)
+    for at, absent in absences:
+        w.at(at, lambda absent=absent: setattr(ring, "absent", absent))  # type: ignore[misc]
+    w.prefetch((0, block) for block in hot if block < len(sizes))
+    if rest:
+        w.scheduler.want_rest(0, range(len(sizes)), 0.0)
+    answers: dict[int, list[bytes | BootseerError]] = defaultdict(list)
+    for number, (at, block) in enumerate(reads):
+        if block < len(sizes):
+            answers[number] = []
+            w.at(at, lambda number=number, block=block: void(w.read(0, [block], answers[number].append)))  # type: ignore[misc]
+    w.run(until=2000.0)
+    assert all(len(answer) == 1 for answer in answers.values())
+    assert w.scheduler.idle or (w.scheduler.worth.suspended and not rest)
+    assert w.scheduler.inflight_bytes == 0
+    assert not w.transfers
+    if rest:
+        assert len(w.here) == len(sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    own=st.integers(0, 5),
+    gone=st.sets(st.sampled_from("abcde"), max_size=3),
+    hot=st.lists(st.integers(0, 63), max_size=40),
+)
+def test_only_the_first_two_in_rank_ask_the_store_while_any_place_answers(
+    own: int, gone: set[str], hot: list[int]
+) -> None:
+    places = [*"abcde"]
+    places.insert(own, "me")
+    ring = Ring(places)
+    w = world(ring, fault=failing(*gone))
+    # As `peers.health` does it: a place that fails is known to be away a moment later.
+    w.at(0.05, lambda: ring.absent.update(gone))
+    w.prefetch((0, block) for block in hot)
+    pull(w)
+    w.run()
+    assert len(w.here) == 64
+    for block, steps in asked(w).items():
+        ranked = [name for name in (places[(block // RUN + k) % 6] for k in range(6)) if name not in gone]
+        assert None not in steps or "me" in ranked[:2]
+        assert all(count == 1 for step, count in Counter(steps).items() if step not in gone)
+
+
+def naive(fetch: Fetch, earlier: int) -> Fault | None:
+    return Fault(error=TransientError("gave up after 0.5 s")) if fetch.step is not None else None
+
+
+@pytest.mark.parametrize(("fault", "expected"), [(None, 0.25), (naive, 0.75)])
+def test_owners_that_are_given_up_though_they_fill_turn_nodes_to_the_store(
+    fault: Callable[[Fetch, int], Fault | None] | None, expected: float
+) -> None:
+    """What a limit of 0.5 s does while owners wait for the store: this is why they say that they fill."""
+    w = world(Ring(FOUR), fault=fault, bytes_per_s=20e6)
+    pull(w)
+    w.run()
+    from_store = sum(None in steps for steps in asked(w).values()) / 64
+    assert from_store >= expected
+    assert (from_store == 0.25) == (fault is None)

@@ -1,0 +1,51 @@
+"""What is made once in a run of the tests for all workers: `once("python", make)` is a folder that `make` has filled.
+
+It is never changed; a test that wants to takes a copy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_run: list[Path] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers have the temporary folder of the run and below it one of their own.
+    base = None if config.option.basetemp is None else Path(config.option.basetemp)
+    if base is not None:
+        _run[:] = [(base.parent if hasattr(config, "workerinput") else base).with_name("once")]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _run and not hasattr(session.config, "workerinput"):
+        shutil.rmtree(_run[0], ignore_errors=True)
+
+
+def once(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of this name; `make` is called with a path that is not there."""
+    if not _run:
+        _run.append(Path(tempfile.mkdtemp()))
+    folder = _run[0] / name
+    folder.parent.mkdir(exist_ok=True, mode=0o700)
+    with folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            new = folder.with_suffix(".new")
+            make(new)
+            new.rename(folder)
+    return folder
+
+
+def python_with_pip() -> Path:
+    """A virtual environment with pip and nothing else; a copy of it works wherever it lies."""
+    return once("python", lambda folder: venv.create(folder, with_pip=True))

@@ -1,0 +1,31 @@
+"""One HDFS for the tests that do not break it: starting one costs 5 s and 10 s of processor time.
+
+Each test has files of its own. One that stops a server lets it go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hdfs_cluster import HdfsCluster
+
+SHARES_HDFS = frozenset(
+    f"tests/{name}.py"
+    for name in (
+        *(f"hdfs/test_{name}" for name in ("block_writer", "client", "hung_namenode", "lease", "long_writer")),
+        *(f"hdfs/test_{name}" for name in ("namenode", "names", "native_reads", "reads", "writer")),
+        *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
+    )
+)
+"""Of tests that run side by side, one worker runs these."""
+
+
+@pytest.fixture(scope="session")
+def shared_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    """Five DataNodes, one replica unless a file wants more."""
+    # A node that was hung for a test has more to do for a while, and would get no blocks.
+    settings = {"dfs.namenode.redundancy.considerLoad": "false"}
+    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=5, settings=settings) as running:
+        yield running
