@@ -17,6 +17,9 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 from bootseer.mounts.process import json_lines
 
 NAME = "control"
+LOG = "log"
+FILES = "files"
+"""What else lies in the folder: the daemon's log, and its mount point."""
 _MAX_LINE = 65_536
 _PATIENCE_S = 2.0
 """How long the daemon waits for a whole question, and for its answer to be taken: it answers one at a time."""

@@ -6,13 +6,11 @@ nor connections survive a fork.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache, CacheSettings
@@ -24,13 +22,11 @@ from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
+from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
-
-if TYPE_CHECKING:
-    from bootseer.peers.origins import PeerGroup
 
 _SYNC_S = 30.0
 """A crash of the machine costs at most the blocks of so many seconds; they are fetched again."""
@@ -81,16 +77,6 @@ class Fetched:
         return Served(
             source, showing(tree), source.recorder, source.status, source.begin, stop_prefetch=source.stop_prefetch
         )
-
-
-def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:
-    """The other nodes of the job that this process belongs to, if they have blocks for each other."""
-    if not os.environ.get("BOOTSEER_PEERS_DIR"):
-        return None
-    # Most starts have none, and importing it takes milliseconds.
-    from bootseer.peers.origins import PeerGroup
-
-    return PeerGroup.of_environment(on_problem)
 
 
 class _OpenFiles:

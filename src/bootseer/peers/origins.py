@@ -51,7 +51,7 @@ class PeerGroup:
         """`levels`: at which others may be asked; a service that fills for its rack asks global owners alone."""
         self.job = job
         self.lock = threading.Lock()
-        self.client = Client(job.secret)
+        self.client = Client(job.secret, job.pace)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
         self._levels = levels
