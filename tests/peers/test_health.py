@@ -118,6 +118,24 @@ def test_hedges_are_one_in_twenty() -> None:
     assert [health.may_hedge() for _ in range(4)] == [True, True, True, False]
 
 
+def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for_is_given_up() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 1.0)
+    assert health.may_hedge()
+    assert health.may_hedge()
+    slow = [health.asked("slow", at, 4 * MIB) for at in (0.0, 3.0)]
+    for tenth in range(100):
+        for asked, since in zip(slow, (0.0, 3.0), strict=True):
+            if tenth / 10 >= since:
+                health.received(asked, MIB // 100, tenth / 10)
+        if "slow" in health.absent(tenth / 10):
+            break
+    assert 4.9 < tenth / 10 < 5.2
+    assert all(health.late_at(asked) <= tenth / 10 for asked in slow)
+    assert health.late_at(health.asked("a", 5.0)) == 7.0
+
+
 def test_without_a_hedge_left_only_long_silence_is_late() -> None:
     health = Health()
     for peer in "abc":

@@ -103,34 +103,35 @@ class Health:
         if asked.body_s is None:
             asked.body_s = now_s
         asked.num_bytes += num_bytes
+        if now_s >= self._slow_at(asked):  # without a hedge left it goes on, but its peer counts as late
+            self._note_late(asked, now_s)
 
     def late_at(self, asked: Asked) -> float:
-        """When this request is late if nothing more comes. Where no hedge is left, only long silence is."""
-        if self._has_hedged_enough:
+        """When this request is late if nothing more comes. Where no hedge is left, only long silence is, and what one
+        asked of a peer before it was known to be late."""
+        if self._has_hedged_enough and asked.heard_s >= self._out.get((asked.peer, ""), asked.heard_s):
             return asked.heard_s + _LONG_SILENCE_S
-        silent = asked.heard_s + self._silence_s
+        return min(asked.heard_s + self._silence_s, self._slow_at(asked))
+
+    def _slow_at(self, asked: Asked) -> float:
         usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
         if asked.body_s is None or not usual:
-            return silent
+            return float("inf")
         slow_s = asked.num_bytes / (usual / _SLOWER)
         worth_s = _WORTH_S * asked.num_bytes / max(asked.length - asked.num_bytes, 1)
         usual_s = _USUAL_TIMES * asked.length / usual
-        return min(silent, asked.body_s + max(slow_s, worth_s, usual_s, _MIN_SECONDS))
+        return asked.body_s + max(slow_s, worth_s, usual_s, _MIN_SECONDS)
 
     def ended(self, asked: Asked, *, late: bool, now_s: float) -> None:
         """The request is over: answered whole, or given up as late (a failed connection is late, too)."""
         known = self._known.setdefault(asked.peer, _Known())
-        if not late or asked.since_s > known.late_s:
-            known.late.append(late)
         if late:
-            known.late_s = now_s
+            self._note_late(asked, now_s)
+        else:
+            known.late.append(False)
         if asked.body_s is not None and now_s > asked.body_s:
             rate = asked.num_bytes / (now_s - asked.body_s)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
-        if sum(known.late) >= _LATE:
-            known.late.clear()
-            known.late.append(True)  # the next late answer is enough
-            self._leave_alone(asked.peer, "", now_s + _OUT_S)
 
     def not_there(self, peer: str, now_s: float, file: str = "") -> None:
         """The peer does not listen, or does not serve this file."""
@@ -176,6 +177,17 @@ class Health:
             if len(self._begins) >= _MIN_SAMPLES:
                 usual = sorted(self._begins)[int(0.9 * (len(self._begins) - 1))]
                 self._silence_s = min(max(_SILENCE_S, _USUAL * usual), _LONG_SILENCE_S)
+
+    def _note_late(self, asked: Asked, now_s: float) -> None:
+        known = self._known.setdefault(asked.peer, _Known())
+        if asked.since_s <= known.late_s:
+            return
+        known.late_s = now_s
+        known.late.append(True)
+        if sum(known.late) >= _LATE:
+            known.late.clear()
+            known.late.append(True)  # the next late answer is enough
+            self._leave_alone(asked.peer, "", now_s + _OUT_S)
 
     def _leave_alone(self, peer: str, file: str, until_s: float) -> None:
         self._out[peer, file] = max(until_s, self._out.get((peer, file), until_s))
