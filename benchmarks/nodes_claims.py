@@ -49,6 +49,10 @@ class Row:
     cpu_s: Sequence[float]
     """Of each node, all its processes."""
     origin_cpu_s: float
+    asked: int
+    """Requests for blocks of image and environment that nodes made to each other."""
+    late: int
+    """Of these given up, and made again elsewhere."""
     busy: float
     """Part of all processors' time that anything on this machine has used meanwhile."""
 
@@ -126,7 +130,9 @@ def fault_claims(found: Found) -> list[Must]:
     for arm in (Faults.SLOW, Faults.KILLED, Faults.HUNG):
         if arm in rows:
             must(f"{arm} / {Faults.NONE}: origin sends", rows[arm][2] / copy, 1 + 1 / number)
-    if Faults.STARVED in rows:
+    if starved := found.get((Faults.STARVED, number)):
+        late = median(row.late / max(row.asked, 1) for row in starved)
+        must(f"{Faults.STARVED}: requests given up as late, of all", late, 0.01)
         must(f"{Faults.STARVED} / {Faults.NONE}: origin sends", rows[Faults.STARVED][2] / copy, 1.05)
     # A guard that is not missed when it is off protects from nothing.
     if Faults.SLOW in rows and Faults.UNHEDGED in rows:

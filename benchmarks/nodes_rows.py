@@ -154,11 +154,19 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: set[bytes], *, shaped: bo
         awaited = [one for one in running if one.number not in arm.fault.lost]
         nodes_site.wait_until_ready(awaited, _DEADLINE_S)
         used, idle = (after - b for after, b in zip(_busy(), busy, strict=True))
+        moved = site.traffic().since(before)
+        cpu_s = [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)]
+        origin_s = sum(map(node.cpu_s, lab.servers)) - origin_s
+        # What it has asked its peers, a node tells when training begins.
+        nodes_site.finish(awaited)
+        said = [event for one in awaited for event in one.events() if "peer_requests" in event]
         row = Row(
             [one.ready_at - began for one in awaited if one.ready_at is not None],
-            site.traffic().since(before),
-            [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)],
-            sum(map(node.cpu_s, lab.servers)) - origin_s,
+            moved,
+            cpu_s,
+            origin_s,
+            sum(event["peer_requests"] for event in said),
+            sum(event.get("late_requests", 0) for event in said),
             used / (used + idle),
         )
         checksums.update(one.checksum for one in awaited)
@@ -178,9 +186,9 @@ def told(row: Row) -> str:
     """A row in a line."""
     sent, bound = sum(row.traffic.sent) / 1e6, ", bound by the processors" if row.is_bound_by_processors else ""
     return (
-        f"slowest {row.slowest_s:.1f} s, median {row.median_s:.1f} s; origin sent "
-        f"{row.traffic.origin / 1e6:.0f} MB, nodes {sent:.0f} MB; CPU {sum(row.cpu_s):.1f} + {row.origin_cpu_s:.1f} s, "
-        f"busy {row.busy:.2f}{bound}"
+        f"slowest {row.slowest_s:.1f} s, median {row.median_s:.1f} s; origin sent {row.traffic.origin / 1e6:.0f} MB, "
+        f"nodes {sent:.0f} MB; {row.late} of {row.asked} requests late; "
+        f"CPU {sum(row.cpu_s):.1f} + {row.origin_cpu_s:.1f} s, busy {row.busy:.2f}{bound}"
     )
 
 
@@ -218,6 +226,8 @@ def _details(rows: Sequence[Row]) -> Mapping[str, Any]:
         ],
         "cpu_s_by_node": [median(each) for each in zip(*(row.cpu_s for row in rows), strict=True)],
         "origin_cpu_s": median(row.origin_cpu_s for row in rows),
+        "asked_peers": median(row.asked for row in rows),
+        "late": median(row.late for row in rows),
         "busy": median(row.busy for row in rows),
         "bound_by_processors": any(row.is_bound_by_processors for row in rows),
     }

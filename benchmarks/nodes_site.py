@@ -9,6 +9,7 @@ and daemons with it. Needs root and iproute2.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import shlex
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import node
 from harness import ROOT
@@ -118,6 +119,13 @@ class Node:
 
     def descendants(self) -> list[int]:
         return list(node.descendants(self.process.pid))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The attributes of all events that BootSeer has written on this node."""
+        for path in (self.folder / "spool").rglob("*"):
+            for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+                if line.startswith("@bootseer1 {"):
+                    yield json.loads(line.partition(" ")[2]).get("attrs") or {}
 
     def cpu_s(self) -> float:
         return sum(node.cpu_s(pid) for pid in [self.process.pid, *self.descendants()])

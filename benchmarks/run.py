@@ -29,6 +29,7 @@ NAMES = (
     "nodes",
     "nodes_parts",
     "nodes_faults",
+    "peer_server",
     "tests",
 )
 

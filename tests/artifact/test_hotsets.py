@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.hotsets import HotSets, hotset_name, publishes
+from bootseer.artifact.hotsets import HotSets, hotset_name
 from bootseer.artifact.signatures import UNSIGNED, Signatures
+from bootseer.artifact.workload import publishes
 from bootseer.errors import AccessError, TransientError
 from bootseer.fetch.hotset import Found, HotSet, Need, Record, encode_hot_set
 from bootseer.store.file import FileStore

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.record import read_record
+from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.session import Session
 from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import FilesTree, LazyFile, Source
+from bootseer.peers.choice import Peer
+from bootseer.peers.job import JobPeers
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from mounts.starting import until
@@ -132,6 +136,30 @@ def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
     served = shown.served[0]
     threading.Thread(target=served.begin, daemon=True).start()
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
+
+
+def test_with_peers_the_rest_waits_until_training_began(
+    place: Path, stored: FetchedFile, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a job read their checkpoints while the rest of the image would take their links."""
+    job = JobPeers.create(place / "peers")
+    job.write_members("n0", [Peer("n0", ("127.0.0.1:1",))])
+    monkeypatch.setenv("BOOTSEER_PEERS_DIR", str(job.folder))
+    hot = [(stored.index.identity, 3)]
+    eager = FetchSettings(silence_s=0.1)
+    shown.show(Fetched((stored,), place / "cache", fetch=eager, hot=lambda: hot, record=place / "record"))
+    served = shown.served[0]
+
+    def ready() -> int:
+        return int(served.status()["files"][0]["ready_blocks"])  # type: ignore[index]
+
+    threading.Thread(target=served.begin, daemon=True).start()
+    until(lambda: ready() == 1, "the hot block is here")
+    time.sleep(0.5)
+    assert ready() == 1
+    assert served.recorder is not None
+    served.recorder.end()
+    until(lambda: ready() == stored.index.num_blocks, "the rest is here")
 
 
 def test_an_origin_without_the_blocks_means_an_error_and_a_line_in_the_log(

@@ -37,7 +37,7 @@ def test_an_answer_that_is_almost_whole_is_waited_for() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 80 * MIB, 1.0)
-    slow, half = (health.asked("slow", 0.0, length) for length in (80 * MIB, 2 * MIB))
+    slow, half = (health.asked("slow", 0.0, length) for length in (20 * MIB, 2 * MIB))
     for asked in (slow, half):
         health.received(asked, MIB, 0.0)
     assert health.late_at(slow) == 1.0
@@ -62,9 +62,9 @@ def test_one_that_fills_is_not_late_however_long_it_takes() -> None:
         health.filling(asked, tenth / 10)
 
 
-def receiving(health: Health, rate: float, seconds: float) -> Asked:
+def receiving(health: Health, rate: float, seconds: float, length: int = 4 * MIB) -> Asked:
     """A request whose bytes have come at this rate for so long, a part each tenth of a second."""
-    asked = health.asked("slow", 0.0)
+    asked = health.asked("slow", 0.0, length)
     for tenth in range(int(seconds * 10) + 1):
         health.received(asked, int(rate / 10), tenth / 10)
     return asked
@@ -74,8 +74,19 @@ def test_bytes_at_less_than_an_eighth_of_the_median_are_late() -> None:
     health = Health()
     for peer, rate in (("a", 8), ("b", 8), ("c", 80)):
         answered(health, peer, rate * MIB, 1.0)
-    assert health.late_at(receiving(health, 0.8 * MIB, 2.0)) < 2.0
+    begin(health, "d", 0.01)
+    assert health.late_at(receiving(health, 0.4 * MIB, 2.0)) <= 2.0
     assert health.late_at(receiving(health, 1.5 * MIB, 2.0)) > 2.0
+
+
+def test_a_slow_beginning_is_not_late_before_several_times_what_such_an_answer_takes() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 2 * MIB, 1.0)
+    begin(health, "d", 0.25)
+    for seconds in (0.0, 1.0, 2.0):
+        assert health.late_at(receiving(health, 0.1 * MIB, seconds, 4 * MIB)) == seconds + 1.0  # by silence
+    assert health.late_at(receiving(health, 0.1 * MIB, 7.9, 4 * MIB)) == 8.0
 
 
 def test_two_late_answers_of_eight_open_the_circuit_for_five_seconds() -> None:
@@ -105,6 +116,24 @@ def test_hedges_are_one_in_twenty() -> None:
     for _ in range(100):
         health.asked("a", 0.0)
     assert [health.may_hedge() for _ in range(4)] == [True, True, True, False]
+
+
+def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for_is_given_up() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 1.0)
+    assert health.may_hedge()
+    assert health.may_hedge()
+    slow = [health.asked("slow", at, 4 * MIB) for at in (0.0, 3.0)]
+    for tenth in range(100):
+        for asked, since in zip(slow, (0.0, 3.0), strict=True):
+            if tenth / 10 >= since:
+                health.received(asked, MIB // 100, tenth / 10)
+        if "slow" in health.absent(tenth / 10):
+            break
+    assert 4.9 < tenth / 10 < 5.2
+    assert all(health.late_at(asked) <= tenth / 10 for asked in slow)
+    assert health.late_at(health.asked("a", 5.0)) == 7.0
 
 
 def test_without_a_hedge_left_only_long_silence_is_late() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,14 @@ def test_the_environment_says_whether_there_are_peers(folder: Path) -> None:
     assert JobPeers.of_environment({FOLDER: os.fspath(folder), SWITCH: "0"}) is None
     with pytest.raises(NotFoundError):
         JobPeers.of_environment({FOLDER: "/nowhere"})
+
+
+def test_what_a_process_gets_is_limited(folder: Path) -> None:
+    job = JobPeers.open(folder)
+    job.pace(1 << 30)  # without a limit nothing waits
+    job.write_members("n1", PEERS, 1 << 20)
+    seen = JobPeers.open(folder)
+    began_s = time.monotonic()
+    for _ in range(4):
+        seen.pace(1 << 17)
+    assert time.monotonic() - began_s >= 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.mounting import numbers_of
 from bootseer.blocks.index import Index
+from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.peers.choice import Members, Peer
+from bootseer.peers.job import FOLDER, SWITCH, BlockSource, JobPeers
 from bootseer.store.file import FileStore
 from fetch.files import BLOCK, content, stored
-from peers.nodes import Node
+from peers.nodes import SECRET, Node
 from store_doubles import Fault, FaultyStore
 
 RUN = 16 * BLOCK
@@ -27,9 +31,9 @@ class Job:
         monkeypatch.setattr("bootseer.peers.origins.RUN_BYTES", RUN)
         monkeypatch.setattr("bootseer.peers.service.open_store", lambda uri, plain_http: self.store)
         self.plan: Callable[[object], Fault | None] = lambda request: None
-        inner = FileStore(folder / "store")
-        self.index: Index = stored(inner, DATA)
-        self.store = FaultyStore(inner, lambda request: self.plan(request))  # noqa: PLW0108 - tests replace it
+        self.inner = FileStore(folder / "store")
+        self.index: Index = stored(self.inner, DATA)
+        self.store = FaultyStore(self.inner, lambda request: self.plan(request))  # noqa: PLW0108 - tests replace it
         self.nodes = [Node(f"n{at}", folder, self.store, self.index) for at in range(4)]
         self.peers = [node.peer for node in self.nodes]
         for node in self.nodes:
@@ -167,3 +171,37 @@ def test_alone_a_node_asks_the_store(job: Job) -> None:
     job.read_all(job.nodes[:1])
     assert job.copies == 1.0
     assert job.nodes[0].group.stats() == {}
+
+
+def test_a_mount_daemons_files_come_from_peers_and_its_start_says_so(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.nodes[1].fetcher.pull_all()
+    folder = JobPeers.create(tmp_path / "client", SECRET)
+    folder.write_members("client", job.peers[1:2])
+    monkeypatch.setenv(FOLDER, str(folder.folder))
+    said: list[str] = []
+    gone = str(tmp_path / "no-store")
+    served = Fetched((FetchedFile("layer", job.index, gone),), tmp_path / "cache", rest=False)(said.append)
+    assert bytes(served.source.read_blocking(0, 4 * BLOCK + 9, 3000)) == DATA[4 * BLOCK + 9 :][:3000]
+    numbers = numbers_of(json.loads(json.dumps(served.status())))
+    served.source.close()
+    assert numbers["peer_bytes"] == numbers["demand_bytes"] == BLOCK
+    assert (numbers["late_peers"], numbers["wrong_peers"]) == ("", "")
+    assert folder.block_source(job.index.identity) == BlockSource(job.index, gone, False, tmp_path / "cache")
+    assert not said
+
+
+@pytest.mark.parametrize("without", ["variable", "switch"])
+def test_without_peers_a_mount_daemon_asks_the_store_alone(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    if without == "switch":
+        monkeypatch.setenv(FOLDER, str(job.nodes[0].job.folder))
+        monkeypatch.setenv(SWITCH, "0")
+    served = Fetched((FetchedFile("layer", job.index, job.inner.uri),), tmp_path / "cache", rest=False)(print)
+    assert bytes(served.source.read_blocking(0, 4 * BLOCK, 10)) == DATA[4 * BLOCK :][:10]
+    numbers = numbers_of(served.status())
+    served.source.close()
+    assert not {"peer_bytes", "late_peers"} & set(numbers)

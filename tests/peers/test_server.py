@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -225,3 +226,57 @@ def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -
     )
     for client in clients:
         client.close()
+
+
+def test_connections_share_the_limit_and_have_low_priority(server: tuple[Server, str]) -> None:
+    """The kernel paces each connection; a new one takes its part from the others."""
+
+    def rates() -> list[int]:
+        return [int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, 47, 8), "little") for sock in server[0]._connections]
+
+    server[0].limit(8 << 20)
+    clients = [Client(SECRET) for _ in range(2)]
+    for client in clients:
+        client.probe(server[1])
+    assert rates() == [4 << 20] * 2
+    server[0].limit(None)
+    assert min(rates()) > 1 << 40
+    for sock in server[0]._connections:
+        assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 8 << 2
+    for client in clients:
+        client.close()
+
+
+def test_ipv6_has_low_priority_too(file: File) -> None:
+    try:
+        listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    server, client = Server([listening], SECRET, {FILE: file}.get), Client(SECRET)
+    client.probe(f"[::1]:{listening.getsockname()[1]}")
+    for sock in server._connections:
+        assert sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS) == 8 << 2
+    client.close()
+    server.close()
+
+
+def test_a_limit_is_kept(server: tuple[Server, str]) -> None:
+    """Without it a MiB over loopback takes milliseconds."""
+    server[0].limit(2 << 20)
+    began_s = time.monotonic()
+    assert ask(server[1], 0, 1 << 20) == DATA[: 1 << 20]
+    assert time.monotonic() - began_s > 0.25
+
+
+def test_a_server_without_the_jobs_secret_is_not_asked(server: tuple[Server, str]) -> None:
+    """And a client without it is refused with 403, whatever it signs."""
+    with socket.create_connection(server[1].rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
+        sock.sendall(b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n")
+        head = answer(received)
+        assert head is not None
+        assert head.fields["bootseer-proof"] != Signer.of(b"x" * 32, "0" * 32, head.fields["bootseer-nonce"]).proof("")
+        foreign = Signer.of(b"x" * 32, "0" * 32, head.fields["bootseer-nonce"])
+        sock.sendall(foreign.encode(Request(FILE, 0, 10, Level.RACK, ""), "h"))
+        refused = answer(received)
+        assert refused is not None
+        assert refused.first[0] == "403"

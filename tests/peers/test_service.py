@@ -40,12 +40,11 @@ def index(tmp_path: Path) -> Index:
 class Node:
     """A service that is not run: its server answers, and nothing looks at the folder by itself."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, limits: Limits) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         self.blocks = BlockFiles()
         source = Listed(SECRET, lambda: [Peer(self.address, (self.address,))])
-        limits = Limits(after=0)
         self.service = Service(tmp_path / "peers", source, {BLOCKS: self.blocks.open}, limits, self.blocks.figures)
         self.client = Client(SECRET)
         self.job = JobPeers.open(tmp_path / "peers")
@@ -69,7 +68,7 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
-    node = Node(tmp_path)
+    node = Node(tmp_path, Limits(after=0))
     with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
         yield node
 
@@ -132,3 +131,16 @@ def test_when_training_begins_it_may_stop(node: Node, index: Index, source: Bloc
     node.service._training_began()
     with pytest.raises(TransientError):
         node.ask(index, 0)
+
+
+def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -> None:
+    """Loopback tells no speed, and counts as 1 Gbit/s."""
+    node = Node(tmp_path, Limits())
+    with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
+        node.client.probe(node.address)
+        server = node.service._server
+        assert server is not None
+        assert server._max_rate == 1 << 30
+        node.service._training_began()
+        assert server._max_rate == 6_250_000
+        assert '"limit": 6250000' in (tmp_path / "peers" / "members.json").read_text()

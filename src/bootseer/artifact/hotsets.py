@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from bootseer.store.store import Store
 
 _READ_S = 5.0
 """A start waits no longer for a set: without one it is slower, not wrong."""
-_PUBLISHERS = 4
 KEPT = "kept"
 """The file beside a record that says that it has become part of the hot set; it holds what did not work, as lines."""
 
@@ -180,8 +178,3 @@ class HotSetUpdater:
                 sets.keep(self.workload, record, publish=store is not None)
         finally:
             path.with_name(KEPT).write_text(json.dumps(notes))
-
-
-def publishes(node: str, num_nodes: int | None) -> bool:
-    """Whether this node of a job publishes: about four of them do, so that a large job does not flood the store."""
-    return zlib.crc32(node.encode()) % max((num_nodes or 1) // _PUBLISHERS, 1) == 0

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bootseer.blocks.index import Index
-from bootseer.fetch.hotset import Block
 from bootseer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bootseer.cache.file import CachedFile
+    from bootseer.fetch.hotset import Block
 
 Loading = Literal["auto", "lazy", "pull"]
 """Lazily, all of it first, or whichever is predicted to be faster."""

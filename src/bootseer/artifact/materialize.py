@@ -10,10 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bootseer.artifact.child import breaks_forks
-from bootseer.artifact.hotsets import KEPT, HotSets, HotSetUpdater
 from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.room import Room
@@ -21,14 +20,14 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.fetch.hotset import Block
 from bootseer.logs import logger
-from bootseer.mounts.daemon import Daemon, start_daemon
-from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree, open_peers
-from bootseer.mounts.serve import DaemonSpec
-from bootseer.mounts.trees import LazyFiles
+from bootseer.mounts.daemon import Daemon, open_peers, start_daemon
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
+
+if TYPE_CHECKING:
+    from bootseer.fetch.hotset import Block
+    from bootseer.mounts.fetched import MakeTree
 
 _LOG = logger(__name__)
 _MAX_NAMES = 200
@@ -138,6 +137,8 @@ class Materializer:
     def stop_daemon(self) -> None:
         """End the daemon, if there is one."""
         if self.daemon is not None:
+            from bootseer.artifact.hotsets import KEPT
+
             with contextlib.suppress(BootseerError):
                 self.daemon.stop()
             self.daemon = None
@@ -204,6 +205,8 @@ class Materializer:
         subject, options = self.subject, self.subject.options
         if not options.workload:
             return None
+        from bootseer.artifact.hotsets import HotSets
+
         # A store that must be asked by another process was: what it knew is on this node now.
         store = None if breaks_forks(subject.store_uri) else subject.store
         sets = HotSets(options.cache, subject.digest, store, self.say, options.signatures)
@@ -215,9 +218,14 @@ class Materializer:
         served: Sequence[CachedLayer],
         plan: Sequence[Block] | None,
         *,
-        make_tree: MakeTree = LazyFiles,
+        make_tree: MakeTree | None = None,
         at: Path | None = None,
     ) -> Daemon:
+        from bootseer.artifact.hotsets import HotSetUpdater
+        from bootseer.mounts.fetched import Fetched, FetchedFile
+        from bootseer.mounts.serve import DaemonSpec
+        from bootseer.mounts.trees import LazyFiles
+
         subject, options = self.subject, self.subject.options
         update = HotSetUpdater(
             store=subject.store_uri if options.publish and subject.is_shared else None,
@@ -237,7 +245,7 @@ class Materializer:
             record=self.folder / RECORD if options.workload else None,
             hand_over=update,
             hot=None if plan is None else lambda: plan,
-            make_tree=make_tree,
+            make_tree=make_tree or LazyFiles,
         )
         label = f"bootseer:{subject.name}"
         # What the killed one had recorded is lost: half a startup would be taken for all that a startup needs.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.artifact.child import breaks_forks, run_in_child
-from bootseer.artifact.hotsets import KEPT, HotSets
 from bootseer.artifact.loading import CachedLayer
 from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures, peer_numbers
 from bootseer.artifact.places import blocks_folder
@@ -26,10 +25,10 @@ from bootseer.artifact.room import Room, release_unused
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.mounts.control import LOG
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.ladder import Way
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.serve import LOG
 from bootseer.mounts.state import MountState, Runtime
 
 _KEEP_S = 5.0
@@ -104,6 +103,8 @@ class LazyMount(ABC):
         subject, _ = self.find(in_child=True)
         options = self.options
         if options.workload:
+            from bootseer.artifact.hotsets import HotSets
+
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.fetch(options.workload)
 
@@ -200,6 +201,8 @@ class MountHandle:
         """Wait a moment until the record has become part of the hot set, and say what did not work."""
         if self._daemon is None:
             return
+        from bootseer.artifact.hotsets import KEPT
+
         path = self._daemon.folder / KEPT
         until = time.monotonic() + _KEEP_S
         while not path.exists() and self._daemon.process.alive:

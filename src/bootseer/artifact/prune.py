@@ -18,7 +18,6 @@ from functools import partial
 from typing import Generic
 
 from bootseer.artifact.catalog import Catalog, Listing
-from bootseer.artifact.hotsets import hotset_name
 from bootseer.artifact.kind import D, Tombstone
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.logs import logger
@@ -152,6 +151,8 @@ class _Pruning(Generic[D]):
             done.attempt(grave.key, partial(catalog.store.delete, catalog.kind.trash + grave.name))
 
     def _delete_hot_sets(self, digest: str) -> None:
+        from bootseer.artifact.hotsets import hotset_name
+
         for stored in list(self.catalog.store.list(hotset_name(digest, ""))):
             self.catalog.store.delete(stored.name)
 

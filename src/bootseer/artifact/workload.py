@@ -22,10 +22,12 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 _VERSION = "bootseer.workload/1"
+_PUBLISHERS = 4
 _SCRIPT = re.compile(r"[^=]+\.(?:py|pyz|sh|bash|pl|rb|js|lua|jl|R|jar)")
 _VERB = re.compile(r"[A-Za-z][A-Za-z_-]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -121,3 +123,8 @@ def _label(parts: Sequence[str]) -> str:
     names = scripts[-1:] or [name for name in programs if not _is_shell(name)] or programs
     name = names[0].rpartition("/")[2] if names else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"
+
+
+def publishes(node: str, num_nodes: int | None) -> bool:
+    """Whether this node of a job publishes: about four of them do, so that a large job does not flood the store."""
+    return zlib.crc32(node.encode()) % max((num_nodes or 1) // _PUBLISHERS, 1) == 0

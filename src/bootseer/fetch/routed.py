@@ -28,7 +28,7 @@ from bootseer.fetch.schedule import Scheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 
 T = TypeVar("T")
-_WINDOW_RUNS: Final = 4
+_WINDOW_RUNS: Final = 8
 """Prefetch keeps the order of its list between windows of so many runs, and changes it within them."""
 _WINDOWS: Final = 2
 """Of what is in flight, half may wait at owners for the origin; what a store is asked for all flows."""

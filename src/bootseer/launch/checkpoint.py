@@ -162,9 +162,12 @@ def _slot(session: Session | None) -> str:
 
 def _numbers(status: Mapping[str, Any]) -> dict[str, Any]:
     """The daemon's figures under the names of the report."""
-    place = status["place"]
-    names = ("read_bytes", "place_bytes", "cache_bytes", "same_bytes", "rebuilt", "refused")
+    place, peers = status["place"], status.get("peers") or {}
+    names = ("read_bytes", "place_bytes", "cache_bytes", "peer_bytes", "same_bytes", "rebuilt", "refused")
     return {
+        "late_requests": sum(peers.get("late", {}).values()),
+        "late_peers": " ".join(sorted(peers.get("late", ()))),
+        "wrong_peers": " ".join(sorted(peers.get("liars", ()))),
         **{name: status.get(name, 0) for name in names},
         **{name: place.get(name, 0) for name in ("retries", "hedges", "hedges_won")},
         "fallback": place.get("fallback", ""),

@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
 from bootseer.logs import logger
 from bootseer.mounts import control
+from bootseer.mounts.control import FILES, LOG
 from bootseer.mounts.process import ProcessId, end_child, json_lines
-from bootseer.mounts.recovery import serve_on
-from bootseer.mounts.serve import FILES, LOG, DaemonSpec, report_error, serve, tell
+
+if TYPE_CHECKING:
+    from bootseer.mounts.serve import DaemonSpec
+    from bootseer.peers.origins import PeerGroup
 
 _LOG = logger(__name__)
 _NAME = "bootseer-mount"
@@ -123,6 +126,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
     Raises what its `open` or the mount raised, or `TransientError` when it does not serve within `deadline_s`. Whatever
     is raised, no daemon is left; a mount may be that was made a moment ago.
     """
+
     (spec.folder / FILES).mkdir(parents=True, exist_ok=True)
     spec.folder.chmod(0o700)
     ready, report = os.pipe2(os.O_CLOEXEC)
@@ -164,6 +168,9 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
 
 def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:
     """In the first child: make a session, fork once more, so that the daemon has no parent and no terminal."""
+    from bootseer.mounts.recovery import serve_on
+    from bootseer.mounts.serve import report_error, serve, tell
+
     try:
         os.setsid()
         if os.fork() > 0:
@@ -199,3 +206,13 @@ def _let_go(folder: Path, keep: set[int]) -> None:
         os.dup2(log, stream)
     os.chdir("/")
     os.umask(0o077)
+
+
+def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:
+    """The other nodes of the job that this process belongs to, if they have blocks for each other."""
+    if not os.environ.get("BOOTSEER_PEERS_DIR"):
+        return None
+    # Most starts have none, and importing it takes milliseconds.
+    from bootseer.peers.origins import PeerGroup
+
+    return PeerGroup.of_environment(on_problem)

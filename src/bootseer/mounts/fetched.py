@@ -6,13 +6,11 @@ nor connections survive a fork.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache, CacheSettings
@@ -24,15 +22,14 @@ from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
+from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
-if TYPE_CHECKING:
-    from bootseer.peers.origins import PeerGroup
-
 _SYNC_S = 30.0
+_LOOK_S = 0.2
 """A crash of the machine costs at most the blocks of so many seconds; they are fetched again."""
 Hot = Callable[[], Iterable[tuple[str, int]]]
 """Which blocks earlier startups needed: identity of the file and block, the earliest first."""
@@ -83,16 +80,6 @@ class Fetched:
         )
 
 
-def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:
-    """The other nodes of the job that this process belongs to, if they have blocks for each other."""
-    if not os.environ.get("BOOTSEER_PEERS_DIR"):
-        return None
-    # Most starts have none, and importing it takes milliseconds.
-    from bootseer.peers.origins import PeerGroup
-
-    return PeerGroup.of_environment(on_problem)
-
-
 class _OpenFiles:
     """A fetcher with its cached files and origins: a `Source`."""
 
@@ -100,6 +87,7 @@ class _OpenFiles:
         self._what = what
         self._on_error = on_error
         self._closed = threading.Event()
+        self._stopped = threading.Event()
         self._identities = [file.index.identity for file in what.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
@@ -109,7 +97,6 @@ class _OpenFiles:
             self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
         self._peers = open_peers(on_error)
         self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
-        self.stop_prefetch = self._fetcher.stop_prefetch
         self.read = self._fetcher.read
         self.read_blocking = self._fetcher.read_blocking
         try:
@@ -129,14 +116,25 @@ class _OpenFiles:
 
     def begin(self) -> None:
         """Prefetch what earlier startups needed, then the rest; make durable what has come, until the end."""
+        wanted: list[tuple[int, int]] = []
         if self._what.hot is not None:
             numbers = {identity: number for number, identity in enumerate(self._identities)}
             wanted = [(numbers[identity], block) for identity, block in self._what.hot() if identity in numbers]
             self._fetcher.prefetch(wanted)
-        if self._what.rest:
+        # Whose hot blocks are here starts on, and so do the job's other nodes: what none of them needs now would take
+        # their links. Without a hot set the rest is all that can be brought ahead.
+        waits = self._peers is not None and self.recorder is not None and bool(wanted)
+        while waits and self.recorder is not None and not self.recorder.ended and not self._stopped.wait(_LOOK_S):
+            pass
+        if self._what.rest and not self._stopped.is_set():
             self._fetcher.stream_rest()
         while not self._closed.wait(_SYNC_S):
             self._sync()
+
+    def stop_prefetch(self) -> None:
+        """Fetch nothing more that no reader asks for."""
+        self._stopped.set()
+        self._fetcher.stop_prefetch()
 
     def status(self) -> dict[str, object]:
         """Figures of all files and of the fetcher."""
@@ -157,6 +155,7 @@ class _OpenFiles:
     def close(self) -> None:
         """End all work, keep what has come. The recorder stays open: its record is handed over later."""
         self._closed.set()
+        self._stopped.set()
         self._fetcher.close()
         if self._peers is not None:
             self._peers.close()

@@ -25,8 +25,9 @@ from collections import deque
 from typing import Final
 
 from bootseer import logs
+from bootseer.mounts.control import LOG
 from bootseer.mounts.process import die_with
-from bootseer.mounts.serve import LOG, DaemonSpec, catch_signals, protect_from_oom, serve
+from bootseer.mounts.serve import DaemonSpec, catch_signals, protect_from_oom, serve
 
 _LOG = logs.logger(__name__)
 _DEATHS, _WITHIN_S = 3, 60.0

@@ -25,9 +25,8 @@ from bootseer import __version__, logs
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.session import Session
 from bootseer.mounts import control
+from bootseer.mounts.control import FILES, LOG
 
-LOG = "log"
-FILES = "files"
 OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
 """The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""

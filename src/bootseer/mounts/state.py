@@ -28,8 +28,8 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 from bootseer.mounts import control, kernel
+from bootseer.mounts.control import LOG
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.serve import LOG
 
 _LOG = logger(__name__)
 SCHEMA = "bootseer.mount/1"

@@ -22,9 +22,7 @@ from math import log
 from typing import Final, NamedTuple
 
 RUN_BYTES: Final = 4 << 20
-"""Blocks are owned in runs of this size: hashing every block of 28 GB for 1,440 nodes takes seconds, its runs 0.4 s."""
-WINDOW_BYTES: Final = 16 << 20
-"""Prefetch keeps the order of its list between windows of this size, and changes it within them."""
+"""Blocks are owned in runs of at most this size: to rank 1,440 nodes for each block of 28 GB would take minutes."""
 _MIN_RACK: Final = 8
 """A rack with fewer of the job's nodes is not worth a level of its own."""
 _RANKED: Final = 2

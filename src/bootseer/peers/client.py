@@ -31,8 +31,10 @@ class FillFailedError(TransientError):
 class Client:
     """Requests to all peers. Safe to use from many threads."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, pace: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """`pace` is called with the number of bytes of each piece that came, and may wait before the next one."""
         self._secret = secret
+        self._pace = pace
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
 
@@ -62,6 +64,7 @@ class Client:
                 while rest:
                     count = connection.read_some(rest)
                     rest = rest[count:]
+                    self._pace(count)
                     connection.sock.settimeout(heard(count))
                 yield part
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 
 from bootseer.errors import CorruptError, TransientError
@@ -50,12 +52,34 @@ class Connection:
             raise TransientError(f"{self.peer} closed the connection")
         return count
 
-    def send(self, data: bytes) -> None:
-        """Send all of it."""
+    def send(self, data: bytes, *, more: bool = False) -> None:
+        """Send all of it; `more` follows at once."""
         try:
-            self.sock.sendall(data)
+            self.sock.sendall(data, socket.MSG_MORE if more else 0)
         except OSError as error:
             raise TransientError(f"{self.peer}: {error}") from error
+
+    def send_file(self, fd: int, offset: int, length: int) -> int:
+        """Send a part of a file; how much, which is less where the file ends.
+
+        `socket.sendfile` costs a fifth more: it makes a selector for each call.
+        """
+        end, number = offset + length, self.sock.fileno()
+        writable = select.poll()
+        writable.register(number, select.POLLOUT)
+        while offset < end:
+            try:
+                count = os.sendfile(number, fd, offset, end - offset)
+            except BlockingIOError:
+                if not writable.poll(1000 * (self.sock.gettimeout() or 0.0)):
+                    raise TransientError(f"{self.peer}: timed out") from None
+                continue
+            except OSError as error:
+                raise TransientError(f"{self.peer}: {error}") from error
+            if not count:
+                break
+            offset += count
+        return length - (end - offset)
 
     def _receive(self, most: int) -> bytes:
         try:

@@ -27,6 +27,8 @@ _MIN_SAMPLES: Final = 8
 _SAMPLES: Final = 64
 _MIN_SECONDS: Final = 1.0
 """A rate over less time says more about the network's queues than about the peer: many nodes ask one owner at once."""
+_USUAL_TIMES: Final = 4
+"""... nor one over less than so many times what an answer of this length usually takes."""
 _WORTH_S: Final = 2.0
 """An answer that will be whole in less time, as it goes, is waited for: another node would need as long."""
 _SLOWER: Final = 8
@@ -82,7 +84,7 @@ class Health:
         self.requests = 0
         self.hedges = 0
 
-    def asked(self, peer: str, now_s: float, length: int = 1 << 62) -> Asked:
+    def asked(self, peer: str, now_s: float, length: int = 1 << 20) -> Asked:
         """A request begins."""
         self.requests += 1
         return Asked(peer, length, now_s, now_s, now_s)
@@ -101,33 +103,35 @@ class Health:
         if asked.body_s is None:
             asked.body_s = now_s
         asked.num_bytes += num_bytes
+        if now_s >= self._slow_at(asked):  # without a hedge left it goes on, but its peer counts as late
+            self._note_late(asked, now_s)
 
     def late_at(self, asked: Asked) -> float:
-        """When this request is late if nothing more comes. Where no hedge is left, only long silence is."""
-        if self._has_hedged_enough:
+        """When this request is late if nothing more comes. Where no hedge is left, only long silence is, and what one
+        asked of a peer before it was known to be late."""
+        if self._has_hedged_enough and asked.heard_s >= self._out.get((asked.peer, ""), asked.heard_s):
             return asked.heard_s + _LONG_SILENCE_S
-        silent = asked.heard_s + self._silence_s
+        return min(asked.heard_s + self._silence_s, self._slow_at(asked))
+
+    def _slow_at(self, asked: Asked) -> float:
         usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
         if asked.body_s is None or not usual:
-            return silent
+            return float("inf")
         slow_s = asked.num_bytes / (usual / _SLOWER)
         worth_s = _WORTH_S * asked.num_bytes / max(asked.length - asked.num_bytes, 1)
-        return min(silent, asked.body_s + max(slow_s, worth_s, _MIN_SECONDS))
+        usual_s = _USUAL_TIMES * asked.length / usual
+        return asked.body_s + max(slow_s, worth_s, usual_s, _MIN_SECONDS)
 
     def ended(self, asked: Asked, *, late: bool, now_s: float) -> None:
         """The request is over: answered whole, or given up as late (a failed connection is late, too)."""
         known = self._known.setdefault(asked.peer, _Known())
-        if not late or asked.since_s > known.late_s:
-            known.late.append(late)
         if late:
-            known.late_s = now_s
+            self._note_late(asked, now_s)
+        else:
+            known.late.append(False)
         if asked.body_s is not None and now_s > asked.body_s:
             rate = asked.num_bytes / (now_s - asked.body_s)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
-        if sum(known.late) >= _LATE:
-            known.late.clear()
-            known.late.append(True)  # the next late answer is enough
-            self._leave_alone(asked.peer, "", now_s + _OUT_S)
 
     def not_there(self, peer: str, now_s: float, file: str = "") -> None:
         """The peer does not listen, or does not serve this file."""
@@ -173,6 +177,17 @@ class Health:
             if len(self._begins) >= _MIN_SAMPLES:
                 usual = sorted(self._begins)[int(0.9 * (len(self._begins) - 1))]
                 self._silence_s = min(max(_SILENCE_S, _USUAL * usual), _LONG_SILENCE_S)
+
+    def _note_late(self, asked: Asked, now_s: float) -> None:
+        known = self._known.setdefault(asked.peer, _Known())
+        if asked.since_s <= known.late_s:
+            return
+        known.late_s = now_s
+        known.late.append(True)
+        if sum(known.late) >= _LATE:
+            known.late.clear()
+            known.late.append(True)  # the next late answer is enough
+            self._leave_alone(asked.peer, "", now_s + _OUT_S)
 
     def _leave_alone(self, peer: str, file: str, until_s: float) -> None:
         self._out[peer, file] = max(until_s, self._out.get((peer, file), until_s))

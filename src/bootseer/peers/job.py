@@ -1,7 +1,7 @@
 """The peers folder: what the processes of one job on one node know of its peers, and what the node may serve to them.
 
     secret              32 bytes, 0600: what requests are signed with
-    members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...]}
+    members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
     state.json          what the service has done, for `report` and `status`
@@ -35,6 +35,8 @@ SECRET_BYTES: Final = 32
 BLOCKS: Final = "blocks"
 """The kind of a file that is stored in blocks: an image's layer, an environment's snapshot."""
 _LOOK_EVERY_S: Final = 0.5
+_BURST_S: Final = 0.05
+_MAX_WAIT_S: Final = 1.0
 _MAX_BYTES: Final = 16 << 20
 
 
@@ -60,6 +62,9 @@ class JobPeers:
         self._looked_s = float("-inf")
         self._read: tuple[int, int] | None = None
         self._members = Members((), "")
+        self._limit: int | None = None
+        self._paid_until_s = float("-inf")
+        """When what came so far would have come at the limit."""
 
     @classmethod
     def create(cls, folder: Path, secret: bytes | None = None) -> JobPeers:
@@ -102,9 +107,22 @@ class JobPeers:
                 self._look()
             return self._members
 
-    def write_members(self, own: str, peers: Iterable[Peer]) -> None:
-        """Tell the local processes that these are the job's nodes."""
-        listed = {"own": own, "peers": [asdict(peer) for peer in peers]}
+    def pace(self, num_bytes: int) -> None:
+        """Wait until this process may get more from peers than these bytes: the download limit of each process."""
+        self.members()
+        with self._lock:
+            if not self._limit:
+                return
+            now = time.monotonic()
+            self._paid_until_s = max(self._paid_until_s, now - _BURST_S) + num_bytes / self._limit
+            wait_s = self._paid_until_s - now
+        if wait_s > 0:
+            time.sleep(min(wait_s, _MAX_WAIT_S))
+
+    def write_members(self, own: str, peers: Iterable[Peer], limit: int | None = None) -> None:
+        """Tell the local processes that these are the job's nodes, and how many bytes per second each process may get
+        from them; None: any number."""
+        listed = {"own": own, "peers": [asdict(peer) for peer in peers], "limit": limit}
         _replace(self.folder / "members.json", json.dumps(listed).encode())
 
     def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
@@ -182,6 +200,8 @@ class JobPeers:
             listed = json.loads(path.read_bytes())
             peers = [Peer(str(peer["name"]), tuple(peer["addresses"]), str(peer["rack"])) for peer in listed["peers"]]
             self._members, self._read = Members(peers, str(listed["own"])), read
+            limit = listed.get("limit")
+            self._limit = limit if type(limit) is int else None
         except (OSError, ValueError, KeyError, TypeError):
             return
 

@@ -28,6 +28,8 @@ from bootseer.peers.protocol import MAX_RANGE, Request
 
 _LOG = logger(__name__)
 NAME: Final = "peers"
+_MIN_RUN_BYTES: Final = 1 << 20
+_RUNS: Final = 256
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class PeerGroup:
         """`levels`: at which others may be asked; a service that fills for its rack asks global owners alone."""
         self.job = job
         self.lock = threading.Lock()
-        self.client = Client(job.secret)
+        self.client = Client(job.secret, job.pace)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
         self._levels = levels
@@ -105,7 +107,7 @@ class FilePeers:
     def __init__(self, group: PeerGroup, index: Index) -> None:
         self._group = group
         self._identity = index.identity
-        self.run_blocks = max(RUN_BYTES // index.block_size, 1)
+        self.run_blocks = max(_run_bytes(index.size_bytes) // index.block_size, 1)
 
     @property
     def turn(self) -> float:
@@ -126,6 +128,11 @@ class FilePeers:
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self._group.stats()
+
+
+def _run_bytes(file_bytes: int) -> int:
+    """How much of a file has one owner: some hundred runs, so that owners share the work of small files too."""
+    return min(max(1 << (file_bytes // _RUNS - 1).bit_length(), _MIN_RUN_BYTES), RUN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

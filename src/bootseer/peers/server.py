@@ -265,9 +265,12 @@ class Server:
                 return TransientError("this node leaves")
 
     def _send(self, connection: Connection, content: Content, request: Request) -> None:
-        with os.fdopen(content.open(), "rb", buffering=0) as file:
-            connection.send(encode_answer(206, request.length))
-            sent = connection.sock.sendfile(file, request.start, request.length)
+        fd = content.open()
+        try:
+            connection.send(encode_answer(206, request.length), more=True)
+            sent = connection.send_file(fd, request.start, request.length)
+        finally:
+            os.close(fd)
         if sent != request.length:
             raise TransientError("the file in the cache is shorter than its index says")
         left_from = connection.sock.getsockname()[0]

@@ -153,6 +153,8 @@ class Service:
         self._membership = Membership(source, self._client.probe)
         self._seen: set[str] = set()
         """Names of all nodes that have served so far."""
+        self._rate = limits.before
+        """What this node may send per second, and each of its processes get."""
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
@@ -239,12 +241,11 @@ class Service:
 
     def _training_began(self) -> None:
         self._training = True
-        rate = self._limits.after
-        if rate is None:
-            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
-        _LOG.info("training began: at most %d bytes/s are served from now on", rate)
-        if self._server is not None and rate:
-            self._server.limit(rate)
+        self._rate = self._limits.after or int(self._source.link_bytes_s * _TRAINING_SHARE)
+        _LOG.info("training began: at most %d bytes/s from now on", self._rate)
+        self._write_members()
+        if self._server is not None and self._limits.after != 0:
+            self._server.limit(self._rate)
         elif self._server is not None:
             self._server.close()
             with contextlib.suppress(BootseerError):
@@ -253,7 +254,7 @@ class Service:
     def _write_members(self) -> None:
         own = self._source.own
         self._seen.update(peer.name for peer in self._membership.peers)
-        self._job.write_members(own.name if own else "", self._membership.peers)
+        self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
 
     def _write_state(self) -> None:
         own, served = self._source.own, self._server.served if self._server is not None else None

@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
-from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
 from bootseer.places.place import IsFolderError
+
+if TYPE_CHECKING:
+    from bootseer.hdfs.requests import ReadOutcome
 
 _NUM_THREADS = 8
 
@@ -50,6 +53,8 @@ class _Read:
 
     def run(self) -> None:
         """Do it now."""
+        from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts that read files here
+
         error: BootseerError | None = TransientError(f"{self.file.what}: reading failed unexpectedly")
         try:
             error = self._try()

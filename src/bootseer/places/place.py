@@ -14,10 +14,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
-from bootseer.hdfs.requests import ReadOutcome
+
+if TYPE_CHECKING:
+    from bootseer.hdfs.requests import ReadOutcome
 
 OWN_NAMES = (".stripes", ".attempts")
 """What is BootSeer's own begins so: users neither see nor make such names (`bootseer.checkpoint.head.is_hidden`)."""

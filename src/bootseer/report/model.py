@@ -290,7 +290,8 @@ class CheckpointStart:
     place_bytes: int
     """Fetched from the file system, ahead of readers too."""
     cache_bytes: int
-    """Read from this node's cache."""
+    """Read from this node's cache; then from the job's other nodes."""
+    peer_bytes: int
     same_bytes: int
     """Equal to what the cache has of other checkpoints, and taken from there."""
     retries: int
@@ -298,9 +299,8 @@ class CheckpointStart:
     """Asked of a second node because the first one was late."""
     hedges_won: int
     rebuilt: int
-    """Chunks that were made from parity."""
+    """Chunks that were made from parity; then those that arrived with wrong bytes."""
     refused: int
-    """Chunks that arrived with wrong bytes."""
     fallback: str
     """Why the file system is read in a slower way; empty when it is not."""
     datanodes: list[DataNode]

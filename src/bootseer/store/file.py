@@ -28,9 +28,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.deadline import within
 from bootseer.logs import logger
 from bootseer.places import open_place
@@ -58,6 +58,9 @@ from bootseer.store.store import (
     range_end,
     upload_ended,
 )
+
+if TYPE_CHECKING:
+    from bootseer.hdfs.requests import ReadOutcome
 
 _LOG = logger(__name__)
 STORE_GROUP = "BOOTSEER_STORE_GROUP"

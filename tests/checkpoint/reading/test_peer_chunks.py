@@ -4,14 +4,20 @@ when one of them is gone, silent or has wrong bytes."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import subprocess
+import sys
 import time
 
 import pytest
 from blake3 import blake3
 
 from bootseer.places import open_place
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
 from checkpoint.peer_nodes import Node, meet
 from checkpoint.striped_files import content_of, put_striped
+from conftest_launch import BOOTSEER
 from hdfs_cluster import HdfsCluster, _bean, needs_hdfs
 
 pytestmark = needs_hdfs
@@ -108,7 +114,7 @@ def test_a_node_that_hangs_holds_nobody_up_for_long(nodes, content):
     nodes[0].hang()
     ends = all_read(nodes[1:])
     assert {end["digest"] for end in ends} == {digest_of(content, WHOLE)}
-    assert max(end["seconds"] for end in ends) < 30  # 5 on a quiet machine; a part of a read has 60
+    assert max(end["seconds"] for end in ends) < 60  # 6 on a quiet machine; 60 are what one part of a read has
 
 
 def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):
@@ -123,3 +129,44 @@ def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):
     ends = all_read(nodes[1:])
     assert {end["digest"] for end in ends} == {digest_of(content, WHOLE)}
     assert {name for end in ends for name in end["peers"]["liars"]} == {"n0"}
+
+
+READ = """
+until [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
+sha256sum < $BOOTSEER_CHECKPOINT/file
+$PYTHON -c "$PROGRAM" $PLACE/parity
+touch $OVER.$BOOTSEER_NODE
+until [ $(ls $OVER.* | wc -l) = 2 ]; do sleep 0.05; done
+"""
+PROGRAM = """
+import hashlib, sys
+from bootseer.checkpoint.opened import opened
+with opened(sys.argv[1]).open() as file:
+    print(hashlib.sha256(file.read(0, file.size_bytes)).hexdigest(), " -")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_jobs_of_two_nodes_share_what_they_read_by_the_mount_and_by_programs(cluster, env, content, tmp_path):
+    before, place = sent(cluster), f"{cluster.uri}/job"
+    runs = []
+    for name in ("a", "b"):
+        own = {
+            "BOOTSEER_RUNTIME": tmp_path / f"runtime-{name}",
+            "BOOTSEER_CACHE": tmp_path / f"cache-{name}",
+            "OVER": tmp_path / "over",
+            "PYTHON": sys.executable,
+            "PROGRAM": PROGRAM,
+            "PLACE": place,
+            "BOOTSEER_NODE": name,
+        }
+        words = ["--job", "two", "--node", name, "--num-nodes", "2", "--peers-interface", "lo"]
+        words += ["--peers", str(tmp_path / "meet"), "--checkpoint", place, "--", "sh", "-c", READ]
+        more = {key: str(value) for key, value in own.items()}
+        runs.append(subprocess.Popen([*BOOTSEER, "run", *words], env=env | more, stdout=subprocess.PIPE, text=True))
+    digest = hashlib.sha256(content).hexdigest()
+    assert [run.communicate(timeout=120)[0] for run in runs] == 2 * [2 * f"{digest}  -\n"]
+    assert sent(cluster) - before < 2.3 * SIZE
+    events = [event for event in scan(sources([env["BOOTSEER_SPOOL"]])).events if event.stage == "checkpoint_start"]
+    assert sum(event.attrs["peer_bytes"] for event in events) > 0.8 * SIZE

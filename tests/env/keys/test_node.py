@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bootseer.env.keys import node
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import Facts, NodeFiles, stamp_of
 
 
 def _install(folder: Path, name: str, record: str) -> Path:
@@ -18,25 +18,41 @@ def _install(folder: Path, name: str, record: str) -> Path:
 
 
 def test_distributions_count_by_name_version_and_record(tmp_path: Path) -> None:
-    empty = node.distributions([str(tmp_path)]).digest
+    facts = Facts(tmp_path / "facts")
+    empty = node.distributions([str(tmp_path)], facts).digest
     path = _install(tmp_path, "click-8.1.7", "click.py,sha256=a,1\n__pycache__/click.cpython-311.pyc,,\n")
-    before = node.distributions([str(tmp_path)])
+    before = node.distributions([str(tmp_path)], facts)
     assert before.digest != empty
     assert before.lines[0].startswith("click-8.1.7.dist-info ")
     (path / "RECORD").write_text("click.py,sha256=b,1\n")
-    assert node.distributions([str(tmp_path)]).digest != before.digest
+    assert node.distributions([str(tmp_path)], facts).digest != before.digest
+
+
+def test_records_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    record = _install(folder, "click-8.1.7", "click.py,sha256=a,1\n") / "RECORD"
+    facts = Facts(tmp_path / "facts")
+    node.distributions([str(folder)], facts)  # written a moment ago: the next change could have the same time
+    stamp = stamp_of(record.stat())
+    assert facts.get("record", str(record), stamp) is None
+    facts.put("record", str(record), stamp, "known")
+    assert node.distributions([str(folder)], facts).lines == ("click-8.1.7.dist-info known",)
+    record.write_text("click.py,sha256=b,1\n")
+    os.utime(record, ns=(stamp[3], stamp[3]))  # the time of the last change of the inode tells
+    assert node.distributions([str(folder)], facts).digest == node.distributions([str(folder)], Facts(None)).digest
 
 
 def test_bytecode_times_caches_and_empty_folders_do_not_count(tmp_path: Path) -> None:
+    facts = Facts(None)
     path = _install(tmp_path, "click-8.1.7", "a,b,1\nc,d,2\n__pycache__/click.cpython-311.pyc,,\n")
-    before = node.distributions([str(tmp_path)]).digest
+    before = node.distributions([str(tmp_path)], facts).digest
     (path / "RECORD").write_text("c,d,2\na,b,1\n")
     os.utime(path / "RECORD", (1, 1))
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "~lick-8.1.7.dist-info").mkdir()
     (tmp_path / "empty").mkdir()
     folders = [str(tmp_path), str(tmp_path / "nowhere"), str(tmp_path / "empty")]
-    assert node.distributions(folders).digest == before
+    assert node.distributions(folders, facts).digest == before
 
 
 def test_the_system_is_the_same_at_a_second_look_and_names_its_packages() -> None:

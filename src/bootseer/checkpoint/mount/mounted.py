@@ -25,10 +25,11 @@ from bootseer.checkpoint.mount.serving import MountRequest, Serving
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
+from bootseer.mounts.control import FILES
 from bootseer.mounts.daemon import Daemon, Waiting, start_daemon
 from bootseer.mounts.kernel import mount_table, visible
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.serve import FILES, DaemonSpec
+from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.places import open_place
 

@@ -19,16 +19,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.index import Index
 from bootseer.checkpoint.reading.source import Counters
-from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client, FillFailedError
+from bootseer.peers.client import Client, FillFailedError, UnreachableError
 from bootseer.peers.health import Health
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question, Request
@@ -44,8 +45,6 @@ _ANSWER_S: Final = 1.0
 _STILL_S: Final = 20.0
 """Less than a read may stand still (`lost_s`): a peer that promised chunks and has sent none of them for so long is
 given up, whatever it says."""
-_PATIENT_S: Final = 5.0
-"""Silence of a peer that may not be replaced yet, because too many were (see `Health.may_hedge`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +59,6 @@ class PeerRead:
     """Called once, from any thread, when no thread of this module writes into `into` any more: whether the chunk is
     there. If not, it is to be read from the place."""
     num_sources: int = 0
-    patient: bool = False
 
 
 @dataclass(slots=True)
@@ -79,7 +77,7 @@ class PeerChunks:
         self._job = JobPeers(job.folder, job.secret)  # its lock may be held at a fork
         self._cache = cache
         self._facts = facts
-        self._client = Client(job.secret)
+        self._client = Client(job.secret, self._job.pace)
         self._asking = Executor("bootseer-ask-peers", _ASKING)
         self._receiving = Executor("bootseer-from-peers", _RECEIVING)
         self._lock = threading.Lock()
@@ -87,6 +85,7 @@ class PeerChunks:
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._registered: set[str] = set()
         self._received: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._received_s: dict[str, float] = {}
 
     @property
@@ -97,9 +96,9 @@ class PeerChunks:
         return members.index / len(members.peers) if members.peers else 0.0
 
     def facts(self) -> dict[str, object]:
-        """Bytes that came from each node, and the nodes that sent wrong ones, with what these were."""
+        """Bytes that came from each node, how often each was late, and what wrong bytes each has sent."""
         with self._lock:
-            return {"bytes": dict(self._received), "liars": self._health.liars}
+            return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.liars}
 
     def close(self) -> None:
         """No chunk is read any more."""
@@ -126,14 +125,17 @@ class PeerChunks:
                 if owner is None:
                     break
                 asked = self._health.asked(owner.name, time.monotonic())
-            late = True
+            late = False
             try:
                 found = self._client.ask(owner.addresses[0], question, _ANSWER_S)
-                late = False
                 return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
             except BootseerError as error:
                 _LOG.debug("%s does not say which nodes have chunks: %s", owner.name, error)
                 silent = frozenset({owner.name})
+                late = not isinstance(error, UnreachableError)
+                if not late:
+                    with self._lock:
+                        self._health.not_there(owner.name, time.monotonic())
             finally:
                 with self._lock:
                     self._health.ended(asked, late=late, now_s=time.monotonic())
@@ -191,69 +193,72 @@ class PeerChunks:
             self._go_on(peer, queue)
 
     def _read(self, peer: str, unit: Unit, read: PeerRead) -> None:
-        is_here = again = False
+        is_here = False
         try:
-            is_here, again = self._receive(peer, unit, read)
+            is_here = self._receive(peer, unit, read)
         finally:
             if is_here:
                 self._facts.add("peer_bytes", len(read.into))
                 read.done(True)
-            elif again:
-                read.patient = True
-                self.read_from(peer, unit, read)
             else:
                 unit.failed(read, peer)
 
-    def _receive(self, peer: str, unit: Unit, read: PeerRead) -> tuple[bool, bool]:
-        """Whether the chunk is here and right, and if not, whether to ask the same node again."""
+    def _receive(self, peer: str, unit: Unit, read: PeerRead) -> bool:
+        """Whether the chunk is here and right."""
         members = self._job.members()
         address = next((one.addresses[0] for one in members.peers if one.name == peer), None)
-        began_s = time.monotonic()
+        health, began_s = self._health, time.monotonic()
         with self._lock:
-            if address is None or peer in self._health.absent(began_s) or read.is_stopped():
-                return False, False
-            asked = self._health.asked(peer, began_s)
+            if address is None or peer in health.absent(began_s) or read.is_stopped():
+                return False
+            asked = health.asked(peer, began_s, len(read.into))
+        calls = count()
 
         def heard(num_bytes: int) -> float:
-            now_s = time.monotonic()
+            call, now_s = next(calls), time.monotonic()
             if read.is_stopped():
                 raise NotFoundError("it is not wanted any more")
             with self._lock:
                 if num_bytes:
-                    self._health.received(asked, num_bytes, now_s)
-                else:
-                    self._health.filling(asked, now_s)
-                if now_s >= max(began_s, self._received_s.get(peer, 0.0)) + _STILL_S:
-                    raise TransientError(f"{peer} has sent nothing for {_STILL_S:.0f} s")
-                return _PATIENT_S if read.patient else max(self._health.late_at(asked) - now_s, 0.01)
+                    health.received(asked, num_bytes, now_s)
+                elif call == 1:
+                    health.connected(asked, now_s)
+                elif call:
+                    health.filling(asked, now_s)
+                left_s = min(
+                    health.late_at(asked), max(began_s, self._received_s.get(peer, 0.0)) + _STILL_S
+                ) - now_s  # fmt: skip
+            if left_s <= 0:
+                raise TransientError(f"{asked.num_bytes} bytes in {now_s - began_s:.1f} s")
+            return left_s
 
         start = read.block * unit.index.block_size
         request = Request(unit.index.identity, start, len(read.into), Level.GLOBAL, members.digest)
-        late = right = lied = again = False
+        late = right = False
         try:
             self._client.read(address, request, read.into, heard=heard)
             right = read.is_right(read.into)
-        except (NotFoundError, FillFailedError) as error:
-            _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
+            if not right:
+                raise CorruptError("wrong bytes")
         except BootseerError as error:
-            late = error.retry_after_s is None if isinstance(error, TransientError) else True
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
-        else:
-            lied = not right
-            if lied:
-                self._facts.add("wrong_chunks")
-                _LOG.warning("%s sent wrong bytes for chunk %d and is not asked again", peer, read.block)
+            with self._lock:
+                if isinstance(error, UnreachableError | AccessError):
+                    health.not_there(peer, time.monotonic())
+                elif isinstance(error, CorruptError):
+                    self._facts.add("wrong_chunks")
+                    health.lied(peer, f"chunk {read.block} of {unit.index.identity[:12]}: {error}")
+                elif isinstance(error, TransientError) and not isinstance(error, FillFailedError):
+                    late = error.retry_after_s is None  # else it has too many connections
+                    health.may_hedge()
         now_s = time.monotonic()
         with self._lock:
-            self._health.ended(asked, late=late, now_s=now_s)
+            health.ended(asked, late=late, now_s=now_s)
+            self._late.update([peer] if late else [])
             if right:
                 self._received[peer] += len(read.into)
                 self._received_s[peer] = now_s
-            elif lied:
-                self._health.lied(peer, f"chunk {read.block} of {unit.index.identity[:12]}")
-            elif late and not read.patient:
-                again = not self._health.may_hedge()
-        return right, again
+        return right
 
 
 class Unit:
@@ -295,7 +300,6 @@ class Unit:
     def failed(self, read: PeerRead, peer: str) -> None:
         """A node did not give this chunk. Blocks for answers."""
         read.num_sources += 1
-        read.patient = False
         sources: dict[int, str] = {}
         if read.num_sources < _MAX_SOURCES and not read.is_stopped():
             blocks = 1 << (read.block - self.first)

@@ -23,8 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.env.capturing.leftovers import is_made_by_chance
-from bootseer.env.capturing.secrets import is_secret_variable
 from bootseer.env.document import Export
 from bootseer.env.keys.settings import search_path
 
@@ -250,6 +248,9 @@ def _change(name: str, old: str, new: str) -> Iterator[Export]:
 
 def _why_not(export: Export, words: Sequence[re.Pattern[str]]) -> str:
     """Why an export is not kept; empty when it is."""
+    from bootseer.env.capturing.leftovers import is_made_by_chance
+    from bootseer.env.capturing.secrets import is_secret_variable
+
     if is_secret_variable(export.name, export.value):
         return "which looks like a secret"
     if _OF_NODE.fullmatch(export.name):

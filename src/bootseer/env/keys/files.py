@@ -149,7 +149,7 @@ class NodeFiles:
         """SHA-256 of the content as hex digits, and the size. Raises `PermanentError`."""
         with _opened(path) as file:
             status = os.fstat(file.fileno())
-            stamp = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            stamp = stamp_of(status)
             large = status.st_size >= _REMEMBERED_BYTES
             known = self._facts.get("digest", path, stamp) if large else None
             if isinstance(known, str):
@@ -166,7 +166,7 @@ class NodeFiles:
                 if size > status.st_size + _CHUNK:
                     raise PermanentError(f"{path}: grows while it is read; the setup must not depend on it")
                 digest.update(chunk)
-        if large and time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
+        if large and is_settled(status):
             self._facts.put("digest", path, stamp, digest.hexdigest())
         return digest.hexdigest(), size
 
@@ -176,6 +176,16 @@ class NodeFiles:
         if self._num_files > MAX_FILES or self._num_bytes > MAX_BYTES:
             limit = f"{MAX_FILES:,} files and {format_bytes(MAX_BYTES)}"
             raise PermanentError(f"{path}: the files that the setup depends on are more than {limit}")
+
+
+def stamp_of(status: os.stat_result) -> list[object]:
+    """What changes with a file's content."""
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def is_settled(status: os.stat_result) -> bool:
+    """Whether any later change of the file gives it another stamp."""
+    return time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS
 
 
 @contextlib.contextmanager

@@ -56,12 +56,8 @@ class Difference(NamedTuple):
 
 def framed(parts: Iterable[str | bytes]) -> bytes:
     """The parts as one string of bytes that no other parts give: each one with its length before it."""
-    out = bytearray()
-    for part in parts:
-        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
-        out += len(data).to_bytes(8, "big")
-        out += data
-    return bytes(out)
+    encoded = (part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
+    return b"".join([len(data).to_bytes(8, "big") + data for data in encoded])
 
 
 def digest_of(parts: Iterable[str | bytes]) -> str:

@@ -12,16 +12,18 @@ node. Budget: 50 ms.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import Facts, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.settings import search_path
 from bootseer.errors import BootseerError, PermanentError
@@ -75,7 +77,7 @@ def system(files: NodeFiles) -> Part:
     return Part(digest_of(parts), tuple(lines))
 
 
-def distributions(folders: Iterable[str]) -> Part:
+def distributions(folders: Iterable[str], facts: Facts) -> Part:
     """What is installed in folders of distributions: names, versions, and what their records say of their files."""
     parts: list[str] = []
     lines: list[str] = []
@@ -88,20 +90,20 @@ def distributions(folders: Iterable[str]) -> Part:
         if names:  # an empty folder is as good as none
             parts.append(folder)
         for name in names:
-            record = _record(f"{folder}/{name}")
+            record = _record(f"{folder}/{name}", facts)
             parts += (name, record)
             lines.append(f"{name} {record[:8]}")
     return Part(digest_of(parts), tuple(lines[:_MAX_LINES]))
 
 
-def environment(prefix: str, files: NodeFiles) -> Part:
+def environment(prefix: str, files: NodeFiles, facts: Facts) -> Part:
     """A Python environment that a setup names: its configuration and its distributions."""
     parts = [files.digest(f"{prefix}/pyvenv.cfg")[0]] if files.kind(f"{prefix}/pyvenv.cfg") == "file" else []
     libraries = [
         f"{prefix}/lib/{name}/site-packages" for name in files.names(f"{prefix}/lib") if name.startswith("python")
     ]
     conda = [name for name in files.names(f"{prefix}/conda-meta") if name.endswith(".json")]
-    found = distributions(libraries)
+    found = distributions(libraries, facts)
     return Part(digest_of([*parts, found.digest, *conda]), (*found.lines, *conda))
 
 
@@ -127,23 +129,32 @@ def dpkg_packages(data: bytes) -> Iterator[str]:
             yield f"{found[b'Package']}:{found.get(b'Architecture', '')} {found.get(b'Version', '')}"
 
 
-def _record(path: str) -> str:
+def _record(path: str, facts: Facts) -> str:
     """A digest of what a distribution says of its files. Bytecode is left out: its last writer does not matter."""
     for name in ("RECORD", "METADATA", "PKG-INFO", "SOURCES.txt", ""):
         whole = f"{path}/{name}" if name else path
-        try:
-            if name and not os.path.isfile(whole):  # noqa: PTH113 - many calls
-                continue
-            if not os.path.isfile(whole) or os.path.getsize(whole) > _MAX_RECORD_BYTES:  # noqa: PTH113, PTH202
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(whole)  # noqa: PTH116 - many calls
+            if stat.S_ISREG(status.st_mode):
                 break
-            with open(whole, "rb") as file:  # noqa: PTH123
-                data = file.read(_MAX_RECORD_BYTES)
-        except OSError as error:
-            raise PermanentError(f"{whole}: {os.strerror(error.errno or 0)}") from error
-        if name == "RECORD":
-            return digest_of(sorted(line for line in data.splitlines() if b".pyc," not in line))
-        return digest_of([data])
-    return digest_of(["a folder"])
+    else:
+        return digest_of(["a folder"])
+    if status.st_size > _MAX_RECORD_BYTES:
+        return digest_of(["a folder"])
+    stamp = stamp_of(status)
+    known = facts.get("record", whole, stamp)
+    if isinstance(known, str):
+        return known
+    try:
+        with open(whole, "rb") as file:  # noqa: PTH123
+            data = file.read(_MAX_RECORD_BYTES)
+    except OSError as error:
+        raise PermanentError(f"{whole}: {os.strerror(error.errno or 0)}") from error
+    lines = sorted(line for line in data.splitlines() if b".pyc," not in line) if name == "RECORD" else [data]
+    digest = digest_of(lines)
+    if is_settled(status):
+        facts.put("record", whole, stamp, digest)
+    return digest
 
 
 def _listed(folder: str) -> Iterator[str]:

@@ -190,7 +190,7 @@ class _Collector:
 
     def _fingerprint(self, folders: list[str]) -> None:
         system = node.system(self._files)
-        installed = node.distributions(folders)
+        installed = node.distributions(folders, self._facts)
         self._add("system", f"sha256:{system.digest}", system.lines)
         self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)
         uv = node.tool(shutil.which("uv", path=self._ask.env.get("PATH")), self._files)
@@ -281,7 +281,7 @@ class _Collector:
         self._try(read)
 
     def _environment(self, path: str) -> None:
-        part = node.environment(path, self._files)
+        part = node.environment(path, self._files, self._facts)
         self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
         self._accounted.add(path)
 

@@ -27,17 +27,14 @@ from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.restoring.unpack import unpack_layer
-from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import BootseerError
 from bootseer.mounts import kept, kernel, user_namespace
+from bootseer.mounts.control import FILES
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.ladder import Way
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.serve import FILES
 from bootseer.mounts.state import MountState, Runtime
-from bootseer.mounts.trees import layer_tree
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -193,10 +190,15 @@ class _LayerMount(LazyMount):
 
     def _served(self) -> Path:
         """By a daemon, file by file."""
+        from bootseer.mounts.trees import layer_tree
+
         self.layers.as_tree(layer_tree, None)
         return self.layers.folder / FILES
 
     def _unpacked(self, why: str) -> tuple[Way, Path]:
+        from bootseer.env.restoring.unpack import unpack_layer
+        from bootseer.erofs.reader import ErofsReader
+
         layers = self.layers
         (one,) = layers.stack
         layers.say(f"the environment is written out: {why}")

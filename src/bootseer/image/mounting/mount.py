@@ -30,9 +30,9 @@ from bootseer.image.mounting.found import find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.mounts import user_namespace
+from bootseer.mounts.control import FILES
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.serve import FILES
 from bootseer.mounts.state import MountState
 
 

@@ -11,7 +11,7 @@ from bootseer.artifact.loading import CachedLayer
 from bootseer.errors import BootseerError
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kept, kernel, layers
-from bootseer.mounts.serve import FILES
+from bootseer.mounts.control import FILES
 from bootseer.mounts.state import Runtime
 
 _LAYERS = "layers"

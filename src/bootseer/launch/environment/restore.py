@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 
 from bootseer.artifact.child import breaks_forks, run_in_child
-from bootseer.artifact.hotsets import publishes
 from bootseer.artifact.places import environments_folder
-from bootseer.artifact.workload import workload_key
+from bootseer.artifact.workload import publishes, workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision

@@ -130,12 +130,13 @@ class EnvironmentStart:
     def _prepare(self) -> int:
         # Its imports take longer than all else where the environment is here, and belong to the stage.
         from bootseer.env.life.decide import Action
-        from bootseer.launch.environment.capture import set_up_here, set_up_privately
-        from bootseer.launch.environment.view import given_up
 
         key, decision = self.bring()
         if self.shown is not None:
             return 0
+        from bootseer.launch.environment.capture import set_up_here, set_up_privately
+        from bootseer.launch.environment.view import given_up
+
         if decision.action is Action.BUILD and key is not None:
             say(f"environment {key.digest[:12]} is set up now: {decision.words}")
             try:

@@ -10,25 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bootseer.env.capturing.any_capture import Capture, Way
-from bootseer.env.capturing.capture import open_capture
 from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fell_back
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
-from bootseer.env.snapshot.contents import look
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.plain import say_failed
-from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 
 if TYPE_CHECKING:
+    from bootseer.env.capturing.any_capture import Capture, Way
     from bootseer.env.restoring.layer import Layer
+    from bootseer.launch.environment.setup import SetupResult
 
 
 _SIGNALLED = 128
@@ -70,6 +68,8 @@ def given_up(decision: Decision, error: Exception) -> Decision:
 
 def loose_entries(changes: Iterable[Change]) -> list[Entry]:
     """The changes as entries, for files that are still where the setup left them: without digests."""
+    from bootseer.env.snapshot.contents import look
+
     items, _ = look(changes, None)
     first: dict[tuple[int, int], str] = {}
     found = []
@@ -113,6 +113,8 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
 
     Raises `NotShown`.
     """
+    from bootseer.env.capturing.capture import open_capture
+
     wanted = task.wanted
     own: list[Path | str] = [wanted.cache, wanted.runtime, *task.store_folder]
     own += [task.session.folder] if task.session is not None else []

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bootseer
-from bootseer.artifact.hotsets import publishes
 from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
-from bootseer.artifact.workload import workload_key
+from bootseer.artifact.workload import publishes, workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions

@@ -281,6 +281,7 @@ def _read(group: Sequence[CheckpointStart]) -> str:
         f"{format_bytes(median(values))} {where}"
         for where, values in (
             ("fetched from the file system", [one.place_bytes for one in group]),
+            ("got from the job's other nodes", [one.peer_bytes for one in group]),
             ("found in the node's cache", [one.cache_bytes for one in group]),
             ("equal to what an earlier checkpoint left there", [one.same_bytes for one in group]),
         )

@@ -34,9 +34,9 @@ _ENVIRONMENT: tuple[Column, ...] = (
 )
 _CHECKPOINT: tuple[Column, ...] = (
     *((">mounted in", "seconds", seconds), (">read", "read_bytes", size), (">fetched", "place_bytes", size)),
-    *((">cached", "cache_bytes", size), (">same", "same_bytes", size), (">retries", "retries", count)),
-    *((">hedges", "hedges", count), (">won", "hedges_won", count), (">rebuilt", "rebuilt", count)),
-    (">refused", "refused", count),
+    *((">from nodes", "peer_bytes", size), (">cached", "cache_bytes", size), (">same", "same_bytes", size)),
+    *((">retries", "retries", count), (">hedges", "hedges", count), (">won", "hedges_won", count)),
+    *((">rebuilt", "rebuilt", count), (">refused", "refused", count)),
 )
 
 _PEERS: tuple[Column, ...] = (

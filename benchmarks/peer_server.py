@@ -1,0 +1,276 @@
+"""What does it cost a node to serve its peers, and do two interfaces carry twice as much as one?
+
+The server: one process, 64 connections (its limit of 32 is raised for it), a file of 256 KiB blocks in memory. The
+client throws away what it gets (`MSG_TRUNC`), so that it costs little beside it. The interfaces: a service in a network
+namespace with two links, each limited by the kernel's tbf; a fetcher on the other side pulls a block file from it, over
+one link and over both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import ROOT, Benchmark, Must, Outcome
+
+_MIB = 1 << 20
+_CONNECTIONS = 64
+_BLOCK = 256 << 10
+_FILE_MIB = 256
+_LINK_MBIT = 100
+_PULLED_MIB = 48
+_IDENTITY = "ab" * 32
+_SECRET = b"s" * 32
+_METHOD = (
+    "the server's processor time and peak memory are those of its whole process, the service's imports included, for "
+    f"all rounds together; {_CONNECTIONS} connections ask for 256 KiB at a time without a pause, over loopback. The "
+    f"links have {_LINK_MBIT} Mbit/s each (tbf) and no latency; arms take turns, each pull into a new cache."
+)
+
+
+def measure(quick: bool) -> Outcome:
+    if os.geteuid():
+        raise RuntimeError("the benchmark of peers' servers needs root: it makes network namespaces")
+    rounds = 2 if quick else 5
+    cache = ROOT / ".demo-cache"
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        rates, cpu_s, peak_bytes, served = _load(Path(folder), rounds)
+        pulled = _links(Path(folder), rounds)
+    one, both = (min(times) for times in pulled.values())
+    per_cpu_s = served / cpu_s / (1 << 30)
+    return Outcome(
+        parameters={"connections": _CONNECTIONS, "link_mbit": _LINK_MBIT, "pulled_mib": _PULLED_MIB, "rounds": rounds},
+        samples={name: [_PULLED_MIB / taken for taken in times] for name, times in pulled.items()},
+        unit="MiB/s",
+        baselines={"two links": "one link"},
+        must_reach=[
+            Must("served for a second of the server's processor", per_cpu_s, 3.0, "GiB", at_least=True),
+            Must("the server's peak memory", peak_bytes / _MIB, 40.0, "MiB"),
+            Must("two links against one (best of each)", one / both, 1.9, "x", at_least=True),
+        ],
+        details={"loopback_mib_s": rates, "server_cpu_s": cpu_s, "served_bytes": served},
+        method=_METHOD,
+    )
+
+
+def _load(folder: Path, rounds: int) -> tuple[list[float], float, int, int]:
+    """MiB/s of each round, and the server's processor seconds, peak memory and bytes."""
+    data = folder / "data"
+    with data.open("wb") as file:
+        for _ in range(_FILE_MIB):
+            file.write(os.urandom(_MIB))
+    with subprocess.Popen([sys.executable, __file__, "load", str(data)], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        rates = [_ask(address) for _ in range(rounds)]
+        server.send_signal(signal.SIGINT)
+        told = json.loads(server.stdout.readline())
+    return rates, told["cpu_s"], told["peak_bytes"], told["bytes"]
+
+
+def _ask(address: str) -> float:
+    """MiB/s that all connections get together, over 1 GiB."""
+    num_each = (1 << 30) // _BLOCK // _CONNECTIONS
+
+    def ask(number: int) -> None:
+        from bootseer.peers.choice import Level
+        from bootseer.peers.client import Client
+        from bootseer.peers.protocol import Request
+
+        client = Client(_SECRET)
+        client.probe(address)
+        connection, signer = client._connection(address, 30.0)
+        connection.sock.settimeout(60.0)
+        into = bytearray(_BLOCK)
+        for at in range(num_each):
+            start = (number * num_each + at) * _BLOCK % (_FILE_MIB * _MIB)
+            connection.send(signer.encode(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m"), address))
+            connection.read_head()
+            left = _BLOCK - len(connection._received)
+            connection._received = b""
+            while left:
+                left -= connection.sock.recv_into(into, left, socket.MSG_TRUNC)
+        connection.sock.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(_CONNECTIONS)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 1024 / (time.perf_counter() - began_s)
+
+
+def _serve_load(path: str) -> None:
+    """In a child: serve the file until SIGINT, then print what it cost."""
+    from bootseer.peers import server, service  # what the service imports takes memory too
+
+    assert service
+    server.MAX_CONNECTIONS = _CONNECTIONS  # type: ignore[misc]
+
+    class File:
+        size_bytes = _FILE_MIB * _MIB
+
+        def open(self) -> int:
+            return os.open(path, os.O_RDONLY)
+
+        def want(self, *_: object) -> bool:
+            return True
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    serving = server.Server([listening], _SECRET, {_IDENTITY: File()}.get)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    sent = serving.served.bytes_sent
+    print(json.dumps({"cpu_s": cpu_s, "peak_bytes": used.ru_maxrss << 10, "bytes": sent}), flush=True)
+
+
+class _TwoLinks:
+    """A network namespace with two links to here, both limited in what it sends."""
+
+    def __init__(self) -> None:
+        self._name = f"peers-{os.getpid()}"
+
+    def __enter__(self) -> _TwoLinks:
+        _run("ip", "netns", "add", self._name)
+        try:
+            for number in range(2):
+                near, far, net = f"pn{os.getpid()}.{number}", f"rail{number}", f"198.19.77.{4 * number}"
+                base = net.rpartition(".")[0]
+                _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self._name)
+                _run("ip", "address", "add", f"{base}.{4 * number + 1}/30", "dev", near)
+                _run("ip", "link", "set", near, "up")
+                _run("ip", "-n", self._name, "address", "add", f"{base}.{4 * number + 2}/30", "dev", far)
+                _run("ip", "-n", self._name, "link", "set", far, "up")
+                limit = ["tbf", "rate", f"{_LINK_MBIT}mbit", "burst", "128kb", "latency", "100ms"]
+                _run("tc", "-n", self._name, "qdisc", "replace", "dev", far, "root", *limit)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _run("ip", "netns", "delete", self._name)
+
+    def inside(self, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self._name, *command]
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def _links(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each pull, over one link and over both."""
+    from bootseer.blocks.index import Index
+    from bootseer.blocks.writer import BlockWriter
+    from bootseer.store.file import FileStore
+
+    store = FileStore(folder / "store")
+    with BlockWriter(store, block_size=_BLOCK, threads=1) as writer:
+        for _ in range(_PULLED_MIB):
+            writer.write(os.urandom(_MIB))
+        written = writer.finish()
+    index = Index.parse(b"".join(store.read(written.index_name)))
+    (folder / "index").write_bytes(index.encode())
+    took: dict[str, list[float]] = {"one link": [], "two links": []}
+    with _TwoLinks() as links, _serving(links, folder) as addresses:
+        assert len(addresses) == 2, addresses  # the service chooses both by itself
+        for number in range(rounds + 1):
+            for name in took if number % 2 else reversed(took):
+                seconds = _pull(folder, index, addresses[: 1 if name == "one link" else 2], f"{name}{number}")
+                if number:  # the first round is thrown away
+                    took[name].append(seconds)
+    return took
+
+
+@contextlib.contextmanager
+def _serving(links: _TwoLinks, folder: Path) -> Iterator[list[str]]:
+    command = links.inside(sys.executable, __file__, "serve", str(folder))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        try:
+            yield json.loads(service.stdout.readline())
+        finally:
+            service.terminate()
+
+
+def _serve(folder: Path) -> None:
+    """In a child, in the namespace: the service of a node that has the whole file."""
+    from bootseer.blocks.index import Index
+    from bootseer.cache.cache import Cache
+    from bootseer.fetch.fetcher import Fetcher
+    from bootseer.peers.interfaces import chosen
+    from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
+    from bootseer.peers.rendezvous import Rendezvous
+    from bootseer.peers.service import BlockFiles, Limits, Service
+    from bootseer.store.file import FileStore
+
+    index = Index.parse((folder / "index").read_bytes())
+    cached = Cache(folder / "full").open(index)
+    fetcher = Fetcher()
+    fetcher.add(index, FileStore(folder / "store"), cached)
+    fetcher.pull_all()
+    fetcher.close()
+    source = Rendezvous(str(folder / "meet"), "bench", "full", "", chosen([]), _SECRET)
+    service = Service(folder / "peers", source, {BLOCKS: BlockFiles().open}, Limits(before=None))
+    JobPeers.open(folder / "peers").register_blocks(BlockSource(index, str(folder / "store"), False, folder / "full"))
+    assert source.own is not None
+    addresses = json.dumps(source.own.addresses)
+    service.run(lambda: print(addresses, flush=True))
+
+
+def _pull(folder: Path, index: object, addresses: list[str], name: str) -> float:
+    from bootseer.blocks.index import Index
+    from bootseer.cache.cache import Cache
+    from bootseer.fetch.fetcher import Fetcher
+    from bootseer.peers.choice import Peer
+    from bootseer.peers.job import JobPeers
+    from bootseer.peers.origins import PeerGroup
+    from bootseer.store.file import FileStore
+
+    assert isinstance(index, Index)
+    job = JobPeers.create(folder / f"asking {name}", _SECRET)
+    job.write_members("asking", [Peer("full", tuple(addresses))])
+    group = PeerGroup(job)
+    fetcher = Fetcher()
+    with contextlib.closing(Cache(folder / f"cache {name}").open(index)) as cached:
+        peers = group.file(index, str(folder / "store"), False, folder / f"cache {name}")
+        fetcher.add(index, FileStore(folder / "store"), cached, peers=peers)
+        began_s = time.perf_counter()
+        fetcher.pull_all()
+        taken_s = time.perf_counter() - began_s
+        stats = fetcher.stats()
+        fetcher.close()
+    group.close()
+    assert stats.peer_bytes == index.size_bytes, "all of it comes from the peer"
+    return taken_s
+
+
+BENCHMARK = Benchmark(
+    name="peer_server",
+    question="What does it cost a node to serve its peers, and do two interfaces carry twice as much as one?",
+    measure=measure,
+)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "load":
+        _serve_load(sys.argv[2])
+    else:
+        _serve(Path(sys.argv[2]))
