@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 export PYTHON ?= python3
-# Where it is set, each worker compiles all tests again, and each program that tests start compiles what was edited since `make setup`.
+# Where it is set, each worker of the tests compiles all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 # Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
 ARGS ?=
