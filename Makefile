@@ -44,6 +44,9 @@ fuzz: setup ## Random tests with many more examples, and three jobs that read fr
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
 
+mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='fetch/hotset.py --show'
+	$(BIN)/python scripts/mutation_check.py --mutants 60 --seed 0 $(ARGS)
+
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
