@@ -85,9 +85,10 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
 
 
 def put_checkpoints(folder: Path, here: Origin) -> None:
-    """Keep a folder of checkpoints in HDFS in both ways."""
+    """Keep the newest of a folder of checkpoints in HDFS in both ways."""
+    newest = folder / (folder / "latest").read_text().strip()
     for stripes, place in (("4", here.striped), ("1", here.plain)):
-        _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(folder), place], os.environ)
+        _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(newest), place], os.environ)
 
 
 def torchrun(script: Path, *words: str) -> None:
