@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 export PYTHON ?= python3
-# Where it is set, each worker compiles all tests again, and each program that tests start compiles what was edited since `make setup`.
+# Where it is set, each worker of the tests compiles all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 # Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
 ARGS ?=
@@ -43,6 +43,9 @@ quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, b
 fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
+
+mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='fetch/hotset.py --show'
+	$(BIN)/python scripts/mutation_check.py --mutants 60 --seed 0 $(ARGS)
 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)

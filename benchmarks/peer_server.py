@@ -75,7 +75,7 @@ def _load(folder: Path, rounds: int) -> tuple[list[float], float, int, int]:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         rates = [_ask(address) for _ in range(rounds)]
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         told = json.loads(server.stdout.readline())
     return rates, told["cpu_s"], told["peak_bytes"], told["bytes"]
 
@@ -114,10 +114,11 @@ def _ask(address: str) -> float:
 
 
 def _serve_load(path: str) -> None:
-    """In a child: serve the file until SIGINT, then print what it cost."""
+    """In a child: serve the file until SIGTERM, then print what it cost."""
     from bootseer.peers import server, service  # what the service imports takes memory too
 
     assert service
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server.MAX_CONNECTIONS = _CONNECTIONS  # type: ignore[misc]
 
     class File:
@@ -133,8 +134,7 @@ def _serve_load(path: str) -> None:
     serving = server.Server([listening], _SECRET, {_IDENTITY: File()}.get)
     before = resource.getrusage(resource.RUSAGE_SELF)
     print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        signal.pause()
+    signal.sigwait({signal.SIGTERM})
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     sent = serving.served.bytes_sent

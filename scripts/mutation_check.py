@@ -25,7 +25,7 @@ from pathlib import Path
 # Of each deciding module, below src/bootseer: the tests, below tests, that hold it.
 MODULES = {
     "report/analysis/barriers.py": ["report/test_barriers.py"],
-    "checkpoint/layout.py": ["checkpoint/test_layout.py"],
+    "checkpoint/layout.py": ["checkpoint/test_layout.py", "checkpoint/test_parity.py", "checkpoint/test_policy.py"],
     "env/life/decide.py": ["env/life/test_decide.py"],
     "fetch/hotset.py": ["fetch/test_hotset.py"],
     "fetch/schedule.py": ["fetch/test_schedule.py", "fetch/test_schedule_properties.py"],

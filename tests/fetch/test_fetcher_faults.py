@@ -47,7 +47,7 @@ def test_answers_that_end_early_without_an_error_are_tried_again(fetching, data)
 
 
 def test_an_answer_that_drips_is_asked_for_a_second_time(fetching, data):
-    fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.05, demand_timeout_s=2))
+    fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.5, demand_timeout_s=4))
     assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=30) == data[:BLOCK]
     assert fetcher.stats().hedges == 1
 

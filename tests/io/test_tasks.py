@@ -52,8 +52,10 @@ def test_leaving_does_not_wait_for_a_call_that_hangs(gate):
 
 
 def test_threads_do_not_keep_the_process_from_ending(gate):
+    begun = threading.Event()
     with Tasks("test-tasks", 1, leave_s=0.0) as tasks:
-        tasks.submit(gate.wait, 120)
+        tasks.submit(lambda: (begun.set(), gate.wait(120)))
+        assert begun.wait(60)  # what has not begun is never done
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "test-tasks"] == [True]
 
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 def test_calls_are_made_in_the_order_of_their_times():
     timer, done = Timer(threads=1), []
-    timer.after(0.02, lambda: done.append("later"))
+    timer.after(1.0, lambda: done.append("later"))
     timer.after(0.0, lambda: done.append("now"))
-    timer.after(0.01, lambda: done.append("soon"))
+    timer.after(0.5, lambda: done.append("soon"))
     until(lambda: len(done) == 3)
     assert done == ["now", "soon", "later"]
 

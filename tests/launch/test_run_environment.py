@@ -23,6 +23,13 @@ def place() -> Iterator[Place]:
         yield place
 
 
+NOT_FOR_A_RESTORE = {
+    f"bootseer.{name}"
+    for name in (
+        "artifact.hotsets", "env.capturing.capture", "env.capturing.secrets", "env.snapshot.contents",
+        "fetch.fetcher", "hdfs.requests", "launch.environment.publish", "mounts.serve",
+    )
+}  # fmt: skip
 IMPORT = ("python", "-c", "import alpha, beta; print(alpha.VERSION, beta.VERSION, alpha.__file__)")
 
 
@@ -57,6 +64,11 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
     assert second.stdout == first.stdout
     start = place.start()
     assert (start["mode"], start["code"], start["trust"]) == ("restored", "hit", "observed")
+    # All of it is here now: what fetches, captures and serves is not even imported.
+    third = place.run(*words, more={"PYTHONPROFILEIMPORTTIME": "1"})
+    imported = {line.rpartition("|")[2].strip() for line in third.stderr.splitlines()}
+    assert "bootseer.env.restoring.host" in imported
+    assert not imported & NOT_FOR_A_RESTORE
     assert place.num_setups == 1
     assert not place.leftovers()
     assert not place.mounts()

@@ -11,7 +11,7 @@ import pytest
 from bootseer.errors import AccessError, BootseerError, CorruptError, UsageError
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
-from bootseer.peers.interfaces import Interface
+from bootseer.peers.interfaces import Interface, chosen
 from bootseer.peers.members import Listed, Membership, expand_hosts, open_source, parse_list
 from bootseer.peers.rendezvous import Rendezvous, parse_record
 from bootseer.peers.server import Server
@@ -218,3 +218,21 @@ def test_a_file_may_change(tmp_path: Path) -> None:
     source = open_source(f"@{path}", {}, attempt="", name="", secret_file=secret_file(tmp_path))
     path.write_text("a:1\nb:1 rack\n")
     assert [peer.rack for peer in source.poll()] == ["", "rack"]
+
+
+@pytest.mark.parametrize(
+    ("there", "used"),
+    [
+        ([("ib0", 400), ("ib1", 400), ("eth0", 25)], ["ib0", "ib1"]),
+        ([("eth0", 100), ("eth1", 60), ("eth2", 50)], ["eth0", "eth1"]),
+        ([("ib0", 400), ("eth0", 0)], ["ib0", "eth0"]),
+        ([], ["lo"]),
+    ],
+)
+def test_the_fastest_interfaces_serve(
+    there: list[tuple[str, int]], used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with the default route that does not tell its speed may be the fastest."""
+    found = [Interface(name, "10.0.0.1", speed or 1, is_main=not speed) for name, speed in there]
+    monkeypatch.setattr("bootseer.peers.interfaces.interfaces", lambda: found)
+    assert [each.name for each in chosen([])] == used

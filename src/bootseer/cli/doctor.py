@@ -49,7 +49,11 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     from bootseer.launch import doctor
 
     cache = cache_root(os.environ, os.getuid())
-    more = [(ways.CHECK, ways.check), (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache))]
+    more = [
+        (ways.CHECK, ways.check),
+        (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
+        (doctor.PEERS, doctor.check_peers),
+    ]
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     rows = [{**asdict(check), "required": check.required} for check in checks]

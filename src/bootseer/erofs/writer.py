@@ -156,7 +156,8 @@ class Layout:
         """The bytes from `first_block` to the end of the image."""
         for inode in self._outside:
             content = self._content(inode)
-            yield from (piece.ljust(BLOCK, b"\0") for piece in content[: self._whole_pieces(inode, len(content))])
+            whole = content[:-1] if inode in self._tails else content
+            yield from (piece.ljust(BLOCK, b"\0") for piece in whole)
         at = 0
         for inode in self._order:
             begin = self._nids[inode] * SLOT
@@ -218,9 +219,6 @@ class Layout:
         self._nids[inode] = self._end // SLOT
         self._order.append(inode)
         self._end += align(header + tail, SLOT)
-
-    def _whole_pieces(self, inode: int, pieces: int) -> int:
-        return pieces - 1 if inode in self._tails else pieces
 
     def _content(self, inode: int) -> list[bytes]:
         """A directory or a symbolic link's target, cut into blocks, the last one without padding."""

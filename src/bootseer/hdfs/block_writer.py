@@ -187,9 +187,8 @@ class BlockWriter:
         poll.register(self._socket, events)
         ready = poll.poll(max(left_s, 0) * 1000)
         if not ready:
-            raise SilentPipelineError(
-                f"{self._names_of_all()}: no sign of life for {self._stall_s:.0f} s", self._silent_node()
-            )
+            names = ", ".join(node.host_port for node in self._nodes)
+            raise SilentPipelineError(f"{names}: no sign of life for {self._stall_s:.0f} s", self._silent_node())
         return ready[0][1]
 
     def _silent_node(self) -> str:
@@ -266,9 +265,6 @@ class BlockWriter:
     def _broken(self, error: object) -> PipelineError:
         node = self._nodes[0].host_port
         return PipelineError(f"{node}: the connection broke: {error}", node)
-
-    def _names_of_all(self) -> str:
-        return ", ".join(node.host_port for node in self._nodes)
 
 
 class SilentPipelineError(PipelineError, SilentError):

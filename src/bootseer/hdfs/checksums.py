@@ -75,7 +75,7 @@ def _first_wrong_chunk(kind: int, chunk_bytes: int, data: memoryview, sums: memo
     # google_crc32c refuses memory that others can write to, unless it is numpy's.
     array = np.frombuffer(data, np.uint8)
     stored = np.frombuffer(sums, ">u4")
-    crc = _crc(kind)
+    crc: Callable[[Any], int] = zlib.crc32 if kind == CRC32 else google_crc32c.value
     group_bytes = _GROUP * chunk_bytes
     num_groups = len(data) // group_bytes if chunk_bytes <= _MAX_TABLE_CHUNK else 0
     if num_groups:
@@ -101,10 +101,6 @@ def _one_by_one(
         if crc(array[number * chunk_bytes : (number + 1) * chunk_bytes]) != value:
             return number
     return None
-
-
-def _crc(kind: int) -> Callable[[Any], int]:
-    return zlib.crc32 if kind == CRC32 else google_crc32c.value
 
 
 def _joined(kind: int, chunk_bytes: int, sums: npt.NDArray[np.uint8]) -> list[int]:

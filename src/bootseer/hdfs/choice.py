@@ -68,7 +68,7 @@ class NodeChoice:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_times = 0
         self._late_s = most_late_s
-        self.at_most: Callable[[str, float], float] = _anything
+        self.at_most: Callable[[str, float], float] = lambda _node, _now_s: math.inf
         """The rate that what is underway at a node allows for, by now."""
 
     def is_open(self, node: str) -> bool:
@@ -175,11 +175,6 @@ class NodeChoice:
         shown = self._shown.setdefault(node, _Shown())
         self._shown[node] = _Shown(pause_s=shown.pause_s)
         self._open.discard(node)
-
-
-def _anything(node: str, now_s: float) -> float:
-    """Nothing is underway."""
-    return math.inf
 
 
 _MAX_REPLICAS: Final = 4

@@ -1,7 +1,7 @@
 """What the hook knows of its process, and how its callbacks are made harmless.
 
 One state per process, made by `marks.start` and gone with `stop`: then every hook is removed and every function is back
-in its place. Called by the other modules of this package.
+in its place.
 """
 
 from __future__ import annotations

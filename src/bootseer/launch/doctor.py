@@ -32,8 +32,9 @@ from bootseer.logs import without_secrets
 from bootseer.machine.check import Check
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
+from bootseer.peers.interfaces import PORT, chosen, listen_at
 
-ENVIRONMENTS = "environments"
+ENVIRONMENTS, PEERS = "environments", "peers"
 _WORDS = {
     "overlay": "captured by an overlay over /, restored by a mount",
     "user": "captured and restored in a user namespace",
@@ -64,6 +65,21 @@ def check_environments(cache: Path) -> Check:
     lacks = "; ".join(refused) or "root without the right to mount"
     why = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
     return Check(ENVIRONMENTS, "limited", "files are copied", why, "run as root, or allow user namespaces", opens)
+
+
+def check_peers() -> Check:
+    """Which interfaces `run --peers` would serve on, and whether its port is free."""
+    opens = ("run --peers: blocks from the job's other nodes",)
+    found = chosen(())
+    named = ", ".join(f"{each.name} {each.address} ({each.bytes_s // 125_000:,} Mbit/s)" for each in found)
+    try:
+        listen_at(found[0].address, PORT).close()
+    except OSError as error:
+        todo = "nodes of a list need the port (name another one there); those that meet in a folder take any"
+        return Check(PEERS, "limited", named, f"port {PORT} is taken: {error.strerror}", todo, opens)
+    if found[0].name == "lo":
+        return Check(PEERS, "limited", named, "no interface leads to other nodes", "name one: --peers-interface", opens)
+    return Check(PEERS, "ok", f"{named}, port {PORT}", "", "", opens)
 
 
 _LOG_BYTES = 256 << 10

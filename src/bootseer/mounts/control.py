@@ -27,11 +27,11 @@ Answer = dict[str, object]
 
 
 @contextlib.contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """The socket's path, in a form that fits into the 108 bytes of a socket address."""
+def socket_path(folder: Path, name: str = NAME) -> Iterator[str]:
+    """The path of a socket in `folder`, in a form that fits into the 108 bytes of a socket address."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{handle}/{NAME}"
+        yield f"/proc/self/fd/{handle}/{name}"
     finally:
         os.close(handle)
 
@@ -42,7 +42,7 @@ def listen(folder: Path) -> socket.socket:
         (folder / NAME).unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _short(folder) as path:
+        with socket_path(folder) as path:
             listener.bind(path)
         (folder / NAME).chmod(0o600)
         listener.listen(16)
@@ -94,7 +94,7 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
         link.settimeout(timeout_s)
         until = time.monotonic() + timeout_s
         try:
-            with _short(folder) as path:
+            with socket_path(folder) as path:
                 link.connect(path)
             link.sendall(_encoded({"do": what}))
             said = next(json_lines(link.fileno(), until, waiting))

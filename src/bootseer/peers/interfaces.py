@@ -24,7 +24,21 @@ PORT: Final = 17_507
 _ADDRESS: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):(\d{1,5})")
 _NET: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915
-_VIRTUAL: Final = ("lo", "docker", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube", "dummy", "podman", "lxc")
+_VIRTUAL: Final = (
+    "lo",
+    "docker",
+    "br-",
+    "virbr",
+    "cni",
+    "veth",
+    "flannel",
+    "cali",
+    "tunl",
+    "kube",
+    "dummy",
+    "podman",
+    "lxc",
+)
 """Interfaces that lead to containers of this machine, not to other nodes."""
 _SLOWER: Final = 2
 """One with less than a part of the fastest's speed is left out: it would hold up the requests that it gets."""
@@ -40,6 +54,8 @@ class Interface:
     address: str
     bytes_s: int
     """Its speed; 1 Gbit/s where it does not say."""
+    is_main: bool = False
+    """It has the default route and does not tell its speed, which may be any."""
 
 
 def interfaces() -> list[Interface]:
@@ -52,7 +68,8 @@ def interfaces() -> list[Interface]:
             if (folder / "operstate").read_text().strip() not in ("up", "unknown") or name.startswith(_VIRTUAL):
                 continue
             if address := _address(name):
-                found.append(Interface(name, address, _speed(folder)))
+                speed = _speed(folder)
+                found.append(Interface(name, address, speed or _UNKNOWN, not speed and name == default))
     return sorted(found, key=lambda each: (-each.bytes_s, each.name != default, each.name))
 
 
@@ -71,7 +88,8 @@ def chosen(names: Sequence[str]) -> list[Interface]:
                 known = ", ".join(by_name) or "none"
                 raise UsageError(f"--peers-interface {name}: not up, or without an address", hint=f"there are: {known}")
         return [by_name[name] for name in dict.fromkeys(names)]
-    return [each for each in found if each.bytes_s * _SLOWER > found[0].bytes_s] or [_LOOPBACK]
+    fast = [each for each in found if each.is_main or each.bytes_s * _SLOWER > found[0].bytes_s]
+    return fast or [_LOOPBACK]
 
 
 def link_bytes_s(addresses: Iterable[str]) -> int:
@@ -113,7 +131,7 @@ def _speed(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         if (speed := int((folder / "speed").read_text())) > 0:
             return speed * 125_000
-    return _UNKNOWN
+    return 0
 
 
 def _address(name: str) -> str:

@@ -146,7 +146,8 @@ class FolderPlace(SmallReads):
             sync(old)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        self._not_root(path)
+        if not path:
+            raise PermanentError(f"{self.uri} is the root and cannot be removed")
         with self._parent(path) as (folder, name):
             if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=folder)
@@ -244,10 +245,6 @@ class FolderPlace(SmallReads):
             Path(f"/proc/self/fd/{descriptor}").chmod(mode)
         finally:
             os.close(descriptor)
-
-    def _not_root(self, path: str) -> None:
-        if not path:
-            raise PermanentError(f"{self.uri} is the root and cannot be removed")
 
     def _what(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri

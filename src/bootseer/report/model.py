@@ -225,7 +225,26 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageStart:
+class Fetched:
+    """What one node fetched of an image or snapshot, and how well that was foreseen."""
+
+    stored_bytes: int
+    """Size as stored."""
+    local_bytes: int
+    """Of these, on the node already."""
+    demand_bytes: int
+    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    hot_bytes: int
+    cold_bytes: int
+    requests: int
+    coverage: float | None
+    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    until: str
+    """When these numbers were taken: `training_began` or `end` (of the command)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStart(Fetched):
     """How one node got its container image: which way, what was fetched until then, and how well it was foreseen."""
 
     node: str
@@ -239,20 +258,7 @@ class ImageStart:
     """Why this mode, in words."""
     seconds: float | None
     """From the reference to the container's start."""
-    until: str
-    """When the numbers below were taken: `training_began` or `end` (of the command)."""
     layers: int
-    stored_bytes: int
-    """Size of the image as stored."""
-    local_bytes: int
-    """Of these, on the node already."""
-    demand_bytes: int
-    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
-    hot_bytes: int
-    cold_bytes: int
-    requests: int
-    coverage: float | None
-    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
     wasted_blocks: int
     """Fetched as hot and never read."""
     late_blocks: int
@@ -332,7 +338,7 @@ class PeersStart:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentStart:
+class EnvironmentStart(Fetched):
     """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
 
     node: str
@@ -368,19 +374,6 @@ class EnvironmentStart:
     """Folders that are shown by a mount."""
     loose: int
     """Files outside of them, which were written as the setup would."""
-    stored_bytes: int
-    """Size of the snapshot as stored."""
-    local_bytes: int
-    """Of these, on the node already."""
-    demand_bytes: int
-    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
-    hot_bytes: int
-    cold_bytes: int
-    requests: int
-    coverage: float | None
-    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
-    until: str
-    """When the numbers were taken: `training_began` or `end` (of the command)."""
     published: bool | None
     """Whether a snapshot was kept; None when there was none to keep, or nothing tells."""
     why_not: str

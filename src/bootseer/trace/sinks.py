@@ -1,8 +1,7 @@
 """Where event lines go: a spool file, stderr, or several sinks at once.
 
 A sink takes one complete line and never raises: a full disk or a closed pipe costs events, which are counted,
-and never the job. Who calls: `trace.tracer`. Spool files are read by `analysis.scan` and, while the job
-runs, by the OTLP exporter in `bootseer run`.
+and never the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the events of jobs lie on this machine: `<root>/<job>/attempt-<n>/<node>.<pid>.<time>.events`.
-
-Used by `run`, which makes them, and by `report`, which takes a job's name in the place of a path.
-"""
+"""Where the events of jobs lie on this machine: `<root>/<job>/attempt-<n>/<node>.<pid>.<time>.events`."""
 
 from __future__ import annotations
 

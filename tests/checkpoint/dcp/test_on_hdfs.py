@@ -67,6 +67,17 @@ def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
         assert_same(state, target)
 
 
+def test_metadata_of_some_megabytes_is_striped_so_that_nodes_can_share_it(cluster: HdfsCluster) -> None:
+    state = {f"{number:04}" * 1500: torch.full((2,), float(number)) for number in range(500)}
+    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/job/names"))
+    facts = opened(f"{cluster.uri}/job/names").system.files.stat("job/names/.metadata")
+    assert facts.size_bytes < 8 << 20
+    assert facts.is_striped
+    target = zeros(state)
+    dcp.load(target, storage_reader=StripedReader(f"{cluster.uri}/job/names"))
+    assert_same(state, target)
+
+
 def test_pytorch_reads_it_through_fsspec(cluster: HdfsCluster) -> None:
     state = large_state()
     dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/for-fsspec"))

@@ -366,8 +366,8 @@ def _image(node: str, mode: str) -> ImageStart:
     reason = "this kernel has no EROFS" if mode == "fallback" else "hot set 96.0 MiB"
     fetched = (5 << 20, 96 << 20, 0) if mode == "hot" else (0, 0, 412 << 20)
     return ImageStart(
-        *(node, "registry.example/train:7", "sha256:" + "ab" * 32, mode, reason, 0.41, "training_began"),
-        *(6, 412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, 12, 7),
+        *(412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, "training_began"),
+        *(node, "registry.example/train:7", "sha256:" + "ab" * 32, mode, reason, 0.41, 6, 12, 7),
     )
 
 
@@ -375,18 +375,20 @@ def _environment(node: str, mode: str) -> EnvironmentStart:
     why = ("driver", "refused: the driver here is 535, the snapshot's 550") if mode == "installed" else ("hit", "hit")
     restored = mode == "restored"
     return EnvironmentStart(
+        *((540 << 20, 0, 4 << 20, 90 << 20, 0, 33) if restored else (0,) * 6),
+        *(0.96 if restored else None, "training_began"),
         *(node, mode, *why, "c0" * 32, "sha256:" + "cd" * 32 if restored else "", "requirements.txt", "gpu-a-0001"),
         *("observed", "erofs-file" if restored else "", 0.21 if restored else 112.4),
         *((10_800.0, 112.2) if restored else (None, None)),
-        *((42_007, 1_760 << 20, 1, 3, 540 << 20, 0, 4 << 20, 90 << 20, 0, 33) if restored else (0,) * 10),
-        *(0.96 if restored else None, "training_began", None, ""),
+        *((42_007, 1_760 << 20, 1, 3) if restored else (0,) * 4),
+        *(None, ""),
     )
 
 
 def _checkpoint(node: str) -> CheckpointStart:
     return CheckpointStart(
         *(node, "hdfs://cluster/jobs/moe", "mounted", "", 0.38, "training_began"),
-        *(11 << 30, 9 << 30, 2 << 30, 0, 1, 3, 2, 4, 0, ""),
+        *(11 << 30, 9 << 30, 2 << 30, 1 << 30, 0, 1, 3, 2, 4, 0, ""),
         [DataNode(f"10.0.0.{i}:9866", (9 << 30) // 4, 12.5, i == 3) for i in range(4)],
     )
 

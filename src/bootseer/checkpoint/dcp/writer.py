@@ -19,6 +19,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -33,7 +34,8 @@ from torch.futures import Future
 
 from bootseer.checkpoint.dcp.saved import metadata_name
 from bootseer.checkpoint.latest import LATEST, move_latest
-from bootseer.checkpoint.opened import is_uri, opened
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.opened import FOLDERS, is_uri, opened
 from bootseer.checkpoint.tensors import memory_of
 from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import FileWriter
@@ -300,7 +302,11 @@ class StripedWriter(filesystem.FileSystemWriter):
         metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
         metadata.storage_meta = self.storage_meta()
         target = opened(self._metadata_uri())
-        target.system.writing.write_file(target.path, BytesSource(pickle.dumps(metadata)))
+        policy = target.system.files.policy(target.path.rpartition("/")[0])
+        if target.root != FOLDERS:
+            # All ranks of all nodes read it. Only striped files have digests, by which they can share it.
+            policy = replace(policy, min_bytes_per_stripe=CHUNK_BYTES)
+        target.system.writing.write_file(target.path, BytesSource(pickle.dumps(metadata)), policy=policy)
         if self._move_latest:
             folder, _, name = opened(self.path).path.rpartition("/")
             move_latest(target.system.files, folder, name)

@@ -77,7 +77,7 @@ class PeerChunks:
         self._job = JobPeers(job.folder, job.secret)  # its lock may be held at a fork
         self._cache = cache
         self._facts = facts
-        self._client = Client(job.secret, job.pace)
+        self._client = Client(job.secret, self._job.pace)
         self._asking = Executor("bootseer-ask-peers", _ASKING)
         self._receiving = Executor("bootseer-from-peers", _RECEIVING)
         self._lock = threading.Lock()
@@ -86,6 +86,7 @@ class PeerChunks:
         self._registered: set[str] = set()
         self._received: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
         self._received_s: dict[str, float] = {}
 
     @property
@@ -206,12 +207,14 @@ class PeerChunks:
     def _receive(self, peer: str, unit: Unit, read: PeerRead) -> bool:
         """Whether the chunk is here and right."""
         members = self._job.members()
-        address = next((one.addresses[0] for one in members.peers if one.name == peer), None)
+        addresses = next((one.addresses for one in members.peers if one.name == peer), ())
         health, began_s = self._health, time.monotonic()
         with self._lock:
-            if address is None or peer in health.absent(began_s) or read.is_stopped():
+            if not addresses or peer in health.absent(began_s) or read.is_stopped():
                 return False
             asked = health.asked(peer, began_s, len(read.into))
+            self._requests[peer] += 1  # each takes another of its interfaces
+            address = addresses[self._requests[peer] % len(addresses)]
         calls = count()
 
         def heard(num_bytes: int) -> float:

@@ -51,7 +51,7 @@ def processes(mark: str, namespace: int | None) -> dict[int, str]:
     """Names of the processes that are the setup's, by process id. `namespace`: the inode of its mount namespace."""
     needle = f"{MARK}={mark}".encode()
     found = {}
-    for pid in _pids():
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208 - numbers, not paths
         if pid != os.getpid() and _is_of_setup(pid, needle, namespace):
             name = _process_name(pid)
             if name and name not in _HARMLESS:
@@ -87,10 +87,6 @@ def _process_name(pid: int) -> str:
         return ""
     name, _, rest = stat.partition(b"(")[2].rpartition(b")")
     return "" if rest.split()[0] in (b"Z", b"X") else os.fsdecode(name)
-
-
-def _pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
 
 
 _SETTINGS = "/proc/sys"

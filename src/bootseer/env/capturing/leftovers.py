@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from bootseer.env.capturing.exclude import RULES, Exclusions
 
@@ -94,20 +94,14 @@ def _why(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
     name = entry.rpartition("/")[2]
     if _RANDOM.fullmatch(name):
         return ""
-    prefix = next(_prefixes(entry, files), None)
+    prefix = next(filter(None, (_PREFIX.fullmatch(f"{entry}/{file}") for file in files)), None)
     if prefix is not None:
-        return f"it installed into {prefix}, which is not kept: use another folder"
+        return f"it installed into {prefix[1]}, which is not kept: use another folder"
     if _OF_TOOLS.fullmatch(name) or _is_source(files):
         return ""
     if all(_MATERIAL.fullmatch(file.rpartition("/")[2] or name) for file in files):
         return ""
     return f"it left {entry}, which is not kept: use another folder, or remove it"
-
-
-def _prefixes(entry: str, files: Iterable[str]) -> Iterator[str]:
-    for file in files:
-        if (found := _PREFIX.fullmatch(f"{entry}/{file}")) is not None:
-            yield found[1]
 
 
 def _is_source(files: Iterable[str]) -> bool:

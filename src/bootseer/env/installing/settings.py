@@ -110,7 +110,8 @@ def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], re
             found.unread.append(path)
             continue
         for line in _lines(text):
-            waiting += _read_line(_expanded(line, env), path, kind, cwd, found)
+            expanded = _VARIABLE.sub(lambda name: env.get(name[1]) or name[0], line)
+            waiting += _read_line(expanded, path, kind, cwd, found)
     return found
 
 
@@ -121,10 +122,6 @@ def _lines(text: str) -> Iterable[str]:
         bare = _COMMENT.sub("", line).strip()
         if bare:
             yield bare
-
-
-def _expanded(line: str, env: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: env.get(found[1]) or found[0], line)
 
 
 def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -> list[tuple[str, str]]:

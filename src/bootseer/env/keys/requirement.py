@@ -80,7 +80,7 @@ def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Require
         return _at(place, name, editable, hashed)
     if "://" in text or text.startswith("file:") or _looks_like_path(text):
         return _at(text, "", editable, hashed)
-    found = _NAME.fullmatch(_without_marker(text))
+    found = _NAME.fullmatch(text.partition(";")[0].strip())
     if found is None:
         return None
     if editable:
@@ -128,10 +128,6 @@ def _egg(address: str) -> str:
 def _looks_like_path(text: str) -> bool:
     word = text.partition(";")[0].strip()
     return word.startswith((".", "/", "~")) or posixpath.sep in word.partition("[")[0] or word.endswith(_ARCHIVE)
-
-
-def _without_marker(text: str) -> str:
-    return text.partition(";")[0].strip()
 
 
 FileKind = Literal["requirements", "pyproject", "uv.lock", "pylock", "conda"]

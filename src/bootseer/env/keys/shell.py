@@ -2,7 +2,7 @@
 
 Not a shell: control flow is cut away, substitutions are seen as commands of their own, and what cannot be told stays in
 the word as `$`. Never fails: a quote without an end closes at the end of its line. Heredocs are not commands, unless a
-shell reads them. Decides and touches nothing; called by `script`.
+shell reads them. Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ class State:
             return self
         rebuilds = self.rebuilds + 1
         state = replace(self, rebuilds=min(rebuilds, _MAX_COUNT), settled=self.settled or rebuilds >= MAX_REBUILDS)
-        return state if self.suspect(digest) is None else state._without(digest)
+        if self.suspect(digest) is None:
+            return state
+        suspects = tuple(each for each in state.suspects if each.digest != digest)
+        return replace(state, suspects=suspects, cleared=(*state.cleared, digest)[-_MAX_DIGESTS:])
 
     def united(self, other: State) -> State:
         """With what another place knows."""
@@ -109,10 +112,6 @@ class State:
             raise CorruptError("the quarantine of another environment")
         suspects = (structs.replace(each, node=_text(each.node), why=_text(each.why)) for each in state.suspects)
         return replace(state, suspects=tuple(suspects))
-
-    def _without(self, digest: str) -> State:
-        suspects = tuple(each for each in self.suspects if each.digest != digest)
-        return replace(self, suspects=suspects, cleared=(*self.cleared, digest)[-_MAX_DIGESTS:])
 
 
 def _text(words: str) -> str:

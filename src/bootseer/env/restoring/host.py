@@ -120,15 +120,12 @@ class _Building:
                 # EINVAL: the disk of the changes cannot be an upper layer, as that of a container itself or NFS.
                 if memory is not None or number_of(error) not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                memory = self._memory()
+                kernel.move(kernel.create("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
+                memory = os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 notes.append(f"what the job changes in the environment is held in memory: {error}")
                 notes += self._show(root, memory, alone=ours)
         folders = {} if memory is None else {_MEMORY: memory}
         return Built({"notes": notes, "roots": self.folder.roots, _MEMORY: memory is not None}, folders)
-
-    def _memory(self) -> int:
-        kernel.move(kernel.create("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
-        return os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _show(self, root: str, memory: int | None, *, alone: bool) -> list[str]:
         """One root, and what the snapshot has below mounts that lie in it."""

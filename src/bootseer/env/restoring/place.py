@@ -1,8 +1,7 @@
 """Write what `loose` has planned to the files of this machine, as the setup itself would have.
 
 Each file appears whole, under its name, by one rename or link: a reader meanwhile sees the old one or the new one,
-and after a kill at any point the same plan made anew does the rest. No symbolic link is followed on the way. Called by
-`launch.environment_restore`, `launch.environment_capture` and `launch.environment_look`.
+and after a kill at any point the same plan made anew does the rest. No symbolic link is followed on the way.
 """
 
 from __future__ import annotations

@@ -178,11 +178,8 @@ def _keep(upper: Path, target: Path) -> None:
 
 def _no_marks(folder: str, names: Sequence[str]) -> list[str]:
     """What is not a file of the job: overlayfs' deletions."""
-    return [name for name in names if not _is_content(os.lstat(f"{folder}/{name}").st_mode)]
-
-
-def _is_content(mode: int) -> bool:
-    return stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)
+    kinds = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)
+    return [name for name in names if stat.S_IFMT(os.lstat(f"{folder}/{name}").st_mode) not in kinds]
 
 
 def _written(upper: Path) -> tuple[int, int]:

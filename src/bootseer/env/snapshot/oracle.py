@@ -164,7 +164,9 @@ def fresh_install_differs(
             raise PermanentError(
                 f"a fresh installation would change this machine itself, as nothing can be laid over: {why}"
             )
-        code = install(view, {**env, **_constrained(env, pins)})
+        # pip and uv obey these wherever the setup calls them, with the user's own constraints.
+        pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
+        code = install(view, {**env, **pinning})
         if code:
             raise PermanentError(
                 f"the fresh installation failed with exit code {code}; there is nothing to compare with"
@@ -175,8 +177,3 @@ def fresh_install_differs(
 def pinned(packages: Iterable[str]) -> str:
     """The text of a constraint file that allows exactly these versions; packages of the system are not pip's."""
     return "".join(f"{package}\n" for package in packages if not package.startswith("deb:"))
-
-
-def _constrained(env: Mapping[str, str], pins: Path) -> dict[str, str]:
-    """Variables that pip and uv obey wherever the setup calls them, with the user's own constraints."""
-    return {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}

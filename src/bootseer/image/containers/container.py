@@ -82,7 +82,8 @@ class Container:
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
         _LOG.info("container %s: %s starts %s", folder.name, self.runtime, self.process.args[0])
         self._own_pids = options.own_pids
-        _check_program(self.process, root, [*(bind.target for bind in options.binds), *_targets(edits.mounts)])
+        targets = [str(mount.get("containerPath")) for mount in edits.mounts]
+        _check_program(self.process, root, [*(bind.target for bind in options.binds), *targets])
         _check_places(root)
         nodes = [name for name in options.devices if "=" not in name]
         self._folder = folder
@@ -192,10 +193,6 @@ def _check_places(root: Path) -> None:
     for name in ("proc", "sys", "dev"):
         if (root / name).is_symlink():
             raise PermanentError(f"the image's /{name} is a symbolic link: such an image is not started")
-
-
-def _targets(mounts: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [str(mount.get("containerPath")) for mount in mounts]
 
 
 def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "crun"]:

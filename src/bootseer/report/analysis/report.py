@@ -147,7 +147,8 @@ class _Builder:
         seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
         seen |= {row.stage for row in rows}  # what is derived from the command
         expected = STAGES if self.startup.kind == "full" else STAGES[3:]
-        unobserved = [stage for stage in expected if stage not in seen and not _in_facts(stage, facts)]
+        seen |= {fact.stage.partition(".")[0] for fact in facts}
+        unobserved = [stage for stage in expected if stage not in seen]
         report = model.Report(
             startup=startup,
             verdict="",
@@ -364,10 +365,6 @@ def _largest(attrs: Iterable[Mapping[str, Any]], key: str) -> int | None:
 
 def _times(value: float | None, price: float | None) -> float | None:
     return None if value is None or price is None else value * price
-
-
-def _in_facts(stage: str, facts: Sequence[model.Fact]) -> bool:
-    return any(fact.stage.partition(".")[0] == stage for fact in facts)
 
 
 def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:

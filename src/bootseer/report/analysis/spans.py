@@ -127,7 +127,8 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     for key, by_node in grouped.items():
         kinds = Counter(event.kind for node_events in by_node.values() for event in node_events)
         nodes = {node: _node(node, node_events, later[key].get(node)) for node, node_events in by_node.items()}
-        found.append(StartupSpans(key, kinds.most_common(1)[0][0], nodes, _run_attrs(nodes)))
+        attrs = {name: span.attrs for name, node in nodes.items() for span in node.spans if span.stage == RUN}
+        found.append(StartupSpans(key, kinds.most_common(1)[0][0], nodes, attrs))
     by_key = {startup.key: startup for startup in found}
     for startup in found:
         first = by_key.get(startup.key._replace(restart=0))
@@ -159,10 +160,6 @@ def begin_of(node: NodeSpans) -> int:
     """When the node's events begin, ns."""
     # A rotated log may hold nothing but ends.
     return min((span.begin_ns for span in (*node.spans, *node.instants)), default=node.last_ns)
-
-
-def _run_attrs(nodes: dict[str, NodeSpans]) -> dict[str, dict[str, Any]]:
-    return {name: span.attrs for name, node in nodes.items() for span in node.spans if span.stage == RUN}
 
 
 def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:

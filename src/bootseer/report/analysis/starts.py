@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bootseer.report.analysis.spans import Span, StartupSpans
-from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, ImageStart, PeersStart
+from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, Fetched, ImageStart, PeersStart
 from bootseer.units import format_bytes, format_seconds, plural
 
 RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
@@ -134,10 +134,17 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
     return lines
 
 
+def _amounts(group: Sequence[Fetched]) -> str:
+    """Empty where nothing tells the size."""
+    total = median(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in group)
+    size = median(one.stored_bytes for one in group)
+    until = " before training began" if all(one.until == "training_began" for one in group) else ""
+    return f"{format_bytes(total)} of {format_bytes(size)} fetched{until}" if size else ""
+
+
 def _image_fetched(group: Sequence[ImageStart]) -> str:
-    total = median(image.demand_bytes + image.hot_bytes + image.cold_bytes for image in group)
-    size = median(image.stored_bytes for image in group)
-    if not size:
+    amounts = _amounts(group)
+    if not amounts:
         return ""
     parts = [
         f"{name} {format_bytes(median(values))}"
@@ -149,9 +156,7 @@ def _image_fetched(group: Sequence[ImageStart]) -> str:
         if any(values)
     ]
     what = f" ({', '.join(parts)})" if parts else ""
-    requests = median(image.requests for image in group)
-    until = " before training began" if all(image.until == "training_began" for image in group) else ""
-    return f": {format_bytes(total)} of {format_bytes(size)} fetched{until}{what} in {requests:.0f} requests"
+    return f": {amounts}{what} in {median(image.requests for image in group):.0f} requests"
 
 
 def _foresight(group: Sequence[ImageStart]) -> str:
@@ -254,14 +259,10 @@ def _size(group: Sequence[EnvironmentStart]) -> str:
 
 
 def _fetched(group: Sequence[EnvironmentStart]) -> str:
-    total = median(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in group)
-    size = median(one.stored_bytes for one in group)
-    if not size:
-        return ""
-    until = " before training began" if all(one.until == "training_began" for one in group) else ""
+    amounts = _amounts(group)
     known = [one.coverage for one in group if one.coverage is not None]
     foresight = f"; the hot set named {median(known):.0%} of what was read" if known else ""
-    return f", {format_bytes(total)} of {format_bytes(size)} fetched{until}{foresight}"
+    return f", {amounts}{foresight}" if amounts else ""
 
 
 def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:

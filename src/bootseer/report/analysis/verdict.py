@@ -84,7 +84,9 @@ def verdict(report: Report, *, ended: bool) -> str:
         size += f", {plural(startup.num_gpus, 'GPU')}"
     took = format_seconds(overhead.startup_s or 0.0)
     if startup.outcome == "training_began":
-        parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
+        paper = paper_median_s(startup.scale)
+        against = f" (the paper's median at {startup.scale} GPUs: {paper:.0f} s)" if paper else ""
+        parts = [f"Startup took {took} on {size}{against}"]
     elif startup.outcome == "failed":
         parts = [f"Failed startup: {took} on {size}, and training did not begin"]
     elif startup.outcome == "truncated" and overhead.startup_s:
@@ -105,11 +107,6 @@ def verdict(report: Report, *, ended: bool) -> str:
         parts.append(f"{share:.0%} of the nodes' time went to {_STAGE_WORDS.get(stage, stage)}")
     parts.append(_blame(report))
     return "; ".join(part for part in parts if part) + "."
-
-
-def _against_paper(report: Report) -> str:
-    paper = paper_median_s(report.startup.scale)
-    return f" (the paper's median at {report.startup.scale} GPUs: {paper:.0f} s)" if paper else ""
 
 
 def _largest(report: Report) -> tuple[str, float] | None:

@@ -213,10 +213,6 @@ def search(done: frozenset[int] = frozenset()) -> tuple[Search, list[list[int]]]
     clues = [Clue(literal, b"(?:" + b"|".join(dict.fromkeys(then)) + b")") for literal, then in behind.items()]
     # Where one literal begins with another one, a place is told once, for either.
     return Search(clues), [
-        sorted({index for other, indices in wanting.items() if _alike(literal, other) for index in indices})
-        for literal in wanting
+        sorted({i for b, indices in wanting.items() if a.startswith(b) or b.startswith(a) for i in indices})
+        for a in wanting
     ]
-
-
-def _alike(one: bytes, other: bytes) -> bool:
-    return one.startswith(other) or other.startswith(one)

@@ -3,7 +3,6 @@
 The page is complete without JavaScript; the script adds zoom, search, sorting and tooltips. A log is hostile input:
 each text is escaped, and a content security policy allows the page's own style and script by hash and nothing else,
 so that what slips through still cannot run or call home.
-Must not know: how a number was computed (the analysis).
 """
 
 from __future__ import annotations

@@ -95,6 +95,8 @@ def figures(report: Report) -> str:
         ranks += f" / {num(heard.ranks_expected, count, 'coverage.ranks_expected')}"
     low = "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else ""
     shares = f"{of('work_share', percent)} / {of('wait_share', percent)}" if over.wait_share else ""
+    work, wait = over.work_share or 0.0, over.wait_share or 0.0
+    bar = stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
     last = len(report.straggler_groups) - 1
     saved = num(report.straggler_groups[-1].joint_s, seconds, f"straggler_groups.{last}.joint_s") if last >= 0 else ""
     without = f"without them {saved} sooner" if saved else "none beyond noise"
@@ -109,7 +111,7 @@ def figures(report: Report) -> str:
         ),
         _tile("gpuh", "GPU-hours", of("gpu_hours", hours), f"{of('wait_gpu_hours', hours) or 'none'} of them waiting"),
         _tile("", f"Cost, {over.currency}", of("cost", money), cost),
-        _tile("wait", "Work / wait", shares, _share_bar(over.work_share or 0.0, over.wait_share or 0.0)),
+        _tile("wait", "Work / wait", shares, bar),
         _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes seen", low),
         _tile(
             *("straggler", "Stragglers"),
@@ -126,10 +128,6 @@ def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
         return ""
     title = term(key, name) if key else esc(name)
     return f'<div class="tile {css}"><h3>{title}</h3><p class="big">{value}</p><p class="sub">{below}</p></div>'
-
-
-def _share_bar(work: float, wait: float) -> str:
-    return stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
 
 
 def chain(report: Report, palette: Palette) -> str:

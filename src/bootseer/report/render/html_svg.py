@@ -3,7 +3,6 @@
 Timeline rows use percent for time and pixels for height, so that one drawing fits every width, text is never
 stretched, and zoom is one CSS variable (`assets/report.js` draws the same rows for nodes that are searched).
 Colours are CSS classes: c0-c9 for stages, cu for untracked, h0-h9 for waiting in a stage.
-Must not know: the sections around a drawing.
 """
 
 from __future__ import annotations

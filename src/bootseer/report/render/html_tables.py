@@ -226,7 +226,9 @@ def startups(report: Report, palette: Palette) -> str:
     if len(report.startups) < 2:
         return ""
     shown = report.startups[:_MAX_STARTUPS]
-    rows = [_startup_cells(one, _is_this(one, report)) for one in shown]
+    this = report.startup
+    here = (this.job, this.attempt, this.restart)
+    rows = [_startup_cells(one, (one.job, one.attempt, one.restart) == here) for one in shown]
     columns = head(*("job", ">attempt", ">restart", "kind", "began", "outcome", ">nodes", ">GPUs", ">startup"))
     note = ""
     share = report.share
@@ -243,11 +245,6 @@ def startups(report: Report, palette: Palette) -> str:
     chart = attempts(shown[-_MAX_COLUMNS:], palette)
     body = chart + table(columns, rows, label="Startups", css="sortable")
     return section("startups", "All startups in the input", body, note)
-
-
-def _is_this(one: Overview, report: Report) -> bool:
-    this = report.startup
-    return (one.job, one.attempt, one.restart) == (this.job, this.attempt, this.restart)
 
 
 def _startup_cells(one: Overview, this: bool) -> str:

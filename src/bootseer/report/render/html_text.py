@@ -1,7 +1,6 @@
 """Text for the HTML report: escaping, numbers with their raw value beside them, and the words that need explaining.
 
 Everything that a log may have said passes `esc` on its way into the page.
-Must not know: where on the page a text stands.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Each node is a process with one thread of nested slices; work in the background 
 Arrows lead from the node that came last at a barrier to nodes that waited for it. The format is old and has rules
 that viewers enforce by dropping events: slices of a thread nest, parents come before children, ts is in microseconds.
 A viewer gets slow with thousands of processes, so a big startup shows outliers and a sample of each band.
- Must not know: how a number was computed (the analysis).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The long-lived process of a node."""

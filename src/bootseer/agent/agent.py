@@ -1,0 +1,323 @@
+"""The agent of a node: keeps the cache within its limit, clears away what killed processes left, says how the node is.
+
+It holds nothing that a job needs: mounts have daemons of their own, which `mounts.recovery` restarts, and a start finds
+cache and mounts by itself. So it may be killed at any time, and `bootseer run` works without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import BaseServer, TCPServer, ThreadingMixIn, UnixStreamServer
+from typing import Any, Final
+
+from bootseer import __version__
+from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.room import release
+from bootseer.artifact.unpacked import release_unpacked
+from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.logs import logger
+from bootseer.mounts.control import ask, socket_path
+from bootseer.mounts.state import Runtime
+
+_LOG = logger(__name__)
+SOCKET: Final = "agent"
+STATUS: Final = "/v1/status"
+_MAX_REQUESTS: Final = 8
+"""At once: one that scrapes and some that look. Others are turned away rather than kept waiting."""
+_PATIENCE_S: Final = 5.0
+_DAEMON_S: Final = 1.0
+_MAX_ANSWER: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What an agent looks after."""
+
+    cache: Path
+    runtime: Path
+    max_bytes: int | None = None
+    """What the cache may take on the disk; None: up to the share of the disk that others leave free."""
+    every_s: float = 60.0
+    idle_s: float = 7 * 86_400.0
+    """How long layers that nothing uses stay mounted, and unpacked images on the disk."""
+
+
+class Agent:
+    """`tidy` belongs to one thread, the rest to any."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        """Raises `PermanentError` where a folder cannot be made or belongs to another user."""
+        self.settings = settings
+        self._cache = Cache(blocks_folder(settings.cache), CacheSettings(max_bytes=settings.max_bytes))
+        self._runtime = Runtime(settings.runtime)
+        self._began = time.monotonic()
+        self._tidied: float | None = None
+        self._error = ""
+        self._counts: Counter[str] = Counter()
+
+    def tidy(self) -> None:
+        """Make room as far as the limit demands, and forget mounts that are gone. What is in use stays."""
+        try:
+            release(self._runtime, self._cache, idle_s=self.settings.idle_s)
+            release_unpacked(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
+            freed = self._cache.prune().freed_bytes
+            cleaned = len(self._runtime.clean())
+        except (BootseerError, OSError) as error:
+            self._counts["failures"] += 1
+            self._error = str(error)
+            _LOG.warning("the cache cannot be looked after: %s", error)
+        else:
+            self._error = ""
+            self._counts["freed_bytes"] += freed
+            self._counts["forgotten_mounts"] += cleaned
+            if freed or cleaned:
+                _LOG.info("freed %d bytes, forgot %d mounts", freed, cleaned)
+        self._tidied = time.monotonic()
+
+    def problem(self) -> str:
+        """Why the node is not looked after; "" when it is."""
+        overdue_s = time.monotonic() - (self._tidied or self._began) - 3 * self.settings.every_s
+        return self._error or (f"the cache was not looked after for {overdue_s:.0f} s" if overdue_s > 0 else "")
+
+    def status(self) -> dict[str, Any]:
+        """What there is on this node and how it is. Sizes in bytes."""
+        entries = self._cache.entries()
+        mounts = [self._mount(state) for state in self._runtime.all()]
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._began, 3),
+            "problem": self.problem(),
+            "cache": {
+                "folder": str(self._cache.root),
+                "max_bytes": self.settings.max_bytes,
+                "files": len(entries),
+                "disk_bytes": sum(entry.disk_bytes for entry in entries),
+                "in_use": sum(entry.in_use for entry in entries),
+                "damaged": sum(entry.damaged for entry in entries),
+            },
+            "mounts": mounts,
+            "freed_bytes": self._counts["freed_bytes"],
+            "forgotten_mounts": self._counts["forgotten_mounts"],
+            "failures": self._counts["failures"],
+        }
+
+    def _mount(self, state: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"target": state.target, "what": state.what, "health": self._runtime.health(state)}
+        if state.daemon is not None and found["health"] == "mounted":
+            with contextlib.suppress(BootseerError, OSError):
+                said: dict[str, Any] = ask(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
+                fetch = said.get("fetch", {})
+                found |= {
+                    "restarts": said.get("restarts", 0),
+                    "waiting": said.get("waiting", 0),
+                    "read_bytes": said.get("read_bytes", 0),
+                    "fetched_bytes": sum(fetch.get("bytes_by_purpose", {}).values()),
+                    "peer_bytes": fetch.get("peer_bytes", 0),
+                    "corrupt_blocks": fetch.get("corrupt_blocks", 0),
+                }
+        return found
+
+    def metrics(self) -> str:
+        """The same as numbers, in Prometheus' text format (0.0.4): too few to be worth its client library."""
+        said = self.status()
+        cache, mounts = said["cache"], said["mounts"]
+        health = Counter(mount["health"] for mount in mounts)
+        rows: list[tuple[str, str, str, dict[str, float]]] = [
+            ("up", "gauge", "Whether the node is looked after.", {"": float(not said["problem"])}),
+            ("uptime_seconds", "gauge", "Since the agent began.", {"": said["uptime_s"]}),
+            ("cache_bytes", "gauge", "What the cache takes on the disk.", {"": cache["disk_bytes"]}),
+            ("cache_files", "gauge", "Files in the cache.", {"": cache["files"]}),
+            ("cache_files_in_use", "gauge", "Those that a process uses.", {"": cache["in_use"]}),
+            ("cache_files_damaged", "gauge", "Those that are replaced at their next use.", {"": cache["damaged"]}),
+            ("cache_freed_bytes_total", "counter", "What the agent evicted.", {"": said["freed_bytes"]}),
+            ("failures_total", "counter", "Times that the cache could not be looked after.", {"": said["failures"]}),
+            ("mounts", "gauge", "Mounts by health.",
+             {f'health="{name}"': float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
+            *(
+                (f"mounts_{name}", "gauge", f"{what} of the mounts that there are now.",
+                 {"": float(sum(mount.get(name, 0) for mount in mounts))})
+                for name, what in (
+                    ("restarts", "Restarts of daemons"), ("waiting", "Reads that wait"),
+                    ("read_bytes", "Bytes that were read"), ("fetched_bytes", "Bytes that were fetched"),
+                    ("peer_bytes", "Bytes that other nodes sent"), ("corrupt_blocks", "Damaged blocks that came"),
+                )
+            ),
+        ]  # fmt: skip
+        lines = []
+        for name, kind, what, values in rows:
+            lines += [f"# HELP bootseer_{name} {what}", f"# TYPE bootseer_{name} {kind}"]
+            lines += [
+                f"bootseer_{name}{f'{{{labels}}}' if labels else ''} {value:.15g}" for labels, value in values.items()
+            ]
+        return "\n".join(lines) + "\n"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _PATIENCE_S
+    server_version = "bootseer-agent"
+    server: _Server
+
+    def do_GET(self) -> None:
+        agent = self.server.agent
+        try:
+            match self.path:
+                case "/metrics":
+                    self._answer(200, "text/plain; version=0.0.4", agent.metrics())
+                case "/healthz":
+                    problem = agent.problem()
+                    self._answer(503 if problem else 200, "text/plain", f"{problem or 'ok'}\n")
+                case path if path == STATUS and isinstance(self.server, _UnixServer):  # it names folders
+                    self._answer(200, "application/json", json.dumps(agent.status()) + "\n")
+                case _:
+                    self._answer(404, "text/plain", "/metrics or /healthz\n")
+        except (BootseerError, OSError) as error:
+            _LOG.info("%s was not answered: %s", self.path[:64], error)
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def address_string(self) -> str:
+        return "unix" if isinstance(self.client_address, str | bytes) else str(self.client_address[0])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class calls it so
+        _LOG.debug("%s: " + format, self.address_string(), *args)
+
+
+class _Server(ThreadingMixIn, BaseServer):
+    daemon_threads = True
+    block_on_close = False
+    agent: Agent
+    slots: threading.BoundedSemaphore
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _LOG.debug("a request broke off", exc_info=True)
+
+
+class _UnixServer(_Server, UnixStreamServer):
+    pass
+
+
+class _TcpServer(_Server, TCPServer):
+    allow_reuse_address = True
+
+
+class _Tcp6Server(_TcpServer):
+    address_family = socket.AF_INET6
+
+
+def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Server]:
+    """The servers of an agent: on its socket, or the one that systemd opened, and on an address."""
+    path = runtime / SOCKET
+    if _is_activated():
+        unix = _UnixServer(str(path), _Handler, bind_and_activate=False)
+        unix.socket.close()
+        unix.socket = socket.socket(fileno=3)
+        yield unix
+    else:
+        with contextlib.suppress(NotFoundError):
+            raise UsageError(f"an agent runs already, process {request_status(runtime)['pid']}")
+        path.unlink(missing_ok=True)
+        with socket_path(runtime, SOCKET) as short:
+            unix = _UnixServer(short, _Handler)
+        path.chmod(0o600)
+        yield unix
+    if listen is not None:
+        try:
+            yield (_Tcp6Server if ":" in listen[0] else _TcpServer)(listen, _Handler)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {listen[0]} port {listen[1]}: {error.strerror or error}") from error
+
+
+def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[str, int] | None = None) -> None:
+    """Look after the node until `stop`. `listen`: an address for `/metrics` and `/healthz` besides the Unix socket.
+
+    Raises `UsageError` when another agent runs, `PermanentError` for folders that cannot be used.
+    """
+    agent = Agent(settings)
+    servers: list[_Server] = []
+    try:
+        for server in _listening(settings.runtime, listen):
+            servers.append(server)
+            server.agent = agent
+            server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
+            threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
+        _LOG.info("looks after %s, every %g s", settings.cache, settings.every_s)
+        _notify("READY=1")
+        while not stop.is_set():
+            agent.tidy()
+            stop.wait(settings.every_s)
+    finally:
+        _notify("STOPPING=1")
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+        if servers and not _is_activated():
+            (settings.runtime / SOCKET).unlink(missing_ok=True)
+
+
+def request_status(runtime: Path) -> dict[str, Any]:
+    """What the agent of this node says of itself. Raises `NotFoundError` when none runs, `TransientError` when it does
+    not answer."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with link:
+        link.settimeout(_PATIENCE_S)
+        try:
+            with socket_path(runtime, SOCKET) as path:
+                link.connect(path)
+            link.sendall(f"GET {STATUS} HTTP/1.0\r\n\r\n".encode())
+            answer = b""
+            while len(answer) < _MAX_ANSWER and (more := link.recv(1 << 16)):
+                answer += more
+        except TimeoutError as error:
+            raise TransientError(f"the agent did not answer in {_PATIENCE_S:g} s") from error
+        except OSError as error:
+            raise NotFoundError("no agent runs on this node") from error
+    try:
+        said = json.loads(answer.partition(b"\r\n\r\n")[2])
+    except ValueError as error:
+        raise PermanentError("the agent sent a malformed response") from error
+    if not isinstance(said, dict):
+        raise PermanentError("the agent sent a malformed response")
+    return said
+
+
+def _is_activated() -> bool:
+    """Whether systemd opened the socket (sd_listen_fds(3))."""
+    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, where it started us (sd_notify(3))."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link, contextlib.suppress(OSError):
+            link.sendto(state.encode(), f"\0{path[1:]}" if path.startswith("@") else path)

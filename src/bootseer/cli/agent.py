@@ -1,0 +1,100 @@
+"""`bootseer agent`: one process per node that looks after its cache and its mounts, and says how it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import click
+
+from bootseer.cli.command import Group, json_option
+from bootseer.cli.image_options import parse_size
+from bootseer.cli.output import Output, table
+from bootseer.errors import UsageError
+from bootseer.units import format_bytes, format_seconds
+
+_VERBS = {
+    "run": ("agent", "Look after this node until a signal ends it."),
+    "status": ("agent", "What the agent of this node knows."),
+}
+
+
+@click.command("agent", cls=Group, verbs=_VERBS)
+def agent_command() -> None:
+    """One process per node: keeps the cache within its limit and serves figures to Prometheus.
+
+    Jobs need none, and do not notice when it is killed.
+
+    \b
+    bootseer agent run --cache-limit 500g --listen 127.0.0.1:9464
+    bootseer agent status
+    """
+
+
+@click.command("run")
+@click.option("--cache", type=click.Path(path_type=Path), metavar="DIR", help="Another cache than this node's.")
+@click.option(
+    "--cache-limit", metavar="SIZE", help="What the cache may take, as 500g (default: by how full the disk is)."
+)
+@click.option("--every", "every_s", type=click.FloatRange(1.0, 86400.0), default=60.0, show_default=True, metavar="S",
+              help="Seconds between two looks.")  # fmt: skip
+@click.option("--idle", "idle_s", type=click.FloatRange(0.0), default=7 * 86_400.0, metavar="S",
+              help="Unmount layers that nothing has used for so many seconds (default: a week).")  # fmt: skip
+@click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz there, besides the Unix socket.")
+def run_command(cache: Path | None, cache_limit: str | None, every_s: float, idle_s: float, listen: str | None) -> None:
+    """Look after this node until a signal ends it. systemd units are in contrib/systemd."""
+    from bootseer.agent.agent import AgentSettings, run_agent
+    from bootseer.artifact.places import cache_root, runtime_root
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    settings = AgentSettings(
+        cache=(cache or cache_root(os.environ, os.getuid())).absolute(),
+        runtime=runtime_root(os.environ, os.getuid()),
+        max_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit is not None else None,
+        every_s=every_s,
+        idle_s=idle_s,
+    )
+    run_agent(settings, stop, listen=_address(listen) if listen else None)
+
+
+@click.command("status")
+@json_option("bootseer.agent/1")
+def status_command(output: Output) -> None:
+    """Ask the agent of this node. The exit code is 1 when it runs and says that something is wrong."""
+    from bootseer.agent.agent import request_status
+    from bootseer.artifact.places import runtime_root
+
+    said = request_status(runtime_root(os.environ, os.getuid()))
+    cache = said["cache"]
+    rows = table(
+        "mount", "what", "state", "restarts", "fetched", "from peers", right=("restarts", "fetched", "from peers")
+    )
+    for mount in said["mounts"]:
+        rows.add_row(
+            mount["target"],
+            mount["what"],
+            mount["health"],
+            str(mount.get("restarts", "-")),
+            *(format_bytes(mount[name]) if name in mount else "-" for name in ("fetched_bytes", "peer_bytes")),
+        )
+    limit = f" of {format_bytes(cache['max_bytes'])}" if cache["max_bytes"] else ""
+    output(
+        said,
+        rows,
+        f"agent {said['pid']} runs for {format_seconds(said['uptime_s'])}: {cache['files']} files, "
+        f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(said['freed_bytes'])} freed",
+        *([said["problem"]] if said["problem"] else []),
+    )
+    if said["problem"]:
+        raise SystemExit(1)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--listen {text}: not an address with a port", hint="as 127.0.0.1:9464 or [::1]:9464")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,146 @@
+"""The agent of a node: it makes room, serves figures, and may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from bootseer.cache.cache import Cache
+from cached import content, index_of
+
+_DEADLINE_S = 60.0
+_UNITS = Path(__file__).parents[2] / "contrib" / "systemd"
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "run")}
+
+
+@pytest.fixture
+def start(env: dict[str, str], tmp_path: Path) -> Iterator[Start]:
+    agents: list[subprocess.Popen[str]] = []
+
+    def run(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "bootseer", "agent", "run", "--every", "1", *options]
+        agents.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        until = time.monotonic() + _DEADLINE_S
+        while agents[-1].poll() is None and status(env).returncode not in (0, 1):
+            assert time.monotonic() < until
+        return agents[-1]
+
+    yield run
+    for agent in agents:
+        agent.kill()
+        agent.communicate(timeout=_DEADLINE_S)
+
+
+def status(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bootseer", "agent", "status", "--json"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+
+
+def said(env: dict[str, str]) -> dict[str, object]:
+    document: dict[str, object] = json.loads(status(env).stdout)
+    return document
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_it_keeps_the_cache_within_its_limit_and_says_so(env: dict[str, str], start: Start, tmp_path: Path) -> None:
+    data = content(12)
+    index = index_of(data)
+    cached = Cache(tmp_path / "cache" / "blocks").open(index)
+    for block in range(index.num_blocks):
+        cached.put(block, data[block * index.block_size : (block + 1) * index.block_size])
+    port = free_port()
+    start("--cache-limit", "4k", "--listen", f"127.0.0.1:{port}")
+    assert said(env)["cache"]["files"] == 1, "what is in use stays"  # type: ignore[index]
+    cached.close()
+    until = time.monotonic() + _DEADLINE_S
+    while said(env)["cache"]["files"]:  # type: ignore[index]
+        assert time.monotonic() < until
+    assert int(str(said(env)["freed_bytes"])) > 0
+    metrics = get(port, "/metrics")
+    assert get(port, "/healthz") == (200, "ok\n")
+    assert get(port, "/v1/status")[0] == 404, "what names images and folders is on the socket alone"
+    lines = metrics[1].splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert values["bootseer_up"] == "1"
+    assert float(values["bootseer_cache_freed_bytes_total"]) > 0
+    assert values['bootseer_mounts{health="daemon dead"}'] == "0"
+    named = re.compile(r'[a-z_]+(\{[a-z_]+="[a-z ]+"\})? [0-9.e+]+|# (HELP|TYPE) [a-z_]+ .+')
+    assert [line for line in lines if not named.fullmatch(line)] == []
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=_DEADLINE_S)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    with answer:
+        found = answer.status, answer.read().decode()
+    connection.close()
+    return found
+
+
+def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(env: dict[str, str], start: Start) -> None:
+    first = start()
+    second = subprocess.run(
+        [sys.executable, "-m", "bootseer", "agent", "run"],
+        env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
+    )  # fmt: skip
+    assert second.returncode == 2
+    assert f"an agent runs already, process {first.pid}" in second.stderr
+    first.kill()
+    first.wait(_DEADLINE_S)
+    third = status(env)
+    assert (third.returncode, "no agent runs on this node" in third.stderr) == (1, True)
+    again = start()
+    assert said(env)["pid"] == again.pid
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(_DEADLINE_S) == 0
+    assert not Path(env["BOOTSEER_RUNTIME"], "agent").exists()
+
+
+def test_connections_that_say_nothing_do_not_keep_others_out(env: dict[str, str], start: Start) -> None:
+    start()
+    silent = []
+    for _ in range(20):
+        link = socket.socket(socket.AF_UNIX)
+        link.connect(str(Path(env["BOOTSEER_RUNTIME"], "agent")))
+        silent.append(link)
+    until = time.monotonic() + _DEADLINE_S
+    while status(env).returncode != 0:  # they are let go after some seconds
+        assert time.monotonic() < until
+    for link in silent:
+        link.close()
+
+
+def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    for unit in _UNITS.iterdir():
+        text = unit.read_text().replace("/usr/local/bin/bootseer", sys.executable)
+        (tmp_path / unit.name).write_text(text)
+    ran = subprocess.run(
+        ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())],
+        capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
+    )  # fmt: skip
+    assert [line for line in ran.stderr.splitlines() if "bootseer-agent" in line] == []
