@@ -1,4 +1,4 @@
-"""Nodes of a job that read the same checkpoints: processes with a cache and a peer server each, on loopback."""
+"""Nodes of a job that read the same checkpoints: processes with a cache and a peer server each, on two addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import JobPeers
-from bootseer.peers.readers import CachedFiles
+from bootseer.peers.readers import CachedContent, CachedFiles
 from bootseer.peers.server import Server
 from bootseer.places import open_place
 from cached import processes
@@ -38,7 +37,7 @@ class Node:
         self._process = processes.Process(target=_be_node, args=(end, self.folder, name, uri), daemon=True)
         self._process.start()
         end.close()
-        self.peer = Peer(name, (f"127.0.0.1:{self._pipe.recv()}",))
+        self.peer = Peer(name, tuple(self._pipe.recv()))
 
     def tell(self, what: object) -> None:
         self._pipe.send(what)
@@ -80,9 +79,17 @@ def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
     folder.mkdir()
     job = JobPeers.create(folder / "peers", SECRET)
     files = CachedFiles()
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = Server([listening], SECRET, partial(files.open, job), name=name)
-    pipe.send(listening.getsockname()[1])
+    listening = [socket.create_server((host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
+    contents: dict[str, CachedContent] = {}
+
+    def find(identity: str) -> CachedContent | None:
+        """As the service does: what is not registered yet may be soon."""
+        if identity not in contents and (content := files.open(job, identity)) is not None:
+            contents[identity] = content
+        return contents.get(identity)
+
+    server = Server(listening, SECRET, find, name=name)
+    pipe.send([f"{host}:{port}" for host, port in (sock.getsockname() for sock in listening)])
     place = open_place(uri)
     reading = Reading(place, cache=Cache(folder / "cache"), job=job)
     while (told := pipe.recv()) is not None:
@@ -98,7 +105,11 @@ def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
                 answer["error"] = f"{type(error).__name__}: {error}"
             answer["seconds"] = time.monotonic() - began_s
             reading.settle()
-        pipe.send(answer | reading.facts() | {"sent_bytes": server.served.bytes_sent})
+        pipe.send(
+            answer
+            | reading.facts()
+            | {"sent_bytes": server.served.bytes_sent, "by_interface": dict(server.served.by_interface)}
+        )
     reading.close()
     server.close()
     files.close()

@@ -116,7 +116,6 @@ class Reads:
         file = File(index, StoreOrigin(store), peers, cached, bytearray(marks), bytearray(marks))
         with self._lock:
             self._files.append(file)
-            self._stats.ready_bytes += cached.num_ready * index.block_size
             return self._scheduler.add(index, *origins, routes=peers)
 
     def read(

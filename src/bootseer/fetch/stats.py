@@ -43,8 +43,6 @@ class FetchStats:
     """Those of `bytes_by_purpose` that came from other nodes of the job, uncompressed; the rest came from the store."""
     peers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of each node that was asked, by name: `bytes`, `requests`, `late`, and the `seconds` that its answers took."""
-    ready_bytes: int = 0
-    """What was in the cache when the files were added, uncompressed."""
     data_bytes: int = 0
     """Uncompressed bytes of the blocks that arrived."""
     blocks_from_others: int = 0

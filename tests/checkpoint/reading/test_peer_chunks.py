@@ -74,6 +74,7 @@ def test_what_all_nodes_read_leaves_hdfs_once(cluster, nodes, content, path, ste
     assert {end.get("error", end.get("digest")) for end in ends} == {digest_of(content, WHOLE)}
     assert sent(cluster) - before < 1.1 * SIZE
     assert sum(end["peer_bytes"] for end in ends) > 2.8 * SIZE
+    assert {len(end["by_interface"]) for end in ends if end["sent_bytes"] > 16 * MIB} == {2}
 
 
 def test_nodes_that_come_later_get_it_from_those_that_came_first(cluster, nodes, content):

@@ -388,7 +388,7 @@ def _environment(node: str, mode: str) -> EnvironmentStart:
 def _checkpoint(node: str) -> CheckpointStart:
     return CheckpointStart(
         *(node, "hdfs://cluster/jobs/moe", "mounted", "", 0.38, "training_began"),
-        *(11 << 30, 9 << 30, 2 << 30, 0, 1, 3, 2, 4, 0, ""),
+        *(11 << 30, 9 << 30, 2 << 30, 1 << 30, 0, 1, 3, 2, 4, 0, ""),
         [DataNode(f"10.0.0.{i}:9866", (9 << 30) // 4, 12.5, i == 3) for i in range(4)],
     )
 

@@ -86,6 +86,7 @@ class PeerChunks:
         self._registered: set[str] = set()
         self._received: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
         self._received_s: dict[str, float] = {}
 
     @property
@@ -206,12 +207,14 @@ class PeerChunks:
     def _receive(self, peer: str, unit: Unit, read: PeerRead) -> bool:
         """Whether the chunk is here and right."""
         members = self._job.members()
-        address = next((one.addresses[0] for one in members.peers if one.name == peer), None)
+        addresses = next((one.addresses for one in members.peers if one.name == peer), ())
         health, began_s = self._health, time.monotonic()
         with self._lock:
-            if address is None or peer in health.absent(began_s) or read.is_stopped():
+            if not addresses or peer in health.absent(began_s) or read.is_stopped():
                 return False
             asked = health.asked(peer, began_s, len(read.into))
+            self._requests[peer] += 1  # each takes another of its interfaces
+            address = addresses[self._requests[peer] % len(addresses)]
         calls = count()
 
         def heard(num_bytes: int) -> float:
