@@ -48,6 +48,8 @@ class Start:
     of: int
     row: str
     """Unique: names the job, and the container."""
+    command: tuple[str, ...] = ("python3", "/bench/nodes_replay.py", "/bench/plan")
+    """The job; the folder of checkpoints comes behind it."""
 
     @property
     def copied(self) -> Path:
@@ -55,7 +57,7 @@ class Start:
 
     def job(self, checkpoint: Path) -> list[str]:
         read = [str(checkpoint)] if self.origin.striped else []
-        return ["python3", "/bench/nodes_replay.py", "/bench/plan", *read]
+        return [*self.command, *read]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ class Faults:
     STARVED = "the origin at a quarter"
     UNHEDGED = f"{SLOW}, no second request"
     UNBROKEN = f"{SLOW}, no circuit breaker"
-    HUNG_UNHEDGED = f"{HUNG}, silence is waited for"
     NAIVE = f"{STARVED}, who waits gives up"
 
 
@@ -135,12 +134,10 @@ def fault_claims(found: Found) -> list[Must]:
         must(f"{Faults.STARVED}: requests given up as late, of all", late, 0.01)
         must(f"{Faults.STARVED} / {Faults.NONE}: origin sends", rows[Faults.STARVED][2] / copy, 1.05)
     # A guard that is not missed when it is off protects from nothing.
-    if Faults.SLOW in rows and Faults.UNHEDGED in rows:
-        slower = rows[Faults.UNHEDGED][1] / rows[Faults.SLOW][1]
-        must(f"{Faults.UNHEDGED}: time, against with it", slower, 1.2, at_least=True)
-    if Faults.HUNG in rows and Faults.HUNG_UNHEDGED in rows:
-        slower = rows[Faults.HUNG_UNHEDGED][1] / rows[Faults.HUNG][1]
-        must(f"{Faults.HUNG_UNHEDGED}: time, against without", slower, 1.2, at_least=True)
+    for arm in (Faults.UNHEDGED, Faults.UNBROKEN):
+        if Faults.SLOW in rows and arm in rows:
+            slower = rows[arm][1] / rows[Faults.SLOW][1]
+            must(f"{arm}: time, against with it", slower, 1.2, at_least=True)
     if Faults.STARVED in rows and Faults.NAIVE in rows:
         more = rows[Faults.NAIVE][2] / rows[Faults.STARVED][2]
         must(f"{Faults.NAIVE}: origin sends, against who waits", more, 1.5, at_least=True)

@@ -44,6 +44,7 @@ def _arms(lab: Lab) -> list[Arm]:
     killed = Fault(after_bytes=_MIDST_BYTES, act=kill, lost=frozenset({_BAD}))
     hung = Fault(after_bytes=_MIDST_BYTES, act=hang, lost=frozenset({_BAD}))
     starved = Fault(before=starve)
+    # A hung node without second requests is not among them: reads fail then, and the start with them.
     return [
         arm(Faults.NONE, Fault()),
         arm(Faults.SLOW, slow),
@@ -52,7 +53,6 @@ def _arms(lab: Lab) -> list[Arm]:
         arm(Faults.STARVED, starved),
         arm(Faults.UNHEDGED, slow, "second request"),
         arm(Faults.UNBROKEN, slow, "breaker"),
-        arm(Faults.HUNG_UNHEDGED, hung, "second request"),
         arm(Faults.NAIVE, starved, "patience"),
     ]
 

@@ -76,13 +76,25 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
             servers += [index_pid, *(one.pid for one in (*hdfs.datanodes, hdfs.namenode) if one is not None)]
             striped, plain, meet = (f"{hdfs.uri}/{name}" for name in ("striped", "plain", "meet"))
             here = replace(here, index=index, striped=striped, plain=plain, meet=meet)
-            for stripes, place in (("4", striped), ("1", plain)):
-                _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(checkpoints), place], environ)
+            put_checkpoints(checkpoints, here)
         more = f", {_IMPORTS}" if sizes.checkpoint_mb else ""
         work = f"import {_CUT}{more}" if sizes.cut else f"import torch{more}; {node.TORCH}"
         (bench / "plan").write_text(_plan(site, folder, here, work))
         registry.warm()
         yield here, set(servers)
+
+
+def put_checkpoints(folder: Path, here: Origin) -> None:
+    """Keep the newest of a folder of checkpoints in HDFS in both ways."""
+    newest = folder / (folder / "latest").read_text().strip()
+    for stripes, place in (("4", here.striped), ("1", here.plain)):
+        _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(newest), place], os.environ)
+
+
+def torchrun(script: Path, *words: str) -> None:
+    """Run a training script on this machine."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    _run([PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words], environ)
 
 
 def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
@@ -154,17 +166,8 @@ def _checkpoints(folder: Path, megabytes: int) -> Path:
     """A folder of checkpoints that the example job has written, made once."""
     target = folder / f"checkpoints-{megabytes}"
     if not (target / "latest").exists():
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(ROOT / "examples/moe/train.py"),
-        ]
         sizes = ["--steps", "1", "--checkpoint-mb", str(megabytes), "--checkpoint-dir", str(target)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        _run([PYTHON, *words, *sizes], environ)
+        torchrun(ROOT / "examples/moe/train.py", *sizes)
     return target
 
 

@@ -29,6 +29,7 @@ NAMES = (
     "nodes",
     "nodes_parts",
     "nodes_faults",
+    "nodes_train",
     "peer_server",
     "tests",
 )
@@ -41,7 +42,7 @@ def main() -> int:
         "--rounds",
         type=_count,
         metavar="N",
-        help="for benchmarks whose rounds take minutes: checkpoint, small_files, nodes, nodes_parts, nodes_faults",
+        help="for benchmarks whose rounds take minutes: checkpoint, small_files, nodes and its others",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     arguments = parser.parse_args()

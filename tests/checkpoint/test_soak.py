@@ -25,7 +25,7 @@ pytestmark = needs_hdfs
 SIZE = 96 << 20
 JOBS = 3
 PHASES = 4
-PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "12")) / PHASES
+PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "6")) / PHASES
 HUNG_S = 120.0
 """A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
 

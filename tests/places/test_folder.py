@@ -62,6 +62,23 @@ def test_writing_over_a_link_replaces_the_link(place: Place, tmp_path: Path) -> 
     assert place.read_bytes("link", 10) == b"new"
 
 
+def test_a_name_that_was_taken_for_a_moment_was_taken(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a lock that another process gives back just then."""
+    link = os.link
+
+    def link_late(*names: str, **folders: int) -> None:
+        monkeypatch.setattr(os, "link", link)
+        (tmp_path / "root" / "name").unlink()
+        raise FileExistsError
+
+    assert place.create_bytes("name", b"of another")
+    monkeypatch.setattr(os, "link", link_late)
+    assert not place.create_bytes("name", b"mine")
+    assert place.create_bytes("name", b"mine")
+
+
 def test_removing_a_folder_does_not_follow_links_in_it(place: Place, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_bytes(b"x")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,6 +80,10 @@ class PeersStart:
                 self._owned = OwnedFolder(path, lock)
                 with interruptible():
                     self._start(path)
+            else:
+                until = time.monotonic() + _READY_S
+                while not (path / "members.json").exists() and time.monotonic() < until:
+                    time.sleep(0.02)
         except (BootseerError, OSError) as error:
             self._stop()
             if isinstance(error, UsageError):

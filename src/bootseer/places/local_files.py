@@ -42,11 +42,12 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
         except FileExistsError:
             # A file server whose answer was lost is asked again, and then finds what it had made itself.
-            there = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
-            if there.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino:
-                raise
-            drop(name, folder)
-            return
+            own = os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
+            with contextlib.suppress(FileNotFoundError):  # another one had it, and has removed it since
+                if os.stat(new_name, dir_fd=new_folder, follow_symlinks=False).st_ino == own:
+                    drop(name, folder)
+                    return
+            raise
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
