@@ -30,6 +30,13 @@ from hdfs.whole_files import read_all
 
 
 @pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    """Four DataNodes: where a file lies is told by how many there are."""
+    with HdfsCluster(tmp_path_factory.mktemp("four"), num_datanodes=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     with HdfsCluster(tmp_path_factory.mktemp("faulty"), num_datanodes=3) as running:
         yield running
