@@ -275,8 +275,9 @@ def wait(
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
-        pause_s = max(_ALIVE_S, (time.monotonic() - began_s) * _ALIVE_SHARE)
-        info = signal.sigtimedwait(awaited, pause_s) if tracer is not None else signal.sigwaitinfo(awaited)
+        # Without a limit, SIGCHLD that a thread with other blocked signals takes would be waited for in vain.
+        share = _ALIVE_SHARE if tracer is not None else 0
+        info = signal.sigtimedwait(awaited, max(_ALIVE_S, (time.monotonic() - began_s) * share))
         if info is None:
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
