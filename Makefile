@@ -4,6 +4,8 @@ BIN := .venv/bin
 export PYTHON ?= python3
 # Where it is set, each worker of the tests compiles all of them again.
 unexport PYTHONDONTWRITEBYTECODE
+# Where these are set, pytest's summary has whole diffs, behind which the names of the tests that failed are lost.
+unexport CI BUILD_NUMBER
 # Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
 ARGS ?=
 # Of each DataNode's link, in Mbit/s: make hdfs RATE=400
@@ -37,8 +39,8 @@ check: setup ## Lint, types, import rules and module sizes
 test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one process
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser or Slurm (90 s)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or slurm or slow)" $(ARGS)
+quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (90 s)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 
 fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)

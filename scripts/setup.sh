@@ -50,6 +50,7 @@ kadmin.local krb5-admin-server the same
 kinit krb5-user the same
 slurmctld slurm-wlm the test that runs jobs under a real Slurm
 munged munge the key service that Slurm needs
+pg_ctlcluster postgresql the database of a service with many nodes
 LIST
 }
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["conftest_launch", "conftest_ran", "once", "image_node", "lock_tracker", "shared_hdfs", "ways_image"]
 
 
-_FIRST = ("root", "fuse", "torch", "hdfs", "browser", "slurm", "slow")
+_FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")
 _FUZZ_EXAMPLES = 1000
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()

@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,10 @@ from registry import free_port
 
 _PATIENCE_S = 600
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor"])
+# Other tests have a fork server too. The context knows only one for the whole process, and whichever test is first starts
+# it, with that test's environment and imports.
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor"])
 
 
 def run(
@@ -43,8 +47,11 @@ def run(
         for rank, (words, output) in enumerate(zip(commands, outputs, strict=True))
     ]
     try:
-        # PyTorch reads how many threads it may start when it is imported.
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        with (
+            # PyTorch reads how many threads it may start when it is imported.
+            mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+            mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process),
+        ):
             for process in processes:
                 process.start()
         for process in processes:
