@@ -22,8 +22,8 @@ from registry import free_port
 
 _PATIENCE_S = 600
 _context = multiprocessing.get_context("forkserver")
-# Other tests have a fork server too. The context knows only one for the whole process, and whichever test is first starts
-# it, with that test's environment and imports.
+# Other tests have a fork server too. The context knows only one for the whole process, and the first test that needs it
+# starts it, with that test's environment and imports.
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor"])
 
