@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import UTC
 from pathlib import Path
@@ -58,8 +58,13 @@ _BATCHES: Final = 1_000
 _CLAIMED_S: Final = 30
 _TRIES: Final = 3
 """Lines whose analysis fails so often are left alone; `bootseer serve reindex` tries again."""
-_TASKS_PER_WORKER: Final = 200
-"""A worker is replaced then: what a large start made it take is given back."""
+_WORKER_S: Final = 600
+# A fork of this server has all imports; of the service itself, it would have its threads' locks.
+_processes: Final = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["bootseer.service.derive"])
+
+
+_PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start, schema.span)
 
 
 class Attempt(NamedTuple):
@@ -145,7 +150,7 @@ def _replace(
     known = {row.restart: row for row in old}
     days = {row.day for row in old}
     for row in old:
-        for table in (schema.start_report, schema.stage_start, schema.node_start, schema.span):
+        for table in _PARTS:
             connection.execute(delete(table).where(table.c.start_id == row.id))
     gone = known.keys() - {one.start["restart"] for one in rows}
     if gone:
@@ -194,6 +199,7 @@ def _insert_parts(
         schema.node_start,
         {"node": ("node_id", nodes), "stage": ("stage_id", stages), "last_stage": ("last_stage_id", stages)},
     )
+    put(one.techniques, schema.technique_start, {})
     put(one.spans, schema.span, {"node": ("node_id", nodes), "stage": ("stage_id", stages)})
 
 
@@ -205,6 +211,54 @@ def _node_names(one: Rows) -> set[str]:
 def _stage_names(one: Rows) -> set[str]:
     names = {row["stage"] for row in (*one.stages, *one.nodes, *one.spans)} | {row["last_stage"] for row in one.nodes}
     return {name for name in (*names, one.start["last_stage"]) if name}
+
+
+class _Worker:
+    """A process that analyses one attempt, and ends: what a large start made it take is given back."""
+
+    def __init__(self, raw_uri: str, database_url: str, attempt: Attempt, batches: list[tuple[str, int]]) -> None:
+        self.said, says = _processes.Pipe(duplex=False)
+        self._process = _processes.Process(
+            target=_work, args=(says, raw_uri, database_url, attempt, batches), daemon=True
+        )
+        try:
+            self._process.start()
+        finally:
+            says.close()
+
+    def end(self) -> tuple[str, Derived | str]:
+        """What it said: `derived`, `transient` or `error`, or `killed` when it could say nothing."""
+        try:
+            said: tuple[str, Derived | str] = self.said.recv()
+        except EOFError:
+            said = ("killed", "its process was killed")
+        return said
+
+    def kill(self) -> None:
+        """End it if it has not ended."""
+        self.said.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+def _work(
+    says: multiprocessing.connection.Connection,
+    raw_uri: str,
+    database_url: str,
+    attempt: Attempt,
+    batches: list[tuple[str, int]],
+) -> None:
+    told: tuple[str, Derived | str]
+    try:
+        raw, database = RawStore(open_store(raw_uri)), Database(database_url)
+        told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns()))
+        database.close()
+    except TransientError as error:
+        told = ("transient", str(error))
+    except Exception as error:  # lines that the analysis fails for must not stop all others
+        told = ("error", "".join(traceback.format_exception(error)))
+    says.send(told)
 
 
 @dataclass(slots=True)
@@ -219,7 +273,7 @@ class _State:
     came_s: float = 0.0
     ended_s: float = 0.0
     took_s: float = 0.0
-    running: Future[Derived] | None = None
+    running: _Worker | None = None
     began_s: float = 0.0
     failures: int = 0
     closes_ns: int | None = None
@@ -249,7 +303,6 @@ class Deriver:
         self._on_derived = on_derived
         self._name = f"{socket.gethostname()}.{os.getpid()}"
         self._states: dict[Attempt, _State] = {}
-        self._pool: ProcessPoolExecutor | None = None
         self._woken = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
@@ -269,8 +322,9 @@ class Deriver:
         self._ended.set()
         self._woken.set()
         self._thread.join()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for state in self._states.values():
+            if state.running is not None:
+                state.running.kill()
         self._raw.store.close()
 
     def is_idle(self) -> bool:
@@ -306,6 +360,9 @@ class Deriver:
             ).all()
         for job, number in rows:
             self._state(Attempt(job, number)).is_changed = True
+
+    def _num_running(self) -> int:
+        return sum(state.running is not None for state in self._states.values())
 
     def _state(self, attempt: Attempt) -> _State:
         state = self._states.get(attempt)
@@ -395,7 +452,7 @@ class Deriver:
     def _submit(self) -> None:
         now_s = time.monotonic()
         for attempt, state in self._states.items():
-            if state.running or not state.is_changed:
+            if state.running or not state.is_changed or self._num_running() >= self._workers:
                 continue
             paced_s = state.ended_s + max(_LEAST_S, _PACE * state.took_s)
             if now_s < min(max(state.came_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
@@ -413,44 +470,34 @@ class Deriver:
             if not batches:
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
-            state.began_s, state.running = now_s, self._executor().submit(_work, *self._places, attempt, work)
-            state.running.add_done_callback(lambda _: self._woken.set())
-
-    def _executor(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._workers,
-                mp_context=multiprocessing.get_context("forkserver"),
-                max_tasks_per_child=_TASKS_PER_WORKER,
-            )
-        return self._pool
+            state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
 
     def _collect(self) -> None:
         for attempt, state in self._states.items():
-            if state.running is None or not state.running.done():
+            worker = state.running
+            if worker is None:
                 continue
-            future, state.running = state.running, None
-            state.ended_s = time.monotonic()
+            # A worker that was killed leaves the end of its pipe.
+            late = time.monotonic() - state.began_s > _WORKER_S
+            if not late and not worker.said.poll():
+                continue
+            what, told = ("late", f"took longer than {_WORKER_S} s") if late else worker.end()
+            worker.kill()
+            state.running, state.ended_s = None, time.monotonic()
             state.took_s = state.ended_s - state.began_s
-            try:
-                derived = future.result()
-            except BrokenProcessPool:
-                _LOG.warning("a worker process was killed; another one takes its place")
-                self._pool = None
-                state.is_changed = True
-            except TransientError as error:
-                self.problem = str(error)
-                state.is_changed = True
-            except Exception as error:  # lines that the analysis fails for must not stop all others
+            if isinstance(told, Derived):
+                state.failures, state.closes_ns = 0, told.closes_ns
+                self._on_derived(attempt, told)
+                continue
+            state.is_changed = True
+            _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, told)
+            if what == "transient":
+                self.problem = told
+            elif what != "killed":
                 state.failures += 1
-                what = (attempt.job, attempt.attempt, error)
-                _LOG.warning("%r, attempt %d cannot be analysed: %s", *what, exc_info=True)
-                state.is_changed = state.failures < _TRIES
-                if not state.is_changed:
+                if state.failures >= _TRIES:
+                    state.is_changed = False
                     self._give_up(attempt)
-            else:
-                state.failures, state.closes_ns = 0, derived.closes_ns
-                self._on_derived(attempt, derived)
 
     def _give_up(self, attempt: Attempt) -> None:
         batch = schema.batch
@@ -477,16 +524,3 @@ class Deriver:
                 self._on_derived(attempt, Derived(0, frozenset(), None))
             if time.monotonic() - state.came_s > _CLAIMED_S:
                 del self._states[attempt]
-
-
-_opened: dict[tuple[str, str], tuple[RawStore, Database]] = {}
-"""Of a worker process: stays open from one attempt to the next."""
-
-
-def _work(raw_uri: str, database_url: str, attempt: Attempt, batches: list[tuple[str, int]]) -> Derived:
-    """What a worker process does."""
-    place = (raw_uri, database_url)
-    if place not in _opened:
-        _opened[place] = (RawStore(open_store(raw_uri)), Database(database_url))
-    raw, database = _opened[place]
-    return derive_attempt(raw, database, attempt, batches, time.time_ns())
