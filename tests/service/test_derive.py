@@ -19,7 +19,8 @@ from sqlalchemy import func, insert, select
 
 from bootseer.service import schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, Deriver, derive_attempt
+from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.deriver import Deriver
 from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
 from fleet import INSTALL, Fleet
