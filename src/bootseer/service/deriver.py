@@ -1,7 +1,7 @@
 """The service's thread that has attempts analysed while their lines arrive.
 
-It takes batches that are not derived yet, says at once where the nodes are by them (`live`), and starts a worker process
-for each analysis (`derive`), which reads all lines of the attempt again. How often that happens follows what it costs.
+It takes batches that are not derived yet, says at once where the nodes are by them (`live`), and starts a worker
+process for each analysis (`derive`), which reads all lines of the attempt again. How often follows what that costs.
 
 Several services share one PostgreSQL: an attempt belongs to the one that claimed it, for half a minute at a time.
 """
