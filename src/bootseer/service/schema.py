@@ -105,6 +105,8 @@ start: Final = Table(
     _sum("wait_gpu_s"),
     Column("cost", Double),
     _text("currency"),
+    # How much sooner training had begun without the nodes that held the others back.
+    _sum("straggler_s"),
     # From the begin to the end of the command; null while it runs.
     Column("run_s", Double),
     _count("cache_bytes"),
