@@ -268,7 +268,8 @@ class Deriver:
         """End. What was not derived is derived by the next service."""
         self._ended.set()
         self._woken.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._raw.store.close()
