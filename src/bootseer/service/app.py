@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,9 +29,10 @@ from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.database import Database, default_url
-from bootseer.service.derive import Deriver
+from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.raw import RawStore
+from bootseer.service.upkeep import Retention, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
@@ -59,6 +60,7 @@ class Settings:
     """Processes that analyse."""
     proxies: tuple[Network, ...] = ()
     proxy_header: str = "x-forwarded-user"
+    retention: Retention = field(default_factory=Retention)
 
     def made(self) -> Settings:
         """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
@@ -96,22 +98,32 @@ class Service:
         self.database = Database.open(settings.database_url)
         try:
             self.raw = RawStore(open_store(settings.raw_uri))
-            self.deriver = Deriver(self.database, settings.database_url, settings.raw_uri, workers=settings.workers)
+            self.deriver = Deriver(
+                self.database,
+                settings.database_url,
+                settings.raw_uri,
+                workers=settings.workers,
+                on_derived=lambda attempt, derived: self.upkeep.changed(derived.days),
+            )
+            self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
+            self._parts = (self.ingest, self.deriver, self.upkeep)
+            self._started = 0
         except BaseException:
             self.database.close()
             raise
 
     def start(self) -> None:
         """Begin what runs beside requests."""
-        self.ingest.start()
-        self.deriver.start()
+        for part in self._parts:
+            part.start()
+            self._started += 1
 
     def close(self) -> None:
         """End it."""
-        self.ingest.close()
-        self.deriver.close()
+        for part in self._parts[: self._started]:
+            part.close()
         self.raw.store.close()
         self.database.close()
 

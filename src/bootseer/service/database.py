@@ -118,6 +118,13 @@ class Database:
                                     f"FOR VALUES FROM ({day:d}) TO ({day + 1:d})"))  # fmt: skip
             self._days.add(day)
 
+    def return_pages(self, most: int) -> None:
+        """Give so many pages of what was deleted back to the disk, on SQLite."""
+        with self._told(), self._engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            driver.execute(f"PRAGMA incremental_vacuum({most:d})").fetchall()
+            driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()

@@ -362,9 +362,8 @@ class _Registrar:
             self._queue.put_nowait((rows, sent))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join(10)
+        self._queue.put(None)
+        self._thread.join(10)
 
     def _run(self) -> None:
         over = False

@@ -84,12 +84,12 @@ class RawStore:
         """The lines of an object. Raises `CorruptError` for one that is damaged."""
         packed = b"".join(self.store.read(name))
         try:
-            with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
-                lines = reader.read(MAX_PLAIN_BYTES + 1)
+            size = zstandard.frame_content_size(packed)
+            if not 0 <= size <= MAX_PLAIN_BYTES:
+                raise CorruptError(f"{self.store.uri}: {name} is damaged: it says that it has {size} bytes")
+            lines = zstandard.ZstdDecompressor().decompress(packed)
         except zstandard.ZstdError as error:
             raise CorruptError(f"{self.store.uri}: {name} is damaged: {error}") from error
-        if len(lines) > MAX_PLAIN_BYTES:
-            raise CorruptError(f"{self.store.uri}: {name} has more than {MAX_PLAIN_BYTES} bytes of lines")
         return lines
 
     def names(self, day: int | None = None, folder: str = "", attempt: int | None = None) -> Iterator[str]:

@@ -6,6 +6,7 @@ Decides and touches nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import zstandard
 from bootseer.report.analysis.spans import RUN, TRUNCATED, Span, StartupSpans
 from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.report.model import Report
-from bootseer.service.schema import CLOSED, OPEN
+from bootseer.service.schema import CHECKPOINT, CLOSED, ENVIRONMENT, IMAGE, OPEN
 from bootseer.trace.event import FAILED, OK
 from bootseer.units import NS_PER_S, S_PER_H, seconds
 
@@ -35,6 +36,7 @@ class Rows:
     report: bytes
     stages: list[dict[str, Any]]
     nodes: list[dict[str, Any]]
+    techniques: list[dict[str, Any]]
     spans: list[dict[str, Any]]
     racks: dict[str, str]
     """Rack by node, where it is known."""
@@ -42,9 +44,12 @@ class Rows:
 
 def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str) -> Rows:
     """The rows of a start. `told`: its report as `bootseer report --json` prints it."""
-    start = _start(report, startup)
+    techniques = _techniques(report)
+    start = _start(report, startup, techniques)
     start["state"] = CLOSED if is_closed else OPEN
     day = start["day"]
+    for one in techniques:
+        one["day"] = day
     same = {name: start[name] for name in ("day", "bucket", "kind", "cache_state")}
     stages = [
         {
@@ -86,7 +91,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str
     spans = [_span(span, day) for node in startup.nodes.values() for span in node.spans]
     places = {node.node: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
     racks = {name: str(place) for name, place in places.items() if place}
-    return Rows(start, zstandard.compress(told.encode(), 6), stages, nodes, spans, racks)
+    return Rows(start, zstandard.compress(told.encode(), 6), stages, nodes, techniques, spans, racks)
 
 
 def day_of(ns: int) -> int:
@@ -94,7 +99,7 @@ def day_of(ns: int) -> int:
     return min(max(ns // DAY_NS, 0), _MAX_DAY)
 
 
-def _start(report: Report, startup: StartupSpans) -> dict[str, Any]:
+def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str, Any]]) -> dict[str, Any]:
     told, overhead = report.startup, report.overhead
     run = next(iter(sorted(startup.run_attrs.items())), ("", {}))[1]
     took_s = overhead.startup_s or 0.0
@@ -130,7 +135,7 @@ def _start(report: Report, startup: StartupSpans) -> dict[str, Any]:
         "nodes_heard": report.coverage.nodes_heard,
         "ranks": told.num_ranks,
         "gpus": told.num_gpus,
-        "cache_state": _cache_state(report),
+        "cache_state": _cache_state(techniques),
         "image": image.image if image else "",
         "image_digest": image.digest if image else "",
         "env_key": environment.key if environment else "",
@@ -146,7 +151,7 @@ def _start(report: Report, startup: StartupSpans) -> dict[str, Any]:
         "cost": overhead.cost,
         "currency": overhead.currency if overhead.cost is not None else "",
         "run_s": _run_s(startup),
-        **_bytes(report),
+        **{name: sum(one[name] for one in techniques) for name in ("cache_bytes", "peer_bytes", "origin_bytes")},
         "lines_lost": report.coverage.events_lost,
         "clock_error_s": report.clock.max_error_s,
         "last_node": final.node if final else None,
@@ -167,27 +172,61 @@ def _run_s(startup: StartupSpans) -> float | None:
     return seconds(max(span.end_ns for span in runs) - min(span.begin_ns for span in runs))
 
 
-def _cache_state(report: Report) -> str:
-    found = [image.mode in ("hot", "local") for image in report.images]
-    found += [one.mode == "restored" for one in report.environments if one.mode != "bypassed"]
-    found += [
-        one.cache_bytes + one.peer_bytes + one.same_bytes >= one.place_bytes
-        for one in report.checkpoints
-        if one.mode == "mounted"
-    ]
-    if not found:
-        return "off"
-    return "hit" if all(found) else "mixed" if any(found) else "miss"
+def _cache_state(techniques: Sequence[dict[str, Any]]) -> str:
+    hits, misses = (sum(one[name] for one in techniques) for name in ("hits", "misses"))
+    return "off" if not hits + misses else "hit" if not misses else "mixed" if hits else "miss"
 
 
-def _bytes(report: Report) -> dict[str, int]:
-    fetched = [*report.images, *report.environments]
-    cached = sum(one.local_bytes for one in fetched) + sum(one.cache_bytes for one in report.checkpoints)
-    peers = sum(one.peer_bytes for one in report.peers) or sum(one.peer_bytes for one in report.checkpoints)
-    came = sum(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in fetched)
-    came += sum(one.place_bytes for one in report.checkpoints)
-    origin = sum(one.origin_bytes for one in report.peers) if report.peers else came
-    return {"cache_bytes": cached, "peer_bytes": peers, "origin_bytes": origin}
+def _techniques(report: Report) -> list[dict[str, Any]]:
+    """What was ready of image, environment and checkpoint, on how many nodes, and where the rest came from."""
+    found = []
+    environments = [one for one in report.environments if one.mode != "bypassed"]
+    for technique, starts, ready in (
+        (IMAGE, report.images, ("hot", "local")),
+        (ENVIRONMENT, environments, ("restored",)),
+    ):
+        if starts:
+            came = sum(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in starts)
+            hits = sum(one.mode in ready for one in starts)
+            saved_s = sum(getattr(one, "saved_s", None) or 0.0 for one in starts)
+            digest = next((one.digest for one in starts if one.digest), "")
+            stored = max(one.stored_bytes for one in starts)
+            cached = sum(one.local_bytes for one in starts)
+            found.append(_technique(technique, digest, stored, hits, len(starts) - hits, cached, 0, came, saved_s))
+    mounted = [one for one in report.checkpoints if one.mode == "mounted"]
+    if mounted:
+        near = sum(one.cache_bytes + one.same_bytes for one in mounted)
+        peers, came = sum(one.peer_bytes for one in mounted), sum(one.place_bytes for one in mounted)
+        hits = sum(one.cache_bytes + one.same_bytes + one.peer_bytes >= one.place_bytes for one in mounted)
+        misses = len(mounted) - hits
+        found.append(_technique(CHECKPOINT, mounted[0].uri, 0, hits, misses, near, peers, came, 0.0))
+    _with_peers(report, [one for one in found if one["technique"] != CHECKPOINT])
+    return found
+
+
+def _technique(
+    technique: str, digest: str, stored: int, hits: int, misses: int, cached: int, peers: int, came: int, saved_s: float
+) -> dict[str, Any]:
+    return {
+        "technique": technique,
+        "digest": digest,
+        "stored_bytes": stored,
+        "hits": hits,
+        "misses": misses,
+        "cache_bytes": cached,
+        "peer_bytes": peers,
+        "origin_bytes": came,
+        "saved_s": saved_s,
+    }
+
+
+def _with_peers(report: Report, fetched: Sequence[dict[str, Any]]) -> None:
+    """What came from other nodes is told for a node as a whole: as large a part of each technique's bytes."""
+    from_peers = sum(one.peer_bytes for one in report.peers) - sum(one.peer_bytes for one in report.checkpoints)
+    came = sum(one["origin_bytes"] for one in fetched)
+    for one in fetched if came else ():
+        one["peer_bytes"] = min(max(from_peers, 0) * one["origin_bytes"] // came, one["origin_bytes"])
+        one["origin_bytes"] -= one["peer_bytes"]
 
 
 def _span(span: Span, day: int) -> dict[str, Any]:

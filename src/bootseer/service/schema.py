@@ -32,6 +32,10 @@ metadata: Final = MetaData()
 
 OPEN: Final = "open"
 CLOSED: Final = "closed"
+IMAGE: Final = "image"
+ENVIRONMENT: Final = "environment"
+CHECKPOINT: Final = "checkpoint"
+TECHNIQUES: Final = (IMAGE, ENVIRONMENT, CHECKPOINT)
 CACHE_STATES: Final = ("hit", "mixed", "miss", "off")
 """What a start found ready of what it needs: everything, some of it, nothing; or it uses none of the techniques."""
 
@@ -172,6 +176,20 @@ node_start: Final = Table(
     sqlite_with_rowid=False,
 )
 
+# What a start had of its image, environment or checkpoint: on how many nodes it was ready, and where bytes came from.
+technique_start: Final = Table(
+    "technique_start",
+    metadata,
+    _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
+    Column("technique", Text, primary_key=True),
+    Column("day", Integer, nullable=False),
+    _text("digest"),
+    *map(_count, ("stored_bytes", "hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")),
+    _sum("saved_s"),
+    Index("technique_start_by_day", "day", "technique"),
+    sqlite_with_rowid=False,
+)
+
 # Of PostgreSQL, one partition for each day (`database.Database.make_days`): to forget a day is to drop its table.
 span: Final = Table(
     "span",
@@ -224,10 +242,7 @@ storage_day: Final = Table(
     metadata,
     Column("day", Integer, primary_key=True),
     Column("technique", Text, primary_key=True),
-    _count("stored_bytes"),
-    _count("hits"),
-    _count("misses"),
-    _count("origin_bytes"),
+    *map(_count, ("stored_bytes", "hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")),
     _sum("saved_s"),
 )
 
