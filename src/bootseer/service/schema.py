@@ -262,6 +262,7 @@ batch: Final = Table(
     _count("received_ns"),
     Column("done", Boolean, nullable=False),
     Index("batch_by_attempt", "job", "attempt", "received_ns"),
+    Index("batch_by_sender", "sender", "sequence"),
     Index("batch_to_do", "done", "received_ns"),
 )
 

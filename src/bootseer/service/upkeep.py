@@ -142,7 +142,7 @@ def changed_days(database: Database, since_ns: int) -> set[int]:
     """The days of starts that were derived since."""
     start = schema.start
     with database.read() as connection:
-        return set(connection.execute(select(distinct(start.c.day)).where(start.c.computed_ns >= since_ns)).scalars())
+        return set(connection.execute(select(start.c.day).distinct().where(start.c.computed_ns >= since_ns)).scalars())
 
 
 def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = None) -> int:
