@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["conftest_launch", "conftest_ran", "once", "image_node", "lock_tracker", "shared_hdfs", "ways_image"]
+pytest_plugins = [
+    "conftest_launch",
+    "conftest_ran",
+    "once",
+    "image_node",
+    "lock_tracker",
+    "postgres",
+    "shared_hdfs",
+    "ways_image",
+]
 
 
 _FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")

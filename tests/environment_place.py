@@ -165,7 +165,9 @@ class Place:
 @contextmanager
 def made_place() -> Iterator[Place]:
     """A place that is gone afterwards."""
-    root = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir=Path.home())).resolve()
+    # Where a capture looks, unlike /tmp, and where every user may go.
+    root = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/srv" if os.geteuid() == 0 else Path.home())).resolve()
+    root.chmod(0o711)
     try:
         place = Place(root)
         for folder in (place.project, place.store, root / "home", root / "cache"):

@@ -107,7 +107,7 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
     cluster: HdfsCluster, tmp_path: Path
 ) -> None:
     with (tmp_path / "step-1").open("wb") as source:
-        source.truncate(1 << 30)
+        source.truncate(16 << 30)  # a gigabyte may be there before all nodes hang
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
         command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{cluster.uri}/hung/job"]
         put = subprocess.Popen([sys.executable, "-X", "faulthandler", *command], stderr=subprocess.PIPE, text=True)

@@ -110,20 +110,26 @@ def test_an_old_late_answer_is_forgotten() -> None:
     assert health.absent(1.5) == frozenset()
 
 
+def hedged(health: Health, times: int) -> None:
+    for _ in range(times):
+        health.hedged()
+
+
 def test_hedges_are_one_in_twenty() -> None:
     health = Health()
-    assert [health.may_hedge() for _ in range(3)] == [True, True, False]
+    hedged(health, 3)
+    assert health.hedges == 2
     for _ in range(100):
         health.asked("a", 0.0)
-    assert [health.may_hedge() for _ in range(4)] == [True, True, True, False]
+    hedged(health, 4)
+    assert health.hedges == 5
 
 
 def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for_is_given_up() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 8 * MIB, 1.0)
-    assert health.may_hedge()
-    assert health.may_hedge()
+    hedged(health, 2)
     slow = [health.asked("slow", at, 4 * MIB) for at in (0.0, 3.0)]
     for tenth in range(100):
         for asked, since in zip(slow, (0.0, 3.0), strict=True):
@@ -140,8 +146,7 @@ def test_without_a_hedge_left_only_long_silence_is_late() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 8 * MIB, 1.0)
-    assert health.may_hedge()
-    assert health.may_hedge()
+    hedged(health, 2)
     slow = receiving(health, 0.1 * MIB, 1.0)
     assert health.late_at(slow) == 3.0
     assert health.late_at(health.asked("a", 10.0)) == 12.0

@@ -11,6 +11,7 @@ cannot wait for each other: a wrong list costs another read of the origin, never
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from typing import Final, NamedTuple
 
 RUN_BYTES: Final = 4 << 20
 """Blocks are owned in runs of at most this size: to rank 1,440 nodes for each block of 28 GB would take minutes."""
+RACK: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,255}")
+"""What a rack may be called."""
 _MIN_RACK: Final = 8
 """A rack with fewer of the job's nodes is not worth a level of its own."""
 _RANKED: Final = 2

@@ -7,12 +7,14 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
-from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.peers.connection import Connection
+from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 
 _CONNECT_S: Final = 2.0
@@ -26,6 +28,61 @@ class UnreachableError(TransientError):
 
 class FillFailedError(TransientError):
     """The peer did not get what it was asked for."""
+
+
+class Watch:
+    """Tells `Health` how one request to a peer goes: `heard` for `Client.stream`, then `ended`."""
+
+    def __init__(self, health: Health, lock: threading.Lock, peer: str, length: int) -> None:
+        """`lock` guards `health`, and is held now; not when the methods are called."""
+        self.begun_s = time.monotonic()
+        self._health = health
+        self._lock = lock
+        self._asked = health.asked(peer, self.begun_s, length)
+        self._calls = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the answer, so far."""
+        return self._asked.num_bytes
+
+    def heard(self, num_bytes: int) -> float:
+        """See `Client.stream`. Raises `TransientError` when the peer is late."""
+        now_s, health, asked = time.monotonic(), self._health, self._asked
+        with self._lock:
+            if num_bytes:
+                health.received(asked, num_bytes, now_s)
+            elif self._calls == 1:
+                health.connected(asked, now_s)
+            elif self._calls:
+                health.filling(asked, now_s)
+            left_s = health.late_at(asked) - now_s
+        self._calls += 1
+        if left_s <= 0:
+            raise self.late(now_s)
+        return left_s
+
+    def late(self, now_s: float) -> TransientError:
+        """The error of a request that is given up now."""
+        error = TransientError(f"{self.num_bytes} bytes in {now_s - self.begun_s:.1f} s")
+        error.__cause__ = TimeoutError()
+        return error
+
+    def ended(self, error: BootseerError | None, file: str) -> bool:
+        """The request is over; whether its peer was late, or broke off."""
+        now_s, health, asked = time.monotonic(), self._health, self._asked
+        late = False
+        with self._lock:
+            match error:
+                case NotFoundError():
+                    health.not_there(asked.peer, now_s, file)
+                case UnreachableError() | AccessError() | CorruptError():
+                    health.not_there(asked.peer, now_s)
+                case TransientError(retry_after_s=None) if not isinstance(error, FillFailedError):
+                    late = True
+                    health.hedged()
+            health.ended(asked, late=late, now_s=now_s)
+        return late
 
 
 class Client:

@@ -142,12 +142,10 @@ class Health:
         self._known.setdefault(peer, _Known()).lied = what
         self._leave_alone(peer, "", float("inf"))
 
-    def may_hedge(self) -> bool:
-        """Whether a late request may be made again elsewhere; counted when it may."""
-        if self._has_hedged_enough:
-            return False
-        self.hedges += 1
-        return True
+    def hedged(self) -> None:
+        """A late request is made again elsewhere."""
+        if not self._has_hedged_enough:
+            self.hedges += 1
 
     @property
     def _has_hedged_enough(self) -> bool:

@@ -23,13 +23,12 @@ from typing import Final, Protocol
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
-from bootseer.peers.choice import Peer
+from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at
 from bootseer.peers.rendezvous import MAX_PEERS, SECRET_BYTES, Rendezvous
 
 _LOG = logger(__name__)
 _MAX_SECRET: Final = 4096
-_RACK: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,255}")
 _FAST_S, _FAST_FOR_S = 0.2, 5.0
 _SLOW_S, _PER_PEER_S = 2.0, 0.02
 """How often the list is read at first, and later: every 2 s, with 1,000 nodes every 20 s."""
@@ -164,7 +163,7 @@ def parse_list(lines: Iterable[str], what: str) -> list[Peer]:
             continue
         addresses = tuple(_with_port(word, what) for word in words[0].split(","))
         rack = words[1] if len(words) > 1 else ""
-        if len(words) > 2 or not _RACK.fullmatch(rack):
+        if len(words) > 2 or not RACK.fullmatch(rack):
             raise UsageError(f"{what}: {line.strip()!r} names no node", hint="HOST[:PORT] and, if known, its rack")
         peers.append(Peer(addresses[0], addresses, rack))
     return peers

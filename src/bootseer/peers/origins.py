@@ -11,18 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.transfer import Form
 from bootseer.logs import logger
 from bootseer.peers.choice import RUN_BYTES, Level, Members, Route, Step
-from bootseer.peers.client import Client, FillFailedError, UnreachableError
-from bootseer.peers.health import Asked, Health
+from bootseer.peers.client import Client, Watch
+from bootseer.peers.health import Health
 from bootseer.peers.job import BlockSource, JobPeers
 from bootseer.peers.protocol import MAX_RANGE, Request
 
@@ -162,61 +161,28 @@ class PeerOrigin:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
         request = Request(index.identity, start, length, self.step.level, self.members.digest)
-        group, health, peer = self.group, self.group.health, self.step.peer
+        group, peer = self.group, self.step.peer
         with group.lock:
-            begun = time.monotonic()
-            asked = health.asked(peer.name, begun, length)
+            watch = Watch(group.health, group.lock, peer.name, length)
             sent = group.sent.setdefault(peer.name, Sent())
             # A second request at the same time takes another of its interfaces.
             address = peer.addresses[sent.requests % len(peer.addresses)]
             sent.requests += 1
         parts = (memoryview(bytearray(index.length(block))) for block in blocks)
         numbers = iter(blocks)
-        is_late = False
+        problem: BootseerError | None = None
         try:
-            with contextlib.closing(group.client.stream(address, request, parts, heard=self._heard(asked))) as answer:
+            with contextlib.closing(group.client.stream(address, request, parts, heard=watch.heard)) as answer:
                 for part in answer:
                     yield next(numbers), part
         except BootseerError as error:
-            now = time.monotonic()
-            is_busy = isinstance(error, TransientError) and error.retry_after_s is not None
-            with group.lock:
-                if isinstance(error, NotFoundError):
-                    health.not_there(peer.name, now, index.identity)
-                elif isinstance(error, UnreachableError | AccessError | CorruptError):
-                    health.not_there(peer.name, now)
-                elif not is_busy and not isinstance(error, FillFailedError):
-                    is_late = True
-                    health.may_hedge()
-            if is_busy:
+            problem = error
+            if isinstance(error, TransientError) and error.retry_after_s is not None:
                 raise
             raise TransientError(f"{self.uri}: {error}") from error
         finally:
-            now = time.monotonic()
+            is_late = watch.ended(problem, index.identity)
             with group.lock:
-                health.ended(asked, late=is_late, now_s=now)
-                sent.bytes += asked.num_bytes
+                sent.bytes += watch.num_bytes
                 sent.late += is_late
-                sent.seconds += now - begun
-
-    def _heard(self, asked: Asked) -> Callable[[int], float]:
-        health = self.group.health
-
-        calls = count()
-
-        def heard(num_bytes: int) -> float:
-            now = time.monotonic()
-            call = next(calls)
-            with self.group.lock:
-                if num_bytes:
-                    health.received(asked, num_bytes, now)
-                elif call == 1:
-                    health.connected(asked, now)
-                elif call:
-                    health.filling(asked, now)
-                left = health.late_at(asked) - now
-            if left <= 0:
-                raise TransientError(f"{asked.num_bytes} bytes in {now - asked.since_s:.1f} s") from TimeoutError()
-            return left
-
-        return heard
+                sent.seconds += time.monotonic() - watch.begun_s

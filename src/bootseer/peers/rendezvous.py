@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.logs import logger
-from bootseer.peers.choice import Peer
+from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
 from bootseer.places import open_place
 from bootseer.places.place import TakenError, join, name_of
@@ -29,7 +29,6 @@ _LOG = logger(__name__)
 SECRET_BYTES: Final = 32
 MAX_PEERS: Final = 20_000
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
-_RACK: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,255}")
 _RECORD: Final = re.compile(r".{1,100}\.[0-9a-f]{12}\.json")
 _MAX_RECORD: Final = 4096
 _MAX_ADDRESSES: Final = 16
@@ -121,7 +120,7 @@ def parse_record(data: bytes) -> Peer:
         peer = Peer(said["name"], tuple(said["addresses"]), said["rack"])
         good = (
             _NAME.fullmatch(peer.name)
-            and _RACK.fullmatch(peer.rack)
+            and RACK.fullmatch(peer.rack)
             and 0 < len(peer.addresses) <= _MAX_ADDRESSES
             and all(is_address(address) for address in peer.addresses)
         )
@@ -203,7 +202,7 @@ class _PlaceFiles:
 
 
 class _StoreFiles:
-    """In an object store: whoever can read the bucket can read them."""
+    """In an object store: they can be read by every user of the bucket."""
 
     def __init__(self, uri: str, attempt: str) -> None:
         if uri.startswith("oci://"):

@@ -241,6 +241,7 @@ class Service:
 
     def _training_began(self) -> None:
         self._training = True
+        # Without an own limit, or where nothing is sent any more, for what this node's processes still get from others.
         self._rate = self._limits.after or int(self._source.link_bytes_s * _TRAINING_SHARE)
         _LOG.info("training began: at most %d bytes/s from now on", self._rate)
         self._write_members()

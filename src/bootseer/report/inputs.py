@@ -41,10 +41,16 @@ class Source:
     """None for standard input."""
     named: bool = True
     """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
+    data: bytes | None = None
+    """What would stand in the file, where there is none: `path` gives its name alone."""
+    data_ns: int = 0
+    """When it was written."""
 
     @property
     def modified_ns(self) -> int:
         """When the log was last written: near the times in it that name no year."""
+        if self.data is not None:
+            return self.data_ns
         try:
             return self.path.stat().st_mtime_ns if self.path is not None else time.time_ns()
         except OSError:  # rotated away since it was listed
@@ -122,7 +128,9 @@ def blocks(source: Source) -> Iterator[bytes]:
     Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
     """
     try:
-        if source.path is None:
+        if source.data is not None:
+            yield from _unpacked(io.BytesIO(source.data))
+        elif source.path is None:
             if sys.stdin is None:
                 raise PermanentError("standard input is closed: name a file, or pipe a log into it")
             yield from _unpacked(sys.stdin.buffer)

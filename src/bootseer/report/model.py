@@ -7,6 +7,7 @@ All times are seconds since the startup's own zero (`Startup.zero_ns`), on the c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -478,6 +479,10 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""
         return {"schema": SCHEMA, **plain(self)}
+
+    def to_text(self) -> str:
+        """What `bootseer report --json` prints, newline included."""
+        return json.dumps(self.to_json(), ensure_ascii=False) + "\n"
 
 
 def plain(value: Any) -> Any:

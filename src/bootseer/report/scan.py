@@ -118,7 +118,7 @@ def _reader(
     patterns: Sequence[tuple[str, re.Pattern[bytes]]],
 ) -> _FileScan:
     # A spool holds events and nothing else.
-    spool = source.name.endswith(SUFFIX)
+    spool = source.name.removesuffix(".zst").endswith(SUFFIX)
     sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
     return _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
 

@@ -19,17 +19,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.index import Index
 from bootseer.checkpoint.reading.source import Counters
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client, FillFailedError, UnreachableError
+from bootseer.peers.client import Client, UnreachableError, Watch
 from bootseer.peers.health import Health
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question, Request
@@ -208,59 +207,41 @@ class PeerChunks:
         """Whether the chunk is here and right."""
         members = self._job.members()
         addresses = next((one.addresses for one in members.peers if one.name == peer), ())
-        health, began_s = self._health, time.monotonic()
         with self._lock:
-            if not addresses or peer in health.absent(began_s) or read.is_stopped():
+            if not addresses or peer in self._health.absent(time.monotonic()) or read.is_stopped():
                 return False
-            asked = health.asked(peer, began_s, len(read.into))
+            watch = Watch(self._health, self._lock, peer, len(read.into))
             self._requests[peer] += 1  # each takes another of its interfaces
             address = addresses[self._requests[peer] % len(addresses)]
-        calls = count()
 
         def heard(num_bytes: int) -> float:
-            call, now_s = next(calls), time.monotonic()
             if read.is_stopped():
                 raise NotFoundError("it is not wanted any more")
-            with self._lock:
-                if num_bytes:
-                    health.received(asked, num_bytes, now_s)
-                elif call == 1:
-                    health.connected(asked, now_s)
-                elif call:
-                    health.filling(asked, now_s)
-                left_s = min(
-                    health.late_at(asked), max(began_s, self._received_s.get(peer, 0.0)) + _STILL_S
-                ) - now_s  # fmt: skip
-            if left_s <= 0:
-                raise TransientError(f"{asked.num_bytes} bytes in {now_s - began_s:.1f} s")
-            return left_s
+            left_s, now_s = watch.heard(num_bytes), time.monotonic()
+            still_s = max(watch.begun_s, self._received_s.get(peer, 0.0)) + _STILL_S - now_s
+            if still_s <= 0:
+                raise watch.late(now_s)
+            return min(left_s, still_s)
 
-        start = read.block * unit.index.block_size
-        request = Request(unit.index.identity, start, len(read.into), Level.GLOBAL, members.digest)
-        late = right = False
+        file = unit.index.identity
+        request = Request(file, read.block * unit.index.block_size, len(read.into), Level.GLOBAL, members.digest)
+        problem: BootseerError | None = None
         try:
             self._client.read(address, request, read.into, heard=heard)
-            right = read.is_right(read.into)
-            if not right:
-                raise CorruptError("wrong bytes")
         except BootseerError as error:
+            problem = error
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
-            with self._lock:
-                if isinstance(error, UnreachableError | AccessError):
-                    health.not_there(peer, time.monotonic())
-                elif isinstance(error, CorruptError):
-                    self._facts.add("wrong_chunks")
-                    health.lied(peer, f"chunk {read.block} of {unit.index.identity[:12]}: {error}")
-                elif isinstance(error, TransientError) and not isinstance(error, FillFailedError):
-                    late = error.retry_after_s is None  # else it has too many connections
-                    health.may_hedge()
-        now_s = time.monotonic()
+        right = problem is None and read.is_right(read.into)
+        is_gone = isinstance(problem, NotFoundError)  # a chunk that it has dropped; the file's others are there
+        late = watch.ended(None if is_gone else problem, file)
         with self._lock:
-            health.ended(asked, late=late, now_s=now_s)
             self._late.update([peer] if late else [])
             if right:
                 self._received[peer] += len(read.into)
-                self._received_s[peer] = now_s
+                self._received_s[peer] = time.monotonic()
+            elif problem is None:
+                self._facts.add("wrong_chunks")
+                self._health.lied(peer, f"chunk {read.block} of {file[:12]}: wrong bytes")
         return right
 
 

@@ -68,18 +68,41 @@ def analyse(
         if read is not None and read.skipped.get("unit"):
             hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
         raise UsageError("no events in the input", hint=hint, exit_code=1)
-    found = startups(of_one_job(kept, options))
-    picked = chosen(found, options)
-    prepared = {startup.key: prepare(startup) for startup in found}
-    overviews = [overview(startup, prepared[startup.key], options) for startup in found]
-    if read is None:
-        read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
-    read = replace(read, duplicates=duplicates)
-    # A restart is one more try: how those before it ended belongs to its story.
-    tries = [s for s in found if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
-    builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
-    endings = [ending for builder in builders for ending in builder.endings()]
-    return builders[-1].report(overviews, share(found, overviews), list(facts), read, endings)
+    analysis = Analysis(kept, options, facts=facts, read=read, duplicates=duplicates)
+    return analysis.report(chosen(analysis.startups, options))
+
+
+class Analysis:
+    """All startups of one job, each made ready, to be reported on one after the other."""
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        options: Options,
+        *,
+        facts: Sequence[model.Fact] = (),
+        read: model.Input | None = None,
+        duplicates: int = 0,
+    ) -> None:
+        """`events`: each once, at least one. `duplicates`: how many were dropped. Raises `UsageError` as `analyse`."""
+        self.startups = startups(of_one_job(events, options))
+        self._options = options
+        self._facts = facts
+        self._prepared = {startup.key: prepare(startup) for startup in self.startups}
+        self._overviews = [overview(startup, self._prepared[startup.key], options) for startup in self.startups]
+        if read is None:
+            read = model.Input(files=0, bytes=0, lines=0, events=len(events) + duplicates, duplicates=0, skipped={})
+        self._read = replace(read, duplicates=duplicates)
+
+    def report(self, picked: StartupSpans) -> model.Report:
+        """The report of one of `startups`."""
+        # A restart is one more try: how those before it ended belongs to its story.
+        tries = [s for s in self.startups if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
+        in_order = sorted(tries, key=lambda startup: startup.key.restart)
+        builders = [_Builder(startup, self._prepared[startup.key], self._options) for startup in in_order]
+        endings = [ending for builder in builders for ending in builder.endings()]
+        shared = share(self.startups, self._overviews)
+        return builders[-1].report(self._overviews, shared, list(self._facts), self._read, endings)
 
 
 class _Builder:

@@ -37,7 +37,7 @@ ENDS = {
 }
 """What a startup is called on which training did not begin, by its outcome."""
 # (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
-_BUCKETS: tuple[tuple[float, str, float], ...] = (
+BUCKETS: tuple[tuple[float, str, float], ...] = (
     (10, "1-10", 44),
     (100, "10-100", 127),
     (500, "100-500", 334),
@@ -251,9 +251,9 @@ def bucket(num_gpus: int | None) -> str:
     """Name of the bucket, empty when the number of GPUs is unknown or 0."""
     if not num_gpus:
         return ""
-    return next(name for limit, name, _ in _BUCKETS if num_gpus <= limit)
+    return next(name for limit, name, _ in BUCKETS if num_gpus <= limit)
 
 
 def paper_median_s(name: str) -> float | None:
     """The paper's median startup overhead for a bucket, seconds."""
-    return next((median for _, bucket_name, median in _BUCKETS if bucket_name == name), None)
+    return next((median for _, bucket_name, median in BUCKETS if bucket_name == name), None)

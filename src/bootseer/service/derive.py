@@ -1,0 +1,179 @@
+"""From raw lines to rows: the analysis of `bootseer report`, for one attempt.
+
+All raw lines of the attempt are read and all of its rows replaced, in one transaction. So batches that come late, twice
+or in another order end in the same rows, and so does an analysis that was killed half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+
+from bootseer.logs import logger
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import Analysis
+from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
+from bootseer.report.foreign.parser import UNKNOWN_JOB
+from bootseer.report.inputs import Source
+from bootseer.report.model import Report
+from bootseer.report.scan import scan
+from bootseer.service import schema
+from bootseer.service.closing import Seen, closes_ns
+from bootseer.service.database import Database
+from bootseer.service.raw import RawStore
+from bootseer.service.rows import Rows, rows_of
+from bootseer.trace.event import OK
+
+_LOG = logger(__name__)
+_PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start, schema.span)
+
+
+class Attempt(NamedTuple):
+    """A job's attempt: what is derived at once."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What one analysis has put into the database."""
+
+    starts: int
+    days: frozenset[int]
+    """Whose sums over all starts have changed."""
+    closes_ns: int | None
+    """When the last open start of the attempt is over if nothing more comes; None without an open one."""
+
+
+def derive_attempt(
+    raw: RawStore, database: Database, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int
+) -> Derived:
+    """Analyse all lines of an attempt and replace its rows. `batches`: each object's name and when it arrived, ns.
+
+    Raises `BootseerError` when the lines cannot be read or the rows not be written: nothing has changed then.
+    """
+    rows, closes = _rows(raw, attempt, sorted(batches), now_ns)
+    with database.write() as connection:
+        days = _replace(database, connection, attempt, rows, now_ns)
+        for name, _ in batches:
+            connection.execute(update(schema.batch).where(schema.batch.c.raw_key == name).values(done=True))
+    return Derived(len(rows), frozenset(days), closes)
+
+
+def _rows(
+    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int
+) -> tuple[list[Rows], int | None]:
+    arrived = dict(batches)
+    objects = raw.of_attempt(arrived)
+    found = scan((Source(name, Path(name), False, lines, arrived[name]) for name, lines in objects), zone=UTC)
+    own = [event for event in found.events if event.job in (attempt.job, UNKNOWN_JOB)]
+    own = [event._replace(job=attempt.job, attempt=attempt.attempt) for event in own]
+    events, duplicates = unique(own)
+    if not events:
+        return [], None
+    analysis = Analysis(events, Options(job=attempt.job), facts=found.facts, read=found.input(), duplicates=duplicates)
+    rows, open_until = [], []
+    for startup in analysis.startups:
+        report = analysis.report(startup)
+        over_ns = closes_ns(_seen(report, startup, list(arrived.values())))
+        is_closed = now_ns >= over_ns
+        rows.append(rows_of(report, startup, is_closed=is_closed, told=report.to_text()))
+        open_until += [] if is_closed else [over_ns]
+    return rows, max(open_until, default=None)
+
+
+def _seen(report: Report, startup: StartupSpans, arrived_ns: Sequence[int]) -> Seen:
+    ended = 0
+    for node in startup.nodes.values():
+        runs = [span for span in node.structure if span.stage == RUN]
+        ended += node.restarted or bool(runs and all(span.outcome != TRUNCATED for span in runs))
+    return Seen(
+        first_ns=min(arrived_ns),
+        latest_ns=max(arrived_ns),
+        nodes_expected=report.coverage.nodes_expected,
+        nodes_heard=report.coverage.nodes_heard,
+        nodes_began=sum(node.outcome == OK for node in report.nodes),
+        nodes_ended=ended,
+    )
+
+
+def _replace(
+    database: Database, connection: Connection, attempt: Attempt, rows: Sequence[Rows], now_ns: int
+) -> set[int]:
+    """Put these rows in the place of all that the attempt has; the days that are concerned."""
+    start = schema.start
+    old = connection.execute(
+        select(start.c.id, start.c.restart, start.c.day, start.c.computed_n).where(
+            start.c.job == attempt.job, start.c.attempt == attempt.attempt
+        )
+    ).all()
+    known = {row.restart: row for row in old}
+    days = {row.day for row in old}
+    for row in old:
+        for table in _PARTS:
+            connection.execute(delete(table).where(table.c.start_id == row.id))
+    gone = known.keys() - {one.start["restart"] for one in rows}
+    if gone:
+        connection.execute(delete(start).where(start.c.id.in_([known[restart].id for restart in gone])))
+    for one in rows:
+        nodes = database.ids(connection, schema.node, _node_names(one))
+        stages = database.ids(connection, schema.stage, _stage_names(one))
+        values = dict(one.start)
+        values["last_node_id"] = nodes.get(values.pop("last_node"))
+        values["last_stage_id"] = stages.get(values.pop("last_stage"))
+        before = known.get(values["restart"])
+        values |= {"computed_ns": now_ns, "computed_n": (before.computed_n if before else 0) + 1}
+        if before is None:
+            identity = connection.execute(insert(start).values(values).returning(start.c.id)).scalar_one()
+        else:
+            identity = before.id
+            connection.execute(update(start).where(start.c.id == identity).values(values))
+        days.add(values["day"])
+        connection.execute(insert(schema.start_report).values(start_id=identity, json=one.report))
+        _insert_parts(database, connection, one, identity, nodes, stages)
+        seen = [{"id_": nodes[row["node"]], "ns": values["ended_ns"]} for row in one.nodes]
+        if seen:
+            table = schema.node
+            later = (table.c.id == bindparam("id_")) & (table.c.last_seen_ns < bindparam("ns"))
+            connection.execute(update(table).where(later).values(last_seen_ns=bindparam("ns")), seen)
+        for name, rack in one.racks.items():
+            connection.execute(update(schema.node).where(schema.node.c.id == nodes[name]).values(rack=rack))
+    return days
+
+
+def _insert_parts(
+    database: Database, connection: Connection, one: Rows, identity: int, nodes: dict[str, int], stages: dict[str, int]
+) -> None:
+    def put(rows: Iterable[dict[str, Any]], table: Any, numbers: dict[str, tuple[str, dict[str, int]]]) -> None:
+        made = []
+        for row in rows:
+            values = {"start_id": identity, **row}
+            for name, (column, ids) in numbers.items():
+                values[column] = ids.get(values.pop(name))
+            made.append(values)
+        database.insert_all(connection, table, made)
+
+    put(one.stages, schema.stage_start, {"stage": ("stage_id", stages), "max_node": ("max_node_id", nodes)})
+    put(
+        one.nodes,
+        schema.node_start,
+        {"node": ("node_id", nodes), "stage": ("stage_id", stages), "last_stage": ("last_stage_id", stages)},
+    )
+    put(one.techniques, schema.technique_start, {})
+    put(one.spans, schema.span, {"node": ("node_id", nodes), "stage": ("stage_id", stages)})
+
+
+def _node_names(one: Rows) -> set[str]:
+    names = {row["node"] for row in (*one.nodes, *one.spans)} | {row["max_node"] for row in one.stages}
+    return {name for name in (*names, one.start["last_node"]) if name}
+
+
+def _stage_names(one: Rows) -> set[str]:
+    names = {row["stage"] for row in (*one.stages, *one.nodes, *one.spans)} | {row["last_stage"] for row in one.nodes}
+    return {name for name in (*names, one.start["last_stage"]) if name}

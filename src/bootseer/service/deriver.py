@@ -1,0 +1,365 @@
+"""The service's thread that has attempts analysed while their lines arrive.
+
+It takes batches that are not derived yet, says at once where the nodes are by them (`live`), and starts a worker
+process for each analysis (`derive`), which reads all lines of the attempt again. How often follows what that costs.
+
+Several services share one PostgreSQL: an attempt belongs to the one that claimed it, for half a minute at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.logs import logger
+from bootseer.report.analysis.live import Live, Moment
+from bootseer.service import schema
+from bootseer.service.database import Database
+from bootseer.service.derive import Attempt, Derived, derive_attempt
+from bootseer.service.raw import EVENTS, RawStore
+from bootseer.store.open import open_store
+from bootseer.trace.event import Event, Malformed, decode
+from bootseer.units import NS_PER_S
+
+_LOG = logger(__name__)
+_LOOK_EVERY_S: Final = 0.25
+_QUIET_S: Final = 0.5
+"""A worker begins when no batch has come for so long ..."""
+_PACE: Final = 4
+"""... or when so many times what the last analysis took have passed, however many come."""
+_LEAST_S: Final = 1.0
+_BATCHES: Final = 1_000
+_CLAIMED_S: Final = 30
+_TRIES: Final = 3
+"""Lines whose analysis fails so often are left alone; `bootseer serve reindex` tries again."""
+_WORKER_S: Final = 600
+# A fork of this server has all imports; of the service itself, it would have its threads' locks.
+_processes: Final = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([__name__])
+
+
+class _Worker:
+    """A process that analyses one attempt, and ends: what a large start made it take is given back."""
+
+    def __init__(self, raw_uri: str, database_url: str, attempt: Attempt, batches: list[tuple[str, int]]) -> None:
+        self.said, says = _processes.Pipe(duplex=False)
+        self._process = _processes.Process(
+            target=_work, args=(says, raw_uri, database_url, attempt, batches), daemon=True
+        )
+        try:
+            self._process.start()
+        finally:
+            says.close()
+
+    def end(self) -> tuple[str, Derived | str]:
+        """What it said: `derived`, `transient` or `error`, or `killed` when it could say nothing."""
+        try:
+            said: tuple[str, Derived | str] = self.said.recv()
+        except EOFError:
+            said = ("killed", "its process was killed")
+        return said
+
+    def kill(self) -> None:
+        """End it if it has not ended."""
+        self.said.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+def _work(
+    says: multiprocessing.connection.Connection,
+    raw_uri: str,
+    database_url: str,
+    attempt: Attempt,
+    batches: list[tuple[str, int]],
+) -> None:
+    told: tuple[str, Derived | str]
+    try:
+        raw, database = RawStore(open_store(raw_uri)), Database(database_url)
+        told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns()))
+        database.close()
+    except TransientError as error:
+        told = ("transient", str(error))
+    except Exception as error:  # lines that the analysis fails for must not stop all others
+        told = ("error", "".join(traceback.format_exception(error)))
+    says.send(told)
+
+
+@dataclass(slots=True)
+class _State:
+    """What the service knows of an attempt whose lines arrive."""
+
+    live: Live
+    names: set[str] = field(default_factory=set)
+    """Objects that `live` has seen."""
+    is_changed: bool = True
+    """Batches came that no analysis has."""
+    came_s: float = 0.0
+    ended_s: float = 0.0
+    took_s: float = 0.0
+    running: _Worker | None = None
+    began_s: float = 0.0
+    failures: int = 0
+    closes_ns: int | None = None
+    claimed_s: float = float("-inf")
+
+
+class Deriver:
+    """Derives what arrives. `start` it; `wake` it when a batch came."""
+
+    def __init__(
+        self,
+        database: Database,
+        database_url: str,
+        raw_uri: str,
+        *,
+        workers: int = 1,
+        on_moment: Callable[[Moment], None] = lambda moment: None,
+        on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
+    ) -> None:
+        """`on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
+        rows were replaced."""
+        self._database = database
+        self._places = (raw_uri, database_url)
+        self._raw = RawStore(open_store(raw_uri))
+        self._workers = workers
+        self._on_moment = on_moment
+        self._on_derived = on_derived
+        self._name = f"{socket.gethostname()}.{os.getpid()}"
+        self._states: dict[Attempt, _State] = {}
+        self._woken = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
+        self.problem = ""
+        """Why nothing is derived at the moment; "" while all is well."""
+
+    def start(self) -> None:
+        """Begin; starts that were open when the service ended are taken up again."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """End. What was not derived is derived by the next service."""
+        self._ended.set()
+        self._woken.set()
+        self._thread.join()
+        for state in self._states.values():
+            if state.running is not None:
+                state.running.kill()
+        self._raw.store.close()
+
+    def is_idle(self) -> bool:
+        """Whether all that had arrived at the last look is derived."""
+        return not any(state.is_changed or state.running for state in list(self._states.values()))
+
+    def _run(self) -> None:
+        reopened = False
+        while not self._ended.is_set():
+            try:
+                if not reopened:
+                    self._reopen()
+                    reopened = True
+                self._take()
+                self._collect()
+                self._submit()
+                self._close_starts()
+                self.problem = ""
+            except BootseerError as error:
+                if self.problem != str(error):
+                    _LOG.warning("nothing is derived: %s", error)
+                self.problem = str(error)
+                self._ended.wait(_LEAST_S)
+            self._woken.wait(_LOOK_EVERY_S)
+            self._woken.clear()
+
+    def _reopen(self) -> None:
+        """Take up the attempts with open starts, so that they are closed some day."""
+        with self._database.read() as connection:
+            start = schema.start
+            rows = connection.execute(
+                select(start.c.job, start.c.attempt).where(start.c.state == schema.OPEN).distinct()
+            ).all()
+        for job, number in rows:
+            self._state(Attempt(job, number)).is_changed = True
+
+    def _num_running(self) -> int:
+        return sum(state.running is not None for state in self._states.values())
+
+    def _state(self, attempt: Attempt) -> _State:
+        state = self._states.get(attempt)
+        if state is None:
+            state = self._states[attempt] = _State(Live(attempt.job, attempt.attempt, None))
+        return state
+
+    def _take(self) -> None:
+        """Look for batches that are not derived, and tell where the nodes are by them."""
+        batch = schema.batch
+        with self._database.read() as connection:
+            rows = connection.execute(
+                select(batch.c.raw_key, batch.c.job, batch.c.attempt)
+                .where(batch.c.done.is_(False))
+                .order_by(batch.c.received_ns)
+                .limit(_BATCHES)
+            ).all()
+        came: dict[Attempt, list[str]] = defaultdict(list)
+        for name, job, number in rows:
+            came[Attempt(job, number)].append(name)
+        for attempt, names in came.items():
+            if not self._claim(attempt):
+                continue
+            state = self._state(attempt)
+            new = [name for name in names if name not in state.names]
+            if not new:
+                continue
+            state.names.update(new)
+            state.is_changed, state.came_s = True, time.monotonic()
+            state.live.feed(self._events(attempt, new))
+            moment = state.live.moment(time.time_ns())
+            with self._database.write() as connection:
+                where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
+                values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}
+                connection.execute(update(schema.live).where(where).values(values))
+            self._on_moment(moment)
+
+    def _events(self, attempt: Attempt, names: Sequence[str]) -> list[Event]:
+        events = []
+        for name in names:
+            if not name.endswith(EVENTS):
+                continue
+            try:
+                lines = self._raw.read(name)
+            except (NotFoundError, CorruptError) as error:
+                _LOG.warning("%s", error)
+                continue
+            for line in lines.split(b"\n"):
+                if line:
+                    try:
+                        event = decode(line)[0]
+                    except Malformed:
+                        continue
+                    if event.job == attempt.job and event.attempt == attempt.attempt:
+                        events.append(event)
+        return events
+
+    def _claim(self, attempt: Attempt) -> bool:
+        """Whether this process derives the attempt."""
+        state = self._states.get(attempt)
+        if state is not None and time.monotonic() - state.claimed_s < _CLAIMED_S / 3:
+            return True
+        live, now_ns = schema.live, time.time_ns()
+        until_ns = now_ns + _CLAIMED_S * NS_PER_S
+        here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
+        free = (live.c.owner == self._name) | (live.c.owned_until_ns < now_ns)
+        with self._database.write() as connection:
+            taken = connection.execute(
+                update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)
+            ).rowcount
+            is_ours = bool(taken)
+            if not taken and connection.execute(select(live.c.owner).where(here)).first() is None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(
+                            insert(live).values(
+                                job=attempt.job, attempt=attempt.attempt, owner=self._name, owned_until_ns=until_ns
+                            )
+                        )
+                    is_ours = True
+                except IntegrityError:  # another one was faster
+                    is_ours = False
+        if is_ours:
+            self._state(attempt).claimed_s = time.monotonic()
+        return is_ours
+
+    def _submit(self) -> None:
+        now_s = time.monotonic()
+        for attempt, state in self._states.items():
+            if state.running or not state.is_changed or self._num_running() >= self._workers:
+                continue
+            paced_s = state.ended_s + max(_LEAST_S, _PACE * state.took_s)
+            if now_s < min(max(state.came_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
+                continue
+            if not self._claim(attempt):
+                continue
+            with self._database.read() as connection:
+                batch = schema.batch
+                batches = connection.execute(
+                    select(batch.c.raw_key, batch.c.received_ns).where(
+                        batch.c.job == attempt.job, batch.c.attempt == attempt.attempt
+                    )
+                ).all()
+            state.is_changed = False
+            if not batches:
+                continue
+            work = [(name, received_ns) for name, received_ns in batches]
+            state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
+
+    def _collect(self) -> None:
+        for attempt, state in self._states.items():
+            worker = state.running
+            if worker is None:
+                continue
+            # A worker that was killed leaves the end of its pipe.
+            late = time.monotonic() - state.began_s > _WORKER_S
+            if not late and not worker.said.poll():
+                continue
+            what, told = ("late", f"took longer than {_WORKER_S} s") if late else worker.end()
+            worker.kill()
+            state.running, state.ended_s = None, time.monotonic()
+            state.took_s = state.ended_s - state.began_s
+            if isinstance(told, Derived):
+                state.failures, state.closes_ns = 0, told.closes_ns
+                self._on_derived(attempt, told)
+                continue
+            state.is_changed = True
+            _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, told)
+            if what == "transient":
+                self.problem = told
+            elif what != "killed":
+                state.failures += 1
+                if state.failures >= _TRIES:
+                    state.is_changed = False
+                    self._give_up(attempt)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        batch = schema.batch
+        with self._database.write() as connection:
+            connection.execute(
+                update(batch).where(batch.c.job == attempt.job, batch.c.attempt == attempt.attempt).values(done=True)
+            )
+
+    def _close_starts(self) -> None:
+        """Starts whose time has come are over; what is known of them is forgotten here."""
+        for attempt, state in list(self._states.items()):
+            if state.is_changed or state.running:
+                continue
+            if state.closes_ns is not None and time.time_ns() < state.closes_ns:
+                continue
+            if state.closes_ns is not None:
+                start = schema.start
+                where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
+                with self._database.write() as connection:
+                    connection.execute(update(start).where(where).values(state=schema.CLOSED))
+                    live = schema.live
+                    connection.execute(delete(live).where(live.c.job == attempt.job, live.c.attempt == attempt.attempt))
+                state.closes_ns = None
+                self._on_derived(attempt, Derived(0, frozenset(), None))
+            if time.monotonic() - state.came_s > _CLAIMED_S:
+                del self._states[attempt]

@@ -1,0 +1,251 @@
+"""One analysed start as rows of the tables. Names stand where the tables have numbers; `derive` puts these in.
+
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import zstandard
+
+from bootseer.report.analysis.spans import RUN, TRUNCATED, Span, StartupSpans
+from bootseer.report.analysis.verdict import BUCKETS
+from bootseer.report.model import Report
+from bootseer.service.schema import CHECKPOINT, CLOSED, ENVIRONMENT, IMAGE, OPEN
+from bootseer.trace.event import FAILED, OK
+from bootseer.units import NS_PER_S, S_PER_H, seconds
+
+DAY_NS: Final = 86_400 * NS_PER_S
+_OUTCOMES: Final = {OK: 0, FAILED: 1, TRUNCATED: 2}
+_UNKNOWN: Final = 3
+_MAX_DAY: Final = 100_000
+"""In the year 2243: a wrong clock makes no partition beyond it."""
+BEGAN: Final = "training_began"
+_VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
+
+
+@dataclass(slots=True)
+class Rows:
+    """What the tables have of one start. `last_node`, `max_node`, `stage`, `node` ... are names."""
+
+    start: dict[str, Any]
+    report: bytes
+    stages: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
+    techniques: list[dict[str, Any]]
+    spans: list[dict[str, Any]]
+    racks: dict[str, str]
+    """Rack by node, where it is known."""
+
+
+def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str) -> Rows:
+    """The rows of a start. `told`: its report as `bootseer report --json` prints it."""
+    techniques = _techniques(report)
+    start = _start(report, startup, techniques)
+    start["state"] = CLOSED if is_closed else OPEN
+    day = start["day"]
+    for one in techniques:
+        one["day"] = day
+    same = {name: start[name] for name in ("day", "bucket", "kind", "cache_state")}
+    stages = [
+        {
+            "stage": row.stage,
+            **same,
+            "num_nodes": row.num_nodes,
+            "num_failed": row.num_failed,
+            "num_truncated": row.num_truncated,
+            "median_s": row.median_s,
+            "p90_s": row.p90_s,
+            "p99_s": next((seconds_ for seconds_, part in row.cdf if part >= 0.99), row.max_s),
+            "max_s": row.max_s,
+            "max_node": row.max_node or None,
+            "work_s": row.work_s,
+            "wait_s": row.wait_s,
+            "gpu_s": None if row.gpu_hours is None else row.gpu_hours * S_PER_H,
+            "cost": row.cost,
+        }
+        for row in report.stages
+    ]
+    # A node may hold the others back at several barriers: where it does most.
+    worst = {one.node: one for one in sorted(report.stragglers, key=lambda one: one.delay_s)}
+    last = start["last_node"]
+    nodes = [
+        {
+            "node": node.node,
+            "day": day,
+            "work_s": node.work_s,
+            "wait_s": node.wait_s,
+            "untracked_s": node.untracked_s,
+            "own_end_s": node.own_end_s,
+            "outcome": node.outcome,
+            "last_stage": node.last_stage or None,
+            "is_last": node.node == last,
+            "stage": worst[node.node].stage if node.node in worst else None,
+            "delay_s": worst[node.node].delay_s if node.node in worst else None,
+        }
+        for node in report.nodes
+    ]
+    spans = [_span(span, day) for node in startup.nodes.values() for span in node.spans]
+    places = {node.node: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
+    racks = {name: str(place) for name, place in places.items() if place}
+    return Rows(start, zstandard.compress(told.encode(), 6), stages, nodes, techniques, spans, racks)
+
+
+def day_of(ns: int) -> int:
+    """The day of a moment, since 1970 in UTC."""
+    return min(max(ns // DAY_NS, 0), _MAX_DAY)
+
+
+def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    told, overhead = report.startup, report.overhead
+    run = next(iter(sorted(startup.run_attrs.items())), ("", {}))[1]
+    took_s = overhead.startup_s or 0.0
+    # Of the nodes that came last to a barrier, the one that kept the others waiting longest.
+    worst = max(report.critical_chain, key=lambda link: link.excess_s or 0.0, default=None)
+    image = report.images[0] if report.images else None
+    environment = report.environments[0] if report.environments else None
+    checkpoint = report.checkpoints[0] if report.checkpoints else None
+    queue = [segment for segment in report.scheduler if segment.stage == "queue"]
+    job_level_s = overhead.job_level_s
+    told_of = {
+        "image": image.digest if image else "",
+        "environment": environment.key if environment else "",
+        "checkpoint": checkpoint.uri if checkpoint else "",
+        "nodes": told.num_nodes,
+        "gpus": told.num_gpus,
+        **{name: _text(run, name) for name in _VERSIONS if run.get(name)},
+    }
+    return {
+        "job": told.job,
+        "attempt": told.attempt,
+        "restart": told.restart,
+        "kind": told.kind,
+        **{name: _text(run, name) for name in ("team", "queue", "user", "cluster")},
+        "outcome": told.outcome,
+        "submitted_ns": told.zero_ns if queue and queue[0].start_s == 0 else None,
+        "began_ns": told.zero_ns,
+        "ended_ns": told.zero_ns + round(took_s * NS_PER_S),
+        "day": day_of(told.zero_ns),
+        "bucket": next((number for number, (limit, *_) in enumerate(BUCKETS) if (told.num_gpus or 0) <= limit), -1)
+        if told.num_gpus
+        else -1,
+        "nodes_expected": report.coverage.nodes_expected,
+        "nodes_heard": report.coverage.nodes_heard,
+        "ranks": told.num_ranks,
+        "gpus": told.num_gpus,
+        "cache_state": _cache_state(techniques),
+        "image": image.image if image else "",
+        "image_digest": image.digest if image else "",
+        "env_key": environment.key if environment else "",
+        "checkpoint": checkpoint.uri if checkpoint else "",
+        "fingerprint": json.dumps(told_of, sort_keys=True),
+        "overhead_s": took_s,
+        "job_level_s": job_level_s,
+        "queue_s": sum(segment.end_s - segment.start_s for segment in queue) if queue else None,
+        "work_s": sum(node.work_s + node.untracked_s for node in report.nodes),
+        "wait_s": sum(node.wait_s for node in report.nodes),
+        "gpu_s": (overhead.gpu_hours or 0.0) * S_PER_H,
+        "wait_gpu_s": (overhead.wait_gpu_hours or 0.0) * S_PER_H,
+        "cost": overhead.cost,
+        "currency": overhead.currency if overhead.cost is not None else "",
+        "straggler_s": max((group.joint_s for group in report.straggler_groups), default=0.0),
+        "run_s": _run_s(startup),
+        **{name: sum(one[name] for one in techniques) for name in ("cache_bytes", "peer_bytes", "origin_bytes")},
+        "lines_lost": report.coverage.events_lost,
+        "clock_error_s": report.clock.max_error_s,
+        "last_node": worst.node if worst else None,
+        "last_stage": (worst.stage if worst and told.outcome == BEGAN else _stopped_in(report)) or None,
+    }
+
+
+def _stopped_in(report: Report) -> str:
+    """Where a start stopped that came to no end: the stage of the node that failed, or was heard of least long."""
+    stopped = [node for node in report.nodes if node.outcome in (FAILED, TRUNCATED)]
+    first = min(stopped, key=lambda node: (node.outcome != FAILED, node.own_end_s), default=None)
+    return first.last_stage if first is not None else ""
+
+
+def _text(run: Any, name: str) -> str:
+    value = run.get(name, "")
+    return value if isinstance(value, str) else str(value)
+
+
+def _run_s(startup: StartupSpans) -> float | None:
+    """From the first begin of `bootseer run` to its last end; None while one of them runs."""
+    runs = [span for node in startup.nodes.values() for span in node.structure if span.stage == RUN]
+    if not runs or any(span.outcome == TRUNCATED for span in runs):
+        return None
+    return seconds(max(span.end_ns for span in runs) - min(span.begin_ns for span in runs))
+
+
+def _cache_state(techniques: Sequence[dict[str, Any]]) -> str:
+    hits, misses = (sum(one[name] for one in techniques) for name in ("hits", "misses"))
+    return "off" if not hits + misses else "hit" if not misses else "mixed" if hits else "miss"
+
+
+def _techniques(report: Report) -> list[dict[str, Any]]:
+    """What was ready of image, environment and checkpoint, on how many nodes, and where the rest came from."""
+    found = []
+    environments = [one for one in report.environments if one.mode != "bypassed"]
+    for technique, starts, ready in (
+        (IMAGE, report.images, ("hot", "local")),
+        (ENVIRONMENT, environments, ("restored",)),
+    ):
+        if starts:
+            came = sum(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in starts)
+            hits = sum(one.mode in ready for one in starts)
+            saved_s = sum(getattr(one, "saved_s", None) or 0.0 for one in starts)
+            digest = next((one.digest for one in starts if one.digest), "")
+            stored = max(one.stored_bytes for one in starts)
+            cached = sum(one.local_bytes for one in starts)
+            found.append(_technique(technique, digest, stored, hits, len(starts) - hits, cached, 0, came, saved_s))
+    mounted = [one for one in report.checkpoints if one.mode == "mounted"]
+    if mounted:
+        near = sum(one.cache_bytes + one.same_bytes for one in mounted)
+        peers, came = sum(one.peer_bytes for one in mounted), sum(one.place_bytes for one in mounted)
+        hits = sum(one.cache_bytes + one.same_bytes + one.peer_bytes >= one.place_bytes for one in mounted)
+        misses = len(mounted) - hits
+        found.append(_technique(CHECKPOINT, mounted[0].uri, 0, hits, misses, near, peers, came, 0.0))
+    _with_peers(report, [one for one in found if one["technique"] != CHECKPOINT])
+    return found
+
+
+def _technique(
+    technique: str, digest: str, stored: int, hits: int, misses: int, cached: int, peers: int, came: int, saved_s: float
+) -> dict[str, Any]:
+    return {
+        "technique": technique,
+        "digest": digest,
+        "stored_bytes": stored,
+        "hits": hits,
+        "misses": misses,
+        "cache_bytes": cached,
+        "peer_bytes": peers,
+        "origin_bytes": came,
+        "saved_s": saved_s,
+    }
+
+
+def _with_peers(report: Report, fetched: Sequence[dict[str, Any]]) -> None:
+    """What came from other nodes is told for a node as a whole: as large a part of each technique's bytes."""
+    from_peers = sum(one.peer_bytes for one in report.peers) - sum(one.peer_bytes for one in report.checkpoints)
+    came = sum(one["origin_bytes"] for one in fetched)
+    for one in fetched if came else ():
+        one["peer_bytes"] = min(max(from_peers, 0) * one["origin_bytes"] // came, one["origin_bytes"])
+        one["origin_bytes"] -= one["peer_bytes"]
+
+
+def _span(span: Span, day: int) -> dict[str, Any]:
+    return {
+        "node": span.node,
+        "rank": span.rank,
+        "stage": span.stage,
+        "begin_ns": span.begin_ns,
+        "dur_ns": span.end_ns - span.begin_ns,
+        "outcome": _OUTCOMES.get(span.outcome, _UNKNOWN),
+        "day": day,
+    }

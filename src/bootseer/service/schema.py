@@ -1,0 +1,317 @@
+"""The tables of what the service derives from raw lines; all of it can be derived again.
+
+One text for SQLite and PostgreSQL. Times are nanoseconds since 1970 (`_ns`), durations seconds (`_s`), days are counted
+since 1970 in UTC and are those of a start's begin. `migrations` brings older databases to this state.
+
+Numbers of starts and nodes grow to 10^7 and 10^4, of spans to 10^9: nothing that a page shows reads `span`, and what is
+summed over weeks lies in `stage_day` and `node_day`, which are computed anew for each day that changed, so that a start
+which is derived twice counts once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata: Final = MetaData()
+
+OPEN: Final = "open"
+CLOSED: Final = "closed"
+IMAGE: Final = "image"
+ENVIRONMENT: Final = "environment"
+CHECKPOINT: Final = "checkpoint"
+TECHNIQUES: Final = (IMAGE, ENVIRONMENT, CHECKPOINT)
+CACHE_STATES: Final = ("hit", "mixed", "miss", "off")
+"""What a start found ready of what it needs: everything, some of it, nothing; or it uses none of the techniques."""
+
+# SQLite counts up by itself only columns of exactly this type.
+_ID: Final = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _key(name: str, *arguments: Any) -> Column[Any]:
+    return Column(name, _ID, *arguments, primary_key=True)
+
+
+def _text(name: str) -> Column[Any]:
+    """Empty where it is not known."""
+    return Column(name, Text, nullable=False, server_default="")
+
+
+def _count(name: str) -> Column[Any]:
+    return Column(name, BigInteger, nullable=False, server_default="0")
+
+
+def _sum(name: str) -> Column[Any]:
+    return Column(name, Double, nullable=False, server_default="0")
+
+
+stage: Final = Table("stage", metadata, _key("id"), Column("name", Text, nullable=False, unique=True))
+
+node: Final = Table(
+    "node",
+    metadata,
+    _key("id"),
+    Column("name", Text, nullable=False, unique=True),
+    _text("rack"),
+    _count("last_seen_ns"),
+)
+
+start: Final = Table(
+    "start",
+    metadata,
+    _key("id"),
+    Column("job", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("restart", Integer, nullable=False),
+    Column("kind", Text, nullable=False),
+    *map(_text, ("team", "queue", "user", "cluster")),
+    Column("state", Text, nullable=False),
+    _text("outcome"),
+    Column("submitted_ns", BigInteger),
+    Column("began_ns", BigInteger, nullable=False),
+    Column("ended_ns", BigInteger, nullable=False),
+    Column("day", Integer, nullable=False),
+    # The paper's seven scales by the number of GPUs, 0 to 6; -1 where it is not known.
+    Column("bucket", SmallInteger, nullable=False),
+    Column("nodes_expected", Integer),
+    Column("nodes_heard", Integer, nullable=False),
+    Column("ranks", Integer, nullable=False),
+    Column("gpus", Integer),
+    Column("cache_state", Text, nullable=False),
+    *map(_text, ("image", "image_digest", "env_key", "checkpoint")),
+    # What a comparison shows beside the times, as JSON: versions, digests, sizes.
+    _text("fingerprint"),
+    _sum("overhead_s"),
+    Column("job_level_s", Double),
+    Column("queue_s", Double),
+    _sum("work_s"),
+    _sum("wait_s"),
+    _sum("gpu_s"),
+    _sum("wait_gpu_s"),
+    Column("cost", Double),
+    _text("currency"),
+    # How much sooner training had begun without the nodes that held the others back.
+    _sum("straggler_s"),
+    # From the begin to the end of the command; null while it runs.
+    Column("run_s", Double),
+    _count("cache_bytes"),
+    _count("peer_bytes"),
+    _count("origin_bytes"),
+    _count("lines_lost"),
+    Column("clock_error_s", Double),
+    Column("last_node_id", BigInteger, ForeignKey("node.id")),
+    Column("last_stage_id", BigInteger, ForeignKey("stage.id")),
+    _count("computed_ns"),
+    _count("computed_n"),
+    UniqueConstraint("job", "attempt", "restart"),
+    Index("start_by_day", "day", "bucket"),
+    Index("start_by_state", "state", "began_ns"),
+    Index("start_by_team", "team", "day"),
+)
+
+start_report: Final = Table(
+    "start_report",
+    metadata,
+    _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
+    # What `bootseer report --json` prints, byte for byte, as zstd.
+    Column("json", LargeBinary, nullable=False),
+)
+
+stage_start: Final = Table(
+    "stage_start",
+    metadata,
+    _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
+    _key("stage_id", ForeignKey("stage.id")),
+    Column("day", Integer, nullable=False),
+    Column("bucket", SmallInteger, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("cache_state", Text, nullable=False),
+    Column("num_nodes", Integer, nullable=False),
+    Column("num_failed", Integer, nullable=False),
+    Column("num_truncated", Integer, nullable=False),
+    Column("median_s", Double),
+    Column("p90_s", Double),
+    Column("p99_s", Double),
+    Column("max_s", Double),
+    Column("max_node_id", BigInteger, ForeignKey("node.id")),
+    _sum("work_s"),
+    _sum("wait_s"),
+    Column("gpu_s", Double),
+    Column("cost", Double),
+    Index("stage_start_by_day", "day", "stage_id", "bucket"),
+    sqlite_with_rowid=False,
+)
+
+node_start: Final = Table(
+    "node_start",
+    metadata,
+    _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
+    _key("node_id", ForeignKey("node.id")),
+    Column("day", Integer, nullable=False),
+    _sum("work_s"),
+    _sum("wait_s"),
+    _sum("untracked_s"),
+    _sum("own_end_s"),
+    _text("outcome"),
+    Column("last_stage_id", BigInteger, ForeignKey("stage.id")),
+    # Whether training began when this node was there: it came last.
+    Column("is_last", Boolean, nullable=False),
+    # Where it lost most against the others' median, and how much; null where it did not.
+    Column("stage_id", BigInteger, ForeignKey("stage.id")),
+    Column("delay_s", Double),
+    Index("node_start_by_node", "node_id", "day"),
+    Index("node_start_by_day", "day"),
+    sqlite_with_rowid=False,
+)
+
+# What a start had of its image, environment or checkpoint: on how many nodes it was ready, and where bytes came from.
+technique_start: Final = Table(
+    "technique_start",
+    metadata,
+    _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
+    Column("technique", Text, primary_key=True),
+    Column("day", Integer, nullable=False),
+    _text("digest"),
+    *map(_count, ("stored_bytes", "hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")),
+    _sum("saved_s"),
+    Index("technique_start_by_day", "day", "technique"),
+    sqlite_with_rowid=False,
+)
+
+# Of PostgreSQL, one partition for each day (`database.Database.make_days`): to forget a day is to drop its table.
+span: Final = Table(
+    "span",
+    metadata,
+    Column("start_id", BigInteger, nullable=False),
+    Column("node_id", BigInteger, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("stage_id", BigInteger, nullable=False),
+    Column("begin_ns", BigInteger, nullable=False),
+    Column("dur_ns", BigInteger, nullable=False),
+    # 0 ok, 1 failed, 2 without an end, 3 unknown.
+    Column("outcome", SmallInteger, nullable=False),
+    Column("day", Integer, nullable=False),
+    Index("span_by_start", "start_id"),
+    postgresql_partition_by="RANGE (day)",
+)
+
+stage_day: Final = Table(
+    "stage_day",
+    metadata,
+    Column("day", Integer, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("kind", Text, primary_key=True),
+    Column("cache_state", Text, primary_key=True),
+    _key("stage_id", ForeignKey("stage.id")),
+    _count("n"),
+    _sum("work_s"),
+    _sum("wait_s"),
+    _sum("gpu_s"),
+    _sum("cost"),
+    # How many starts' medians over nodes lie in each of 64 classes (`upkeep.class_of`), as JSON; then of what 99 % of a
+    # start's nodes were within.
+    _text("hist"),
+    _text("hist99"),
+    sqlite_with_rowid=False,
+)
+
+node_day: Final = Table(
+    "node_day",
+    metadata,
+    Column("day", Integer, primary_key=True),
+    _key("node_id", ForeignKey("node.id")),
+    _count("n"),
+    _count("n_last"),
+    _sum("delay_s"),
+    Column("worst_stage_id", BigInteger, ForeignKey("stage.id")),
+    sqlite_with_rowid=False,
+)
+
+storage_day: Final = Table(
+    "storage_day",
+    metadata,
+    Column("day", Integer, primary_key=True),
+    Column("technique", Text, primary_key=True),
+    *map(_count, ("stored_bytes", "hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")),
+    _sum("saved_s"),
+)
+
+batch: Final = Table(
+    "batch",
+    metadata,
+    Column("raw_key", Text, primary_key=True),
+    Column("day", Integer, nullable=False),
+    Column("job", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    _text("sender"),
+    _count("sequence"),
+    _count("lines"),
+    _count("bytes"),
+    _count("received_ns"),
+    Column("done", Boolean, nullable=False),
+    Index("batch_by_attempt", "job", "attempt", "received_ns"),
+    Index("batch_by_sender", "sender", "sequence"),
+    Index("batch_to_do", "done", "received_ns"),
+)
+
+sender_gap: Final = Table(
+    "sender_gap",
+    metadata,
+    Column("sender", Text, primary_key=True),
+    Column("from_sequence", BigInteger, primary_key=True),
+    Column("to_sequence", BigInteger, nullable=False),
+    _count("seen_ns"),
+)
+
+# An attempt that is being derived: which process does it, until when others leave it alone, and its newest moment.
+live: Final = Table(
+    "live",
+    metadata,
+    Column("job", Text, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    _text("moment"),
+    _count("updated_ns"),
+    _text("owner"),
+    _count("owned_until_ns"),
+)
+
+token: Final = Table(
+    "token",
+    metadata,
+    _key("id"),
+    Column("hash", Text, nullable=False, unique=True),
+    Column("scope", Text, nullable=False),
+    _text("team"),
+    _text("note"),
+    _count("created_ns"),
+    _count("last_used_ns"),
+    Column("revoked_ns", BigInteger),
+)
+
+alert: Final = Table(
+    "alert",
+    metadata,
+    _key("id"),
+    Column("rule", Text, nullable=False),
+    _text("key"),
+    _text("text"),
+    _count("since_ns"),
+    Column("ended_ns", BigInteger),
+    Column("sent_ns", BigInteger),
+    Index("alert_by_rule", "rule", "key", "since_ns"),
+)

@@ -1,0 +1,303 @@
+"""What goes on beside the starts: sums by day, raw lines that have no row yet, and forgetting what is old.
+
+Sums of a day are computed anew from the day's starts when one of them has changed, so that no start counts twice.
+What is forgotten gives its bytes back: PostgreSQL drops whole days of spans, SQLite returns free pages to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Integer, cast, delete, distinct, func, insert, inspect, select, text, update
+from sqlalchemy.sql.elements import ColumnElement
+
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.logs import logger
+from bootseer.service import schema
+from bootseer.service.database import Database
+from bootseer.service.raw import EVENTS, RawStore, parse_name
+from bootseer.service.rows import DAY_NS, day_of
+from bootseer.trace.event import Malformed, decode
+
+_LOG = logger(__name__)
+CLASSES: Final = 64
+_FIRST_S: Final = 0.05
+_PER_DOUBLING: Final = 4
+_SUM_EVERY_S: Final = 2.0
+_RECONCILE_EVERY_S: Final = 60.0
+_FORGET_EVERY_S: Final = 3600.0
+_PAGES: Final = 20_000
+"""Of SQLite, returned to the disk at once: others wait meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How many days what is kept; starts, their reports and the sums stay for ever."""
+
+    raw_days: int = 14
+    span_days: int = 90
+
+
+def class_of(value_s: float) -> int:
+    """The class of a duration in `stage_day.hist`: bounds grow by 2 ** 0.25, from 0.05 s to 46 minutes."""
+    if value_s <= _FIRST_S:
+        return 0
+    return min(math.ceil(_PER_DOUBLING * math.log2(value_s / _FIRST_S)), CLASSES - 1)
+
+
+def bound_s(number: int) -> float:
+    """The upper bound of a class."""
+    return _FIRST_S * math.pow(2.0, number / _PER_DOUBLING)
+
+
+def quantile_s(hist: Iterable[int], share: float) -> float | None:
+    """The value below which this share of what was counted lies, to 19 %; None where nothing was."""
+    counts = list(hist)
+    wanted, seen = share * sum(counts), 0
+    for number, count in enumerate(counts):
+        seen += count
+        if count and seen >= wanted:
+            return bound_s(number)
+    return None
+
+
+def roll_up(database: Database, day: int) -> None:
+    """Compute the sums of a day."""
+    with database.write() as connection:
+        for table in (schema.stage_day, schema.node_day, schema.storage_day):
+            connection.execute(delete(table).where(table.c.day == day))
+        database.insert_all(connection, schema.stage_day, _stage_days(connection, day))
+        database.insert_all(connection, schema.node_day, _node_days(connection, day))
+        database.insert_all(connection, schema.storage_day, _storage_days(connection, day))
+
+
+def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
+    of = schema.stage_start
+    keys = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id)
+    sums = (of.c.work_s, of.c.wait_s, func.coalesce(of.c.gpu_s, 0.0), func.coalesce(of.c.cost, 0.0))
+    groups: dict[tuple[Any, ...], tuple[list[float], list[int], list[int]]] = defaultdict(
+        lambda: ([0.0] * 5, [0] * CLASSES, [0] * CLASSES)
+    )
+    for row in connection.execute(select(*keys, of.c.median_s, of.c.p99_s, *sums).where(of.c.day == day)):
+        values, *hists = groups[tuple(row[:4])]
+        for number, value in enumerate((1, *row[6:])):
+            values[number] += value
+        for hist, value in zip(hists, (row.median_s, row.p99_s), strict=True):
+            if value is not None:
+                hist[class_of(value)] += 1
+    return [
+        {
+            "day": day,
+            **dict(zip(("bucket", "kind", "cache_state", "stage_id"), key, strict=True)),
+            "n": int(values[0]),
+            **dict(zip(("work_s", "wait_s", "gpu_s", "cost"), values[1:], strict=True)),
+            "hist": json.dumps(hist, separators=(",", ":")),
+            "hist99": json.dumps(hist99, separators=(",", ":")),
+        }
+        for key, (values, hist, hist99) in groups.items()
+    ]
+
+
+def _node_days(connection: Connection, day: int) -> list[dict[str, Any]]:
+    of = schema.node_start
+    last: ColumnElement[int] = func.sum(cast(of.c.is_last, Integer))
+    where = of.c.day == day
+    worst: dict[int, tuple[float, int]] = {}
+    lost = select(of.c.node_id, of.c.stage_id, func.sum(of.c.delay_s).label("lost"))
+    for row in connection.execute(lost.where(where, of.c.stage_id.is_not(None)).group_by(of.c.node_id, of.c.stage_id)):
+        worst[row.node_id] = max(worst.get(row.node_id, (0.0, 0)), (row.lost, row.stage_id))
+    sums = select(of.c.node_id, func.count().label("n"), last.label("n_last"), func.sum(of.c.delay_s).label("lost"))
+    return [
+        {
+            "day": day,
+            "node_id": row.node_id,
+            "n": row.n,
+            "n_last": row.n_last or 0,
+            "delay_s": row.lost or 0.0,
+            "worst_stage_id": worst[row.node_id][1] if row.node_id in worst else None,
+        }
+        for row in connection.execute(sums.where(where).group_by(of.c.node_id))
+    ]
+
+
+def _storage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
+    of = schema.technique_start
+    names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
+    each = select(of.c.technique, of.c.digest, func.max(of.c.stored_bytes).label("stored_bytes"))
+    each = each.add_columns(*(func.sum(of.c[name]).label(name) for name in names))
+    sums: dict[str, dict[str, Any]] = {}
+    for row in connection.execute(each.where(of.c.day == day).group_by(of.c.technique, of.c.digest)).mappings():
+        total = sums.setdefault(row["technique"], {"day": day, "technique": row["technique"]})
+        for name in ("stored_bytes", *names):  # PostgreSQL's sums of integers are decimals
+            value = float(row[name]) if name == "saved_s" else int(row[name])
+            total[name] = total.get(name, 0) + value
+    return list(sums.values())
+
+
+def changed_days(database: Database, since_ns: int) -> set[int]:
+    """The days of starts that were derived since."""
+    start = schema.start
+    with database.read() as connection:
+        return set(connection.execute(select(start.c.day).distinct().where(start.c.computed_ns >= since_ns)).scalars())
+
+
+def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = None) -> int:
+    """Give raw objects that have no row one, so that they are derived: of these days, or of all. How many there were.
+
+    Objects without a row are what arrived while the database was away, or just before a crash.
+    """
+    found = 0
+    for day in [None] if days is None else days:
+        names = set(raw.names(day))
+        with database.read() as connection:
+            where = [] if day is None else [schema.batch.c.day == day]
+            names -= set(connection.execute(select(schema.batch.c.raw_key).where(*where)).scalars())
+        for name in sorted(names):
+            try:
+                row = _batch(raw, name)
+            except BootseerError as error:
+                _LOG.warning("%s", error)
+                continue
+            with database.write() as connection:
+                known = select(schema.batch.c.raw_key).where(schema.batch.c.raw_key == name)
+                if connection.execute(known).first() is None:
+                    connection.execute(insert(schema.batch).values(row))
+                    found += 1
+    return found
+
+
+def _batch(raw: RawStore, name: str) -> dict[str, Any]:
+    """A raw object's row, from its name and its first line."""
+    key, lines = parse_name(name), raw.read(name)
+    if key is None:
+        raise CorruptError(f"{name} is not a name of raw lines")
+    job, attempt = key.folder, key.attempt
+    if name.endswith(EVENTS):
+        for line in lines.split(b"\n"):
+            try:
+                event = decode(line)[0]
+            except Malformed:
+                continue
+            job, attempt = event.job, event.attempt
+            break
+    return {
+        "raw_key": name,
+        "day": key.day,
+        "job": job,
+        "attempt": attempt,
+        "sender": key.sender,
+        "sequence": key.sequence,
+        "lines": lines.count(b"\n"),
+        "bytes": len(lines),
+        "received_ns": time.time_ns(),
+        "done": False,
+    }
+
+
+def begin_again(database: Database) -> None:
+    """Forget all that can be derived again; tokens and alerts stay."""
+    tables = (
+        *(schema.stage_day, schema.node_day, schema.storage_day, schema.technique_start, schema.stage_start),
+        *(schema.node_start, schema.start_report, schema.span, schema.live, schema.start),
+    )
+    with database.write() as connection:
+        for table in tables:
+            connection.execute(delete(table))
+        connection.execute(update(schema.batch).values(done=False))
+
+
+def forget(database: Database, raw: RawStore, retention: Retention, now_ns: int) -> dict[str, int]:
+    """Remove what is older than it may be; how many raw objects and days of spans there were."""
+    today = day_of(now_ns)
+    batch = schema.batch
+    old = batch.c.day < today - retention.raw_days
+    with database.read() as connection:
+        names = list(connection.execute(select(batch.c.raw_key).where(old)).scalars())
+    raw.delete(names)
+    with database.write() as connection:
+        connection.execute(delete(batch).where(old))
+        days = _forget_spans(database, connection, today - retention.span_days)
+    if not database.is_postgres:
+        database.return_pages(_PAGES)
+    return {"raw_objects": len(names), "span_days": days}
+
+
+def _forget_spans(database: Database, connection: Connection, before: int) -> int:
+    if not database.is_postgres:
+        days = connection.execute(
+            select(func.count(distinct(schema.span.c.day))).where(schema.span.c.day < before)
+        ).scalar_one()
+        connection.execute(delete(schema.span).where(schema.span.c.day < before))
+        return int(days)
+    dropped = 0
+    for name in inspect(connection).get_table_names():
+        number = name.removeprefix("span_")
+        if name.startswith("span_") and number.isdecimal() and int(number) < before:
+            connection.execute(text(f"DROP TABLE span_{int(number)}"))
+            dropped += 1
+    return dropped
+
+
+class Upkeep:
+    """A thread that does all of this while a service runs."""
+
+    def __init__(self, database: Database, raw: RawStore, retention: Retention, found: Callable[[], None]) -> None:
+        """`found` is called when raw objects without a row have got one."""
+        self._database = database
+        self._raw = raw
+        self._retention = retention
+        self._found = found
+        self._days: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bootseer-upkeep", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def changed(self, days: Iterable[int]) -> None:
+        """Starts of these days were derived: their sums are computed within seconds."""
+        with self._lock:
+            self._days.update(days)
+
+    def close(self) -> None:
+        """End; what was not summed is summed by the next service."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        started_ns = time.time_ns()
+        due_s = {"reconcile": 0.0, "forget": time.monotonic() + _FORGET_EVERY_S / 10}
+        # A service that was killed has left some to be summed.
+        self.changed_since(started_ns - DAY_NS)
+        while not self._ended.wait(_SUM_EVERY_S):
+            try:
+                with self._lock:
+                    days, self._days = self._days, set()
+                for day in sorted(days):
+                    roll_up(self._database, day)
+                now_s, today = time.monotonic(), day_of(time.time_ns())
+                if now_s >= due_s["reconcile"]:
+                    due_s["reconcile"] = now_s + _RECONCILE_EVERY_S
+                    if reconcile(self._database, self._raw, (today - 1, today)):
+                        self._found()
+                if now_s >= due_s["forget"]:
+                    due_s["forget"] = now_s + _FORGET_EVERY_S
+                    forget(self._database, self._raw, self._retention, time.time_ns())
+            except BootseerError as error:
+                self.changed(days)
+                _LOG.warning("upkeep: %s", error)
+
+    def changed_since(self, since_ns: int) -> None:
+        """Sum the days of starts that were derived since."""
+        with contextlib.suppress(BootseerError):  # the database is away; the next service does it
+            self.changed(changed_days(self._database, since_ns))

@@ -1,0 +1,90 @@
+"""The database on both engines: it is made once, keeps what it is given, and says what is wrong."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import func, select, text
+
+from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.service import schema
+from bootseer.service.database import Database
+
+
+def spans(days: range) -> list[dict[str, int]]:
+    return [
+        {"start_id": 1, "node_id": 2, "rank": -1, "stage_id": 3, "begin_ns": day, "dur_ns": 5, "outcome": 0, "day": day}
+        for day in days
+    ]
+
+
+def test_migrations_end_with_the_tables_of_the_schema(database_url: str) -> None:
+    database = Database.open(database_url)
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"target_metadata": schema.metadata})
+        assert compare_metadata(context, schema.metadata) == []
+    database.close()
+
+
+def test_several_that_open_it_at_once_make_it_once(database_url: str) -> None:
+    opened: list[Database] = []
+    threads = [threading.Thread(target=lambda: opened.append(Database.open(database_url))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 4
+    for database in opened:
+        database.close()
+
+
+def test_names_have_one_number_and_spans_of_new_days_have_a_place(database_url: str) -> None:
+    database = Database.open(database_url)
+    with database.write() as connection:
+        first = database.ids(connection, schema.stage, ["install", 'it\'s\n"odd"; --', "install"])
+        database.insert_all(connection, schema.span, spans(range(20_000, 20_003)))
+    with database.write() as connection:
+        assert database.ids(connection, schema.stage, ["install"]) == {"install": first["install"]}
+        database.insert_all(connection, schema.span, spans(range(20_002, 20_004)))
+    with database.read() as connection:
+        assert connection.execute(select(func.count()).select_from(schema.span)).scalar() == 5
+    database.close()
+
+
+def test_a_block_that_fails_leaves_nothing(database_url: str) -> None:
+    database = Database.open(database_url)
+    with pytest.raises(ZeroDivisionError), database.write() as connection:
+        database.ids(connection, schema.stage, ["install"])
+        raise ZeroDivisionError
+    with database.read() as connection:
+        assert connection.execute(select(schema.stage)).all() == []
+    database.close()
+
+
+def test_one_of_a_newer_version_is_left_as_it_is(database_url: str) -> None:
+    database = Database.open(database_url)
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    database.close()
+    with pytest.raises(PermanentError, match=r"version 9999 .* newer one"):
+        Database.open(database_url)
+
+
+@pytest.mark.parametrize("url", ["", "mysql://a:secret@b/c", "sqlite://", "no url"])
+def test_other_addresses_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Database(url)
+    assert "secret" not in str(error.value)
+
+
+def test_one_that_cannot_be_reached_says_so_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(TransientError) as error:
+        Database.open("postgresql://me:secret@127.0.0.1:9/db")
+    assert "127.0.0.1" in str(error.value)
+    assert "secret" not in str(error.value)
+    with pytest.raises(TransientError, match="unable to open"):
+        Database.open(f"sqlite:///{tmp_path / 'no such folder' / 'db'}")

@@ -1,0 +1,183 @@
+"""From raw lines to rows: what the report says stands in the tables, once, in whatever order lines came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zstandard
+from sqlalchemy import func, insert, select
+
+from bootseer.service import schema
+from bootseer.service.database import Database
+from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.deriver import Deriver
+from bootseer.service.raw import RawStore
+from bootseer.store.open import open_store
+from fleet import INSTALL, Fleet
+
+_PATIENCE_S = 60.0
+
+
+class Place:
+    """A service's raw lines and database, without the service."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder / "raw"
+        self.folder.mkdir()
+        self.url = url
+        self.raw = RawStore(open_store(str(self.folder)))
+        self.database = Database.open(url)
+        self.batches: list[tuple[str, int]] = []
+
+    def put(self, lines: Sequence[bytes], job: str = "fleet", attempt: int = 0, sender: str = "node") -> None:
+        """A batch arrives."""
+        data, received_ns = b"".join(lines), time.time_ns()
+        kept = self.raw.put(data, day=20_000, job=job, attempt=attempt, sender=sender, sequence=len(self.batches))
+        self.batches.append((kept.name, received_ns))
+        row = {"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt, "received_ns": received_ns}
+        with self.database.write() as connection:
+            connection.execute(insert(schema.batch).values(**row, done=False))
+
+    def rows(self, table: Any) -> list[Any]:
+        with self.database.read() as connection:
+            return list(connection.execute(select(table)))
+
+    def close(self) -> None:
+        self.database.close()
+        self.raw.store.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, database_url: str) -> Any:
+    place = Place(tmp_path, database_url)
+    yield place
+    place.close()
+
+
+def contents(place: Place) -> dict[str, list[Any]]:
+    """All that was derived, without what tells when."""
+    found = {}
+    for table in (schema.stage_start, schema.node_start, schema.span, schema.start_report):
+        found[table.name] = sorted(map(repr, place.rows(table)))
+    dropped = {"computed_ns", "computed_n", "state"}
+    with place.database.read() as connection:
+        rows = connection.execute(select(schema.start)).mappings()
+        found["start"] = [{k: v for k, v in row.items() if k not in dropped} for row in rows]
+    return found
+
+
+def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> None:
+    fleet = Fleet(12, work_of={(3, INSTALL): 90.0})
+    lines = fleet.lines()
+    for first in range(0, len(lines), 100):
+        place.put(lines[first : first + 100])
+    derived = derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
+    assert derived.starts == 1
+    told = subprocess.run(
+        [sys.executable, "-m", "bootseer", "report", "--json", str(place.folder)], capture_output=True, check=True
+    ).stdout
+    kept = place.rows(schema.start_report)[0].json
+    assert zstandard.decompress(kept) == told
+    report = json.loads(told)
+    start = place.rows(schema.start)[0]
+    assert (start.nodes_heard, start.gpus, start.bucket) == (12, 96, 1)
+    assert start.overhead_s == pytest.approx(report["overhead"]["startup_s"], abs=1e-5)
+    with place.database.read() as connection:
+        node, stage, of_node = schema.node, schema.stage, schema.node_start
+        joined = of_node.join(node, of_node.c.node_id == node.c.id).join(stage, of_node.c.stage_id == stage.c.id)
+        slow = connection.execute(select(node.c.name, stage.c.name, of_node.c.delay_s).select_from(joined)).all()
+    assert [(name, where) for name, where, _ in slow] == [(fleet.name(3), INSTALL)]
+    assert slow[0][2] == pytest.approx(30.0, abs=1.0)
+
+
+def test_batches_in_any_order_and_twice_end_in_the_same_rows(place: Place) -> None:
+    lines = Fleet(4, ranks_per_node=2).lines()
+    rng = random.Random(5)
+    attempt = Attempt("fleet", 0)
+    for first in range(0, len(lines), 40):
+        place.put(lines[first : first + 40])
+    derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+    once = contents(place)
+    for _ in range(3):
+        place.put(rng.sample(lines, 60), sender="another")
+        rng.shuffle(place.batches)
+        derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+    again = contents(place)
+    # The report counts what was read, repetitions included.
+    assert once.pop("start_report") != again.pop("start_report")
+    assert again == once
+    assert place.rows(schema.start)[0].computed_n == 4
+
+
+@pytest.fixture
+def deriver(place: Place) -> Any:
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    yield deriver
+    deriver.close()
+
+
+def until(condition: Any, what: str) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(place: Place, deriver: Deriver) -> None:
+    lines = Fleet(3).lines()
+    place.put(lines[: len(lines) // 2])
+    deriver.wake()
+    until(lambda: any(row.moment for row in place.rows(schema.live)), "no moment was told")
+    moment = json.loads(place.rows(schema.live)[0].moment)
+    assert (moment["job"], moment["nodes_heard"]) == ("fleet", 2)
+    until(lambda: place.rows(schema.start), "nothing was derived")
+    place.put(lines[len(lines) // 2 :])
+    deriver.wake()
+    until(lambda: place.rows(schema.start)[0].outcome == "training_began", "the rest was not derived")
+    until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+
+
+def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:
+    for attempt in range(6):
+        place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+    deriver.wake()
+    killed = 0
+    while killed < 4:
+        # The workers are children of the fork server, which is a child of this process.
+        for server in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for worker in server.children():
+                    worker.kill()
+                    killed += 1
+        time.sleep(0.02)
+    until(lambda: len(place.rows(schema.start)) == 6, "not all attempts were derived")
+    until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+    with place.database.read() as connection:
+        spans = connection.execute(select(func.count()).select_from(schema.span).group_by(schema.span.c.start_id)).all()
+    assert len({count for (count,) in spans}) == 1
+
+
+def test_two_services_share_the_work_of_one_postgres(place: Place) -> None:
+    if not place.database.is_postgres:
+        pytest.skip("SQLite belongs to one service")
+    others = [Deriver(place.database, place.url, str(place.folder)) for _ in range(2)]
+    for number, one in enumerate(others):
+        one._name = f"service-{number}"
+        one.start()
+    for attempt in range(4):
+        place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+    until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+    assert [row.computed_n for row in place.rows(schema.start)] == [1] * 4
+    for one in others:
+        one.close()

@@ -1,0 +1,116 @@
+"""Sums by day, raw lines without a row, and forgetting, on both engines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import delete, func, select
+
+from bootseer.service import schema
+from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.rows import DAY_NS
+from bootseer.service.upkeep import (
+    CLASSES,
+    Retention,
+    begin_again,
+    bound_s,
+    class_of,
+    forget,
+    quantile_s,
+    reconcile,
+    roll_up,
+)
+from fleet import EPOCH_NS, INSTALL, Fleet
+from service.test_derive import Place
+
+DAY = EPOCH_NS // DAY_NS
+
+
+@pytest.fixture
+def place(tmp_path: Path, database_url: str) -> Iterator[Place]:
+    place = Place(tmp_path, database_url)
+    yield place
+    place.close()
+
+
+def derive_all(place: Place) -> None:
+    for attempt in sorted({row.attempt for row in place.rows(schema.batch)}):
+        batches = [(row.raw_key, row.received_ns) for row in place.rows(schema.batch) if row.attempt == attempt]
+        derive_attempt(place.raw, place.database, Attempt("fleet", attempt), batches, time.time_ns())
+
+
+def test_sums_of_a_day_are_those_of_its_starts_however_often_they_are_computed(place: Place) -> None:
+    for attempt in range(3):
+        place.put(Fleet(4, attempt=attempt, work_of={(1, INSTALL): 100.0}).lines(), attempt=attempt)
+    derive_all(place)
+    for _ in range(2):
+        roll_up(place.database, DAY)
+    stages, of_starts = place.rows(schema.stage_day), place.rows(schema.stage_start)
+    assert sum(row.n for row in stages) == len(of_starts)
+    assert sum(row.work_s for row in stages) == pytest.approx(sum(row.work_s for row in of_starts))
+    assert sum(sum(json.loads(row.hist)) for row in stages) == sum(row.median_s is not None for row in of_starts)
+    with place.database.read() as connection:
+        joined = schema.node_day.join(schema.node, schema.node.c.id == schema.node_day.c.node_id)
+        rows = connection.execute(select(schema.node.c.name, schema.node_day).select_from(joined)).all()
+    slow = next(row for row in rows if row.name == "node-0001")
+    assert (slow.n, slow.n_last) == (3, 3)
+    assert slow.delay_s == pytest.approx(3 * 40.0, abs=3.0)
+    assert all(row.delay_s == 0 for row in rows if row.name != "node-0001")
+
+
+def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None:
+    lines = Fleet(3, attempt=7).lines()
+    place.put(lines[:50], attempt=7)
+    place.put(lines[50:], attempt=7)
+    derive_all(place)
+    whole = place.rows(schema.span)
+    with place.database.write() as connection:
+        connection.execute(delete(schema.batch))
+    begin_again(place.database)
+    assert place.rows(schema.start) == []
+    assert reconcile(place.database, place.raw) == 2
+    assert reconcile(place.database, place.raw, [20_000]) == 0
+    assert {(row.job, row.attempt, row.done) for row in place.rows(schema.batch)} == {("fleet", 7, False)}
+    derive_all(place)
+    assert sorted(row[1:] for row in place.rows(schema.span)) == sorted(row[1:] for row in whole)
+
+
+def test_what_is_old_is_forgotten_and_its_bytes_come_back(place: Place) -> None:
+    place.put(Fleet(60).lines())
+    derive_all(place)
+    before = size_of(place)
+    assert forget(place.database, place.raw, Retention(), 20_000 * DAY_NS) == {"raw_objects": 0, "span_days": 0}
+    gone = forget(place.database, place.raw, Retention(raw_days=0, span_days=1), (DAY + 2) * DAY_NS)
+    assert gone == {"raw_objects": 1, "span_days": 1}
+    assert list(place.raw.names()) == []
+    assert len(place.rows(schema.start)) == len(place.rows(schema.start_report)) == 1
+    assert size_of(place) < before - 50_000
+
+
+def size_of(place: Place) -> int:
+    if not place.database.is_postgres:
+        return sum(path.stat().st_size for path in place.folder.parent.glob("derived.sqlite*"))
+    with place.database.read() as connection:
+        return int(connection.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
+
+
+@given(st.floats(0, 1e6))
+def test_a_class_holds_its_value(value: float) -> None:
+    number = class_of(value)
+    assert value <= bound_s(number) * (1 + 1e-9) or number == CLASSES - 1
+    assert number == 0 or value > bound_s(number - 1) * (1 - 1e-9)
+
+
+def test_a_quantile_is_as_exact_as_its_class() -> None:
+    hist = [0] * CLASSES
+    for value in range(1, 101):
+        hist[class_of(float(value))] += 1
+    assert quantile_s(hist, 0.5) == pytest.approx(50, rel=0.2)
+    assert quantile_s(hist, 0.99) == pytest.approx(99, rel=0.2)
+    assert quantile_s([0] * CLASSES, 0.5) is None
