@@ -86,6 +86,7 @@ class Session:
             parent=given.span if given else "",
         )
         self.quiet = options.quiet
+        self._warm = options.warm
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
         self.tracer.parent = self.span
@@ -107,6 +108,8 @@ class Session:
             **self.tracer.environment(self.span),
         }
         if hook and env.get("BOOTSEER_HOOK") != "0":
+            if self._warm != "off":
+                child["BOOTSEER_WARM"] = self.folder
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 

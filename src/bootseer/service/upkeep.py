@@ -83,13 +83,16 @@ def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
     of = schema.stage_start
     keys = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id)
     sums = (of.c.work_s, of.c.wait_s, func.coalesce(of.c.gpu_s, 0.0), func.coalesce(of.c.cost, 0.0))
-    groups: dict[tuple[Any, ...], tuple[list[float], list[int]]] = defaultdict(lambda: ([0.0] * 5, [0] * CLASSES))
-    for row in connection.execute(select(*keys, of.c.median_s, *sums).where(of.c.day == day)):
-        values, hist = groups[tuple(row[:4])]
-        for number, value in enumerate((1, *row[5:])):
+    groups: dict[tuple[Any, ...], tuple[list[float], list[int], list[int]]] = defaultdict(
+        lambda: ([0.0] * 5, [0] * CLASSES, [0] * CLASSES)
+    )
+    for row in connection.execute(select(*keys, of.c.median_s, of.c.p99_s, *sums).where(of.c.day == day)):
+        values, *hists = groups[tuple(row[:4])]
+        for number, value in enumerate((1, *row[6:])):
             values[number] += value
-        if row.median_s is not None:
-            hist[class_of(row.median_s)] += 1
+        for hist, value in zip(hists, (row.median_s, row.p99_s), strict=True):
+            if value is not None:
+                hist[class_of(value)] += 1
     return [
         {
             "day": day,
@@ -97,8 +100,9 @@ def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
             "n": int(values[0]),
             **dict(zip(("work_s", "wait_s", "gpu_s", "cost"), values[1:], strict=True)),
             "hist": json.dumps(hist, separators=(",", ":")),
+            "hist99": json.dumps(hist99, separators=(",", ":")),
         }
-        for key, (values, hist) in groups.items()
+        for key, (values, hist, hist99) in groups.items()
     ]
 
 
@@ -142,7 +146,7 @@ def changed_days(database: Database, since_ns: int) -> set[int]:
     """The days of starts that were derived since."""
     start = schema.start
     with database.read() as connection:
-        return set(connection.execute(select(distinct(start.c.day)).where(start.c.computed_ns >= since_ns)).scalars())
+        return set(connection.execute(select(start.c.day).distinct().where(start.c.computed_ns >= since_ns)).scalars())
 
 
 def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = None) -> int:

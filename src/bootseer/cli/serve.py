@@ -1,0 +1,198 @@
+"""`bootseer serve`: the service that keeps the starts of all jobs, and its tokens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.command import Group, json_option
+from bootseer.cli.output import Output, table
+from bootseer.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from bootseer.service.app import Settings
+    from bootseer.service.database import Database
+
+_VERBS = {
+    "token": ("serve", "Tokens of those who may send, read or administer."),
+}
+_TOKEN_VERBS = {
+    "add": ("serve", "Make a token; it is shown this once."),
+    "list": ("serve", "The tokens that there are, without their secrets."),
+    "revoke": ("serve", "Make a token void."),
+}
+
+
+def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the service keeps what it knows."""
+    for decorator in (
+        click.option("--raw", metavar="STORE", help="Store of raw lines (default: in the data folder)."),
+        click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
+                     help="postgresql://... (default: SQLite in the data folder)."),
+        click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
+                     help="The data folder (default: $BOOTSEER_SERVICE_DATA, else one of this machine or user)."),
+    ):  # fmt: skip
+        function = decorator(function)
+    return function
+
+
+def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
+    """The settings of a service at this place. Raises `UsageError` where its libraries are not installed."""
+    try:
+        from bootseer.service.app import Settings, default_data
+    except ImportError as error:
+        raise UsageError(
+            f"the service needs libraries that are not installed ({error.name})",
+            hint="pip install 'bootseer[service]'",
+        ) from None
+    return Settings((data or default_data(os.environ)).absolute(), database or "", raw or "", **more)
+
+
+def opened_database(data: Path | None, database: str | None, raw: str | None) -> Database:
+    """The database at this place; its caller closes it."""
+    from bootseer.service.database import Database
+
+    return Database.open(settings_of(data, database, raw).made().database_url)
+
+
+@click.group("serve", cls=Group, verbs=_VERBS, invoke_without_command=True)
+@place_options
+@click.option("--listen", metavar="HOST:PORT", default="127.0.0.1:8765", show_default=True,
+              help="Other addresses than loopback need tokens; port 0 takes a free one.")  # fmt: skip
+@click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve https with this certificate.")
+@click.option(
+    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its key, where it has a file of its own."
+)
+@click.option(
+    "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
+)
+@click.option("--proxy-from", multiple=True, metavar="ADDRESS",
+              help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
+@click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
+              help="The header in which that proxy names the user.")  # fmt: skip
+@click.pass_context
+def serve_command(
+    ctx: click.Context,
+    data: Path | None,
+    database: str | None,
+    raw: str | None,
+    listen: str,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    workers: int,
+    proxy_from: tuple[str, ...],
+    proxy_header: str,
+) -> None:
+    """Keep and analyse the starts of all jobs, and show them. Ctrl-C or SIGTERM ends it.
+
+    \b
+    bootseer serve
+    bootseer serve --database postgresql://bootseer@db/bootseer --raw s3://bucket/lines
+    bootseer serve token add --scope ingest --team llm
+    bootseer serve --listen 0.0.0.0:8765 --tls-cert host.pem --tls-key host.key
+    Jobs send with: bootseer run --trace-to service=http://HOST:8765 -- ...
+    """
+    if ctx.invoked_subcommand is not None:
+        if ctx.get_parameter_source("data") == click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(
+                "--data belongs behind the verb", hint=f"bootseer serve {ctx.invoked_subcommand} --data DIR"
+            )
+        return
+    if tls_key is not None and tls_cert is None:
+        raise UsageError("--tls-key needs --tls-cert")
+    settings = settings_of(data, database, raw, listen=_address(listen), certificate=tls_cert, key=tls_key,
+                           workers=workers, proxy_header=proxy_header)  # fmt: skip
+    from dataclasses import replace
+
+    from bootseer.service.access import networks
+    from bootseer.service.app import serve
+
+    def ready(address: str) -> None:
+        sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
+        sys.stderr.flush()
+
+    serve(replace(settings, proxies=networks(proxy_from)), ready)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
+        raise UsageError(f"--listen {text}: not an address with a port", hint="as 127.0.0.1:8765 or [::1]:8765")
+    return host.strip("[]"), int(port)
+
+
+@click.group("token", cls=Group, verbs=_TOKEN_VERBS)
+def token_command() -> None:
+    """Tokens: who may send lines (ingest), read everything (read), or both and change things (admin).
+
+    \b
+    bootseer serve token add --scope ingest --team llm --note "rack 7"
+    bootseer serve token list
+    bootseer serve token revoke 3
+    """
+
+
+@click.command("add")
+@place_options
+@click.option("--scope", type=click.Choice(["ingest", "read", "admin"]), required=True, help="What it allows.")
+@click.option("--team", default="", metavar="NAME", help="Whose jobs send with it.")
+@click.option("--note", default="", metavar="TEXT", help="What it is for.")
+@json_option("bootseer.token/1")
+def add_command(
+    data: Path | None, database: str | None, raw: str | None, scope: str, team: str, note: str, output: Output
+) -> None:
+    """Make a token and print it. It cannot be shown again: the database has its digest alone."""
+    place = opened_database(data, database, raw)
+    from bootseer.service.access import Tokens
+
+    try:
+        number, secret = Tokens(place).add(scope, team, note)
+    finally:
+        place.close()
+    if not output.as_json:
+        sys.stderr.write(f"token {number}, scope {scope}; keep it, it is not shown again:\n")
+    output({"id": number, "scope": scope, "team": team, "token": secret}, secret)
+
+
+@click.command("list")
+@place_options
+@json_option("bootseer.tokens/1")
+def list_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
+    """List the tokens, the oldest first."""
+    place = opened_database(data, database, raw)
+    from bootseer.service.access import Tokens
+
+    try:
+        found = Tokens(place).all()
+    finally:
+        place.close()
+    rows = table("id", "scope", "team", "made", "last used", "state", "note", right=("id",))
+    for one in found:
+        state = "revoked" if one.revoked_ns is not None else "valid"
+        rows.add_row(str(one.id), one.scope, one.team, _day(one.created_ns), _day(one.last_used_ns), state, one.note)
+    output({"tokens": [one._asdict() for one in found]}, rows, *([] if found else ["no tokens"]))
+
+
+def _day(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M") if ns else "-"
+
+
+@click.command("revoke")
+@place_options
+@click.argument("number", type=int, metavar="ID")
+def revoke_command(data: Path | None, database: str | None, raw: str | None, number: int) -> None:
+    """Make the token with this number (`bootseer serve token list`) void, within some seconds."""
+    place = opened_database(data, database, raw)
+    from bootseer.service.access import Tokens
+
+    try:
+        if not Tokens(place).revoke(number):
+            raise NotFoundError(f"there is no token {number}")
+    finally:
+        place.close()

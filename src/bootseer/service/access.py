@@ -1,0 +1,307 @@
+"""Who may do what with the service: tokens with a scope and a team, names that a trusted proxy vouches for, loopback.
+
+A token is 32 random bytes, of which the database has the SHA-256 digest alone. Its scope is `ingest` (send lines),
+`read` (see everything) or `admin` (both, and change things); a token with a team sends for that team. Browsers keep
+one in a cookie. Where no token was ever made and the service listens on loopback only, requests need none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+from urllib.parse import parse_qs, quote, urlsplit
+
+from sqlalchemy import insert, select, update
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bootseer.errors import TransientError, UsageError
+from bootseer.service.database import Database
+from bootseer.service.schema import token as token_table
+from bootseer.store.open import is_loopback
+
+INGEST: Final = "ingest"
+READ: Final = "read"
+ADMIN: Final = "admin"
+SCOPES: Final = (INGEST, READ, ADMIN)
+COOKIE: Final = "bootseer_token"
+LOGIN: Final = "/login"
+
+_PREFIX = "bst_"
+_FRESH_S = 5.0
+_MAX_FORM_BYTES = 4096
+_USED_EVERY_NS = 60_000_000_000
+_FREE = ("/healthz", LOGIN, "/static/")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+"""Of each answer that does not say otherwise."""
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one request may do; in `request.state.grant`."""
+
+    scope: str
+    team: str = ""
+    """Empty: of no team in particular."""
+    user: str = ""
+    """As the proxy calls it; empty for tokens."""
+
+    def allows(self, scope: str) -> bool:
+        """Whether it covers this scope."""
+        return self.scope in (ADMIN, scope)
+
+
+class Token(NamedTuple):
+    """A token as it is listed: without its secret, which is nowhere."""
+
+    id: int
+    scope: str
+    team: str
+    note: str
+    created_ns: int
+    last_used_ns: int
+    revoked_ns: int | None
+
+
+class Tokens:
+    """The tokens of a database. What was read last is used while the database is away. Safe to use from threads."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._by_hash: dict[str, Token] = {}
+        self._read_at = -_FRESH_S
+        self._used: dict[int, int] = {}
+
+    def add(self, scope: str, team: str = "", note: str = "") -> tuple[int, str]:
+        """Make a token: its number and its secret, which cannot be had again."""
+        secret = _PREFIX + secrets.token_urlsafe(32)
+        row = {"hash": _hash(secret), "scope": scope, "team": team, "note": note, "created_ns": time.time_ns()}
+        with self._database.write() as connection:
+            made = connection.execute(insert(token_table).values(row)).inserted_primary_key
+        return int(made[0]) if made else 0, secret
+
+    def all(self) -> list[Token]:
+        """All that were ever made, the oldest first."""
+        with self._database.read() as connection:
+            columns = [token_table.c[name] for name in Token._fields]
+            return [Token(*row) for row in connection.execute(select(*columns).order_by(token_table.c.id))]
+
+    def revoke(self, number: int) -> bool:
+        """Make a token void; whether there was one of this number."""
+        with self._database.write() as connection:
+            done = connection.execute(update(token_table).where(token_table.c.id == number)
+                                      .values(revoked_ns=time.time_ns()))  # fmt: skip
+            return done.rowcount > 0
+
+    def any(self) -> bool:
+        """Whether one was ever made."""
+        self._refresh()
+        return bool(self._by_hash)
+
+    def grant(self, secret: str) -> Grant | None:
+        """What a secret allows; None for one that is not known or was revoked."""
+        self._refresh()
+        found = self._by_hash.get(_hash(secret))
+        if found is None or found.revoked_ns is not None:
+            return None
+        self._used[found.id] = time.time_ns()
+        return Grant(found.scope, found.team)
+
+    def _refresh(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._read_at < _FRESH_S:
+                return
+            try:
+                self._note_use()
+                with self._database.read() as connection:
+                    columns = [token_table.c[name] for name in ("hash", *Token._fields)]
+                    rows = connection.execute(select(*columns))
+                    self._by_hash = {row[0]: Token(*row[1:]) for row in rows}
+            except TransientError:
+                pass  # asked again in a while; what is known stays good
+            self._read_at = time.monotonic()
+
+    def _note_use(self) -> None:
+        known = {one.id: one.last_used_ns for one in self._by_hash.values()}
+        late = {number: at for number, at in self._used.items() if at - known.get(number, 0) > _USED_EVERY_NS}
+        self._used.clear()
+        if late:
+            with self._database.write() as connection:
+                for number, at in late.items():
+                    connection.execute(update(token_table).where(token_table.c.id == number).values(last_used_ns=at))
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()  # of 256 random bits: needs no salt
+
+
+def networks(words: Sequence[str]) -> tuple[Network, ...]:
+    """The addresses of proxies, as `10.0.0.7` or `10.0.0.0/24`. Raises `UsageError`."""
+    try:
+        return tuple(ipaddress.ip_network(word) for word in words)
+    except ValueError as error:
+        raise UsageError(f"--proxy-from: {error}", hint="as 10.0.0.7 or 10.0.0.0/24") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How requests are told apart."""
+
+    loopback_only: bool
+    """The service listens on loopback alone."""
+    proxies: tuple[Network, ...] = ()
+    """Those whose word counts about the user."""
+    proxy_header: str = "x-forwarded-user"
+
+
+def needed(method: str, path: str) -> str:
+    """The scope that a request needs; "" when none. What is not known needs more, not less."""
+    if path == _FREE[0] or path == LOGIN or path.startswith(_FREE[2]):
+        return ""
+    if path.startswith("/v1/"):
+        return INGEST
+    return READ if method in _SAFE_METHODS else ADMIN
+
+
+class Gate:
+    """ASGI middleware in front of all routes: lets requests pass that may, and puts their `Grant` into the state."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, rules: Rules) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = await run_in_threadpool(self._judge, scope)
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _judge(self, scope: Scope) -> Response | None:
+        """The answer to a request that may not pass. Puts the grant into the state of one that may."""
+        connection = HTTPConnection(scope)
+        try:
+            grant, is_sent = self._grant(connection)
+        except PermissionError as error:
+            return refusal(403, str(error))
+        scope.setdefault("state", {})["grant"] = grant
+        wanted = needed(scope["method"], scope["path"])
+        if not wanted:
+            return None
+        if grant is None:
+            return _ask_for_token(connection)
+        if not grant.allows(wanted):
+            return refusal(403, f"this needs the scope {wanted}, and the request has {grant.scope}")
+        if not is_sent and scope["method"] not in _SAFE_METHODS and not same_origin(connection.headers):
+            return refusal(403, "the request comes from another site")
+        return None
+
+    def _grant(self, connection: HTTPConnection) -> tuple[Grant | None, bool]:
+        """What the request may do, and whether it brought its token itself: browsers add cookies to any request.
+
+        Raises `PermissionError` for one that is refused whatever it wants.
+        """
+        headers, rules = connection.headers, self._rules
+        said = headers.get(rules.proxy_header, "").strip() if rules.proxies else ""
+        if said:
+            if not self._from_proxy(connection):
+                raise PermissionError(f"{rules.proxy_header} from an address that is no trusted proxy's")
+            return Grant(READ, user=said[:256]), False
+        word, _, secret = headers.get("authorization", "").partition(" ")
+        if word.lower() == "bearer":
+            return self._tokens.grant(secret.strip()), True
+        if secret := connection.cookies.get(COOKIE, ""):
+            return self._tokens.grant(secret), False
+        if not rules.loopback_only or rules.proxies or self._tokens.any():
+            return None, False
+        # Another site's name that leads to 127.0.0.1 reaches us from the user's browser; a proxy, from anywhere.
+        if any(name in headers for name in _FORWARDED) or not is_loopback(headers.get("host", "")):
+            raise PermissionError("without tokens only requests to localhost are answered")
+        return Grant(ADMIN), False
+
+    def _from_proxy(self, connection: HTTPConnection) -> bool:
+        try:
+            address = ipaddress.ip_address(connection.client.host if connection.client else "")
+        except ValueError:
+            return False
+        return any(address in network for network in self._rules.proxies)
+
+
+def _ask_for_token(connection: HTTPConnection) -> Response:
+    if "text/html" in connection.headers.get("accept", "") and connection.scope["method"] == "GET":
+        query = connection.scope["query_string"].decode("latin-1")
+        return RedirectResponse(f"{LOGIN}?next={quote(connection.url.path + ('?' + query if query else ''))}", 303)
+    return refusal(401, "a token is needed: Authorization: Bearer TOKEN", {"www-authenticate": "Bearer"})
+
+
+def same_origin(headers: Headers) -> bool:
+    """Whether no other site's page made the request. Programs other than browsers send none of these headers."""
+    origin = headers.get("origin")
+    if origin is not None:
+        return urlsplit(origin).netloc == headers.get("host", "")
+    return headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
+
+
+def refusal(status: int, why: str, headers: dict[str, str] | None = None) -> Response:
+    """The answer to a request that is not served."""
+    return JSONResponse({"error": why}, status, headers)
+
+
+_LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>BootSeer</title>
+<meta name="viewport" content="width=device-width"><h1>BootSeer</h1><p>%s</p>
+<form method="post"><label>Token <input type="password" name="token" autocomplete="current-password" autofocus></label>
+<button>Log in</button></form>"""
+
+
+async def login(request: Request) -> Response:
+    """`/login`: a form for a token, which goes into a cookie. Links from elsewhere carry it, other requests do not."""
+    if request.method == "GET":
+        return HTMLResponse(_LOGIN_PAGE % "Give a token with the scope read.")
+    if not same_origin(request.headers):
+        return refusal(403, "the request comes from another site")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_FORM_BYTES:
+            return refusal(413, "the form is too large")
+    secret = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
+    tokens: Tokens = request.app.state.service.tokens
+    if await run_in_threadpool(tokens.grant, secret) is None:
+        return HTMLResponse(_LOGIN_PAGE % "This token is not known, or was revoked.", 403)
+    target = request.query_params.get("next", "/")
+    # Only a path of ours: `//host` and `/\host` lead elsewhere.
+    safe = target if target.startswith("/") and target[1:2] not in ("/", "\\") and target.isprintable() else "/"
+    response = RedirectResponse(safe, 303)
+    response.set_cookie(COOKIE, secret, httponly=True, samesite="lax", secure=request.url.scheme == "https",
+                        max_age=30 * 86_400)  # fmt: skip
+    return response

@@ -1,0 +1,262 @@
+"""The service as one process: what it listens on, what it holds, and how it ends.
+
+`Service` owns the database, the raw lines, the deriver and the routes; `serve` runs it under uvicorn until a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from bootseer.errors import UsageError
+from bootseer.io.locks import try_flock
+from bootseer.io.trusted_folder import home_of, trusted_folder
+from bootseer.logs import logger
+from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
+from bootseer.service.database import Database, default_url
+from bootseer.service.deriver import Deriver
+from bootseer.service.ingest import Ingest
+from bootseer.service.raw import RawStore
+from bootseer.service.upkeep import Retention, Upkeep
+from bootseer.store.open import is_loopback, open_store
+
+DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
+_LOG = logger(__name__)
+_MAX_CONNECTIONS = 2000
+_END_S = 10
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_OTHERWISE = "give --data another folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a service is started with."""
+
+    data: Path
+    """Holds what is kept on this machine: the lock, SQLite's file, the raw lines."""
+    database: str = ""
+    """URL; empty: SQLite in `data`."""
+    raw: str = ""
+    """Store of the raw lines; empty: in `data`."""
+    listen: tuple[str, int] = DEFAULT_LISTEN
+    certificate: Path | None = None
+    key: Path | None = None
+    workers: int = 1
+    """Processes that analyse."""
+    proxies: tuple[Network, ...] = ()
+    proxy_header: str = "x-forwarded-user"
+    retention: Retention = field(default_factory=Retention)
+
+    def made(self) -> Settings:
+        """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
+        where it is not so."""
+        return replace(self, data=trusted_folder(self.data, otherwise=_OTHERWISE, private=True))
+
+    @property
+    def database_url(self) -> str:
+        """Of the database."""
+        return self.database or default_url(self.data)
+
+    @property
+    def raw_uri(self) -> str:
+        """Of the store of raw lines."""
+        return self.raw or str(self.data / "raw")
+
+
+def default_data(env: dict[str, str] | os._Environ[str]) -> Path:
+    """`$BOOTSEER_SERVICE_DATA`; else a folder of this machine for root, and of the user's state for others."""
+    if env.get("BOOTSEER_SERVICE_DATA"):
+        return Path(env["BOOTSEER_SERVICE_DATA"])
+    if os.geteuid() == 0:
+        return Path("/var/lib/bootseer/service")
+    state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=_OTHERWISE)}/.local/state"
+    return Path(state, "bootseer", "service")
+
+
+class Service:
+    """What one process of the service holds. Made before it listens; `close` at its end."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises `BootseerError` when the database or the store cannot be opened."""
+        self.settings = settings
+        self.began = time.monotonic()
+        self.database = Database.open(settings.database_url)
+        try:
+            self.raw = RawStore(open_store(settings.raw_uri))
+            self.deriver = Deriver(
+                self.database,
+                settings.database_url,
+                settings.raw_uri,
+                workers=settings.workers,
+                on_derived=lambda attempt, derived: self.upkeep.changed(derived.days),
+            )
+            self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
+            self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
+            self.tokens = Tokens(self.database)
+            self._parts = (self.ingest, self.deriver, self.upkeep)
+            self._started = 0
+        except BaseException:
+            self.database.close()
+            raise
+
+    def start(self) -> None:
+        """Begin what runs beside requests."""
+        for part in self._parts:
+            part.start()
+            self._started += 1
+
+    def close(self) -> None:
+        """End it."""
+        for part in self._parts[: self._started]:
+            part.close()
+        self.raw.store.close()
+        self.database.close()
+
+    def routes(self) -> list[Any]:
+        """All addresses."""
+        return [
+            Route("/healthz", self._healthz),
+            Route(LOGIN, login, methods=["GET", "POST"]),
+            *self.ingest.routes(),
+        ]
+
+    def app(self) -> Starlette:
+        """The application, for any ASGI server."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self.start()
+            yield
+
+        host = self.settings.listen[0]
+        rules = Rules(is_loopback(_bracketed(host)), self.settings.proxies, self.settings.proxy_header.lower())
+        app = Starlette(
+            routes=self.routes(), lifespan=lifespan, middleware=[Middleware(Gate, tokens=self.tokens, rules=rules)]
+        )
+        app.state.service = self
+        return app
+
+    async def _healthz(self, request: Request) -> Response:
+        """200 while lines are taken. A database that is away for a while stops nothing that a sender would notice."""
+        from bootseer import __version__
+
+        said = {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self.began, 1),
+            "problem": self.ingest.problem,
+            "ingest_lag_s": round(self.ingest.lag_s, 1),
+        }
+        return JSONResponse(said, 503 if self.ingest.problem else 200)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _listening(settings: Settings) -> socket.socket:
+    host, port = settings.listen
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}", hint="give --listen another HOST:PORT"
+        ) from None
+    return made
+
+
+def _check_access(settings: Settings, service: Service) -> None:
+    if not is_loopback(_bracketed(settings.listen[0])) and not settings.proxies and not service.tokens.any():
+        raise UsageError(
+            f"listening on {settings.listen[0]} would serve everybody who reaches it: there is no token",
+            hint="make one with `bootseer serve token add --scope read`, or listen on 127.0.0.1",
+        )
+
+
+def serve(settings: Settings, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C. `ready` gets the service's address once requests are answered.
+
+    Raises `UsageError` for what cannot be listened on, for another service in the same folder, and for an address
+    that others reach without any token; `BootseerError` for the database and the store.
+    """
+    settings = settings.made()
+    lock = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if not try_flock(lock):
+            raise UsageError(f"another service runs with {settings.data}", hint=_OTHERWISE)
+        with contextlib.closing(_listening(settings)) as listener, contextlib.closing(Service(settings)) as service:
+            _check_access(settings, service)
+            server = _Server(_configured(settings, service))
+            scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
+            server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
+            before = {number: signal.signal(number, lambda *_: server.end()) for number in _ENDING}
+            try:
+                server.run(sockets=[listener])
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+    finally:
+        os.close(lock)
+
+
+def _configured(settings: Settings, service: Service) -> uvicorn.Config:
+    if settings.certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.certificate, settings.key)
+        except (OSError, ssl.SSLError) as error:
+            why = error.strerror or error
+            raise UsageError(f"--tls-cert {settings.certificate}: no certificate with its key: {why}") from None
+    return uvicorn.Config(
+        service.app(),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # whose word counts is decided by `access`
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_END_S,
+        timeout_keep_alive=75,
+        h11_max_incomplete_event_size=64 << 10,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.key,
+        ws="none",
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with our signals: its own would end the process by the signal once more."""
+
+    on_ready: Callable[[], None]
+
+    def end(self) -> None:
+        self.force_exit = self.should_exit  # asked twice
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self.on_ready()

@@ -1,0 +1,453 @@
+"""What senders bring: native lines and OTLP. Answered once the lines are durable; all else comes afterwards.
+
+`POST /v1/lines` takes event lines as they lie in a spool, `/v1/traces` and `/v1/logs` what OpenTelemetry's collectors
+send (`otlp_in`). A batch is cut by job and attempt, each part becomes one object of raw lines, and only then comes the
+answer. Rows of the database, which tell the deriver what is new, are written a moment later by a thread: they can be
+made again from the objects, so that a database that is away stops nothing here.
+
+Memory is bounded: bodies that are being read or wait for a thread take at most `MAX_HELD_BYTES` together, more are
+answered with 429 and Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import random
+import re
+import threading
+import time
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+import zstandard
+from sqlalchemy import Connection, delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from bootseer.errors import BootseerError, TransientError
+from bootseer.logs import logger
+from bootseer.service import schema
+from bootseer.service.access import Grant, refusal
+from bootseer.service.database import Database
+from bootseer.service.raw import EVENTS, LOG, RawStore
+from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, encode
+
+MAX_BODY_BYTES: Final = 4 << 20
+"""Of a request, as it is sent."""
+MAX_PLAIN_BYTES: Final = 16 << 20
+"""Of a request, unpacked."""
+MAX_HELD_BYTES: Final = 64 << 20
+MAX_ATTEMPTS: Final = 256
+"""In one batch: a collector may bring those of many jobs."""
+SENDER, SEQUENCE, KIND, JOB = (f"x-bootseer-{word}" for word in ("sender", "sequence", "kind", "job"))
+"""Headers of a batch: who sends it, which of its batches it is, `lines` or `log`, and the job of a log."""
+
+_LOG = logger(__name__)
+_THREADS = 4
+_BODY_S = 30.0
+"""How long a body may take to come."""
+_GATHER_S = 0.2
+_MAX_ROWS = 50_000
+_SENDERS = 50_000
+_NAMES = 500
+_DAY_NS = 86_400 * 10**9
+_TAG = b"@bootseer1 {"
+_NUMBER = re.compile(r"\d{1,18}")
+_NUL = b"\\u0000"
+"""No text of PostgreSQL may hold it, and nothing that we write has it."""
+
+
+class _Head(msgspec.Struct):
+    """What a line is sorted by."""
+
+    job: str
+    attempt: int = 0
+
+
+_head = msgspec.json.Decoder(_Head)
+Attempt = tuple[str, int]
+Gap = tuple[int, int]
+
+
+class Batch(NamedTuple):
+    """Lines of one request."""
+
+    sender: str
+    sequence: int | None
+    """None: the sender does not count, so that nothing can be missed."""
+    team: str
+    parts: dict[Attempt, list[bytes]]
+    suffix: str = EVENTS
+
+
+class Outcome(NamedTuple):
+    """What became of a batch."""
+
+    accepted: int
+    """Lines."""
+    rejected: int
+    is_new: bool
+    """False when all of it was there already."""
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not an error of the program
+    """A request that is answered with `status`."""
+
+    def __init__(self, status: int, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+def sort_lines(data: bytes) -> tuple[dict[Attempt, list[bytes]], int]:
+    """The lines of each attempt, and how many were no events."""
+    parts: dict[Attempt, list[bytes]] = {}
+    rejected = 0
+    for line in data.split(b"\n"):
+        if not line:
+            continue
+        attempt = _attempt(line)
+        if attempt is None:
+            rejected += 1
+        else:
+            parts.setdefault(attempt, []).append(line)
+    return parts, rejected
+
+
+def _attempt(line: bytes) -> Attempt | None:
+    if len(line) > MAX_READ_BYTES or _NUL in line:
+        return None
+    place = line.find(_TAG)
+    head = None
+    if place >= 0:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            head = _head.decode(memoryview(line)[place + len(_TAG) - 1 :])
+    if head is not None:
+        job, attempt = encodable(head.job[:256]), head.attempt
+    elif TAG_STEM in line:
+        try:
+            event = decode(line)[0]  # what collectors have put around a line, and an older version's names
+        except Malformed:
+            return None
+        job, attempt = event.job, event.attempt
+    else:
+        return None
+    return (job, attempt) if job and 0 <= attempt < 2**31 else None
+
+
+def _of_team(line: bytes, team: str) -> bytes:
+    """The line, where it begins a run, with the team whose token sent it: what it says itself does not count."""
+    if b'"run"' not in line or b'"begin"' not in line:
+        return line
+    try:
+        event = decode(line)[0]
+    except Malformed:
+        return line
+    if event.stage != "run" or event.phase != BEGIN:
+        return line
+    return encode(event._replace(attrs={**event.attrs, "team": team})).rstrip(b"\n")
+
+
+class Ingest:
+    """Takes batches. `arrived` is called, in a thread of ours, when rows of new batches were written."""
+
+    def __init__(self, raw: RawStore, database: Database, arrived: Callable[[], None] = lambda: None) -> None:
+        self.counts: Counter[str] = Counter()
+        """For figures: batches, lines, bytes, rejected lines, duplicate batches, refused requests by status."""
+        self.problem = ""
+        """Why batches cannot be kept now; empty when they can."""
+        self._raw = raw
+        self._registrar = _Registrar(database, arrived)
+        self._held = 0
+        self._threads: anyio.CapacityLimiter | None = None
+
+    def start(self) -> None:
+        """Begin to write rows."""
+        self._registrar.start()
+
+    def close(self) -> None:
+        """Write the rows that wait."""
+        self._registrar.close()
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest row has waited for the database."""
+        return self._registrar.lag_s
+
+    def routes(self) -> list[Route]:
+        """The addresses that senders post to."""
+        from bootseer.service import otlp_in
+
+        async def traces(request: Request) -> Response:
+            return await otlp_in.answer(self, request, otlp_in.TRACES)
+
+        async def logs(request: Request) -> Response:
+            return await otlp_in.answer(self, request, otlp_in.LOGS)
+
+        return [
+            Route("/v1/lines", self._lines, methods=["POST"]),
+            Route("/v1/traces", traces, methods=["POST"]),
+            Route("/v1/logs", logs, methods=["POST"]),
+        ]
+
+    async def _lines(self, request: Request) -> Response:
+        try:
+            headers = request.headers
+            sender, number = headers.get(SENDER, ""), headers.get(SEQUENCE, "")
+            if not sender or len(sender) > 256 or not sender.isprintable():
+                raise Refused(400, f"{SENDER} is missing, or no name of a sender")
+            if number and not _NUMBER.fullmatch(number):
+                raise Refused(400, f"{SEQUENCE} is not a number")
+            kind, job = headers.get(KIND, "lines"), headers.get(JOB, "")
+            if kind not in ("lines", "log") or (kind == "log" and not job):
+                raise Refused(400, f"{KIND} is lines, or log with {JOB}")
+            grant: Grant = request.state.grant
+            sequence = int(number) if number else None
+
+            def work(data: bytes) -> Outcome:
+                if kind == "log":
+                    from urllib.parse import unquote
+
+                    name = unquote(job)[:256].replace("\0", "")
+                    lines = [line for line in data.split(b"\n") if line]
+                    parts, rejected = {(name, 0): lines} if lines and name else {}, 0
+                else:
+                    parts, rejected = sort_lines(data)
+                suffix = LOG if kind == "log" else EVENTS
+                return self.keep(Batch(sender, sequence, grant.team, parts, suffix), rejected)
+
+            outcome = await self.take(request, work)
+        except Refused as refused:
+            return self.refuse(refused)
+        return JSONResponse(
+            {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new}, 202
+        )
+
+    def refuse(self, refused: Refused) -> Response:
+        """The answer."""
+        self.counts[f"refused_{refused.status}"] += 1
+        wait = refused.retry_after_s
+        return refusal(refused.status, str(refused), {"retry-after": f"{wait:.0f}"} if wait is not None else None)
+
+    async def take(self, request: Request, work: Callable[[bytes], Any]) -> Any:
+        """What `work` makes, in a thread, of the unpacked body. Raises `Refused`."""
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(_THREADS)
+        async with self._body(request) as packed:
+            encoding = request.headers.get("content-encoding", "identity").strip().lower()
+            return await anyio.to_thread.run_sync(lambda: work(unpacked(packed, encoding)), limiter=self._threads)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        text = request.headers.get("content-length", "")
+        size = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else MAX_BODY_BYTES
+        if size > MAX_BODY_BYTES:
+            raise Refused(413, f"a body may have {MAX_BODY_BYTES} bytes; send less at once")
+        if self._held + size > MAX_HELD_BYTES:
+            await _drain(request)  # an answer before the last byte would reach the sender as a broken connection
+            raise Refused(429, "busy", random.uniform(1.0, 5.0))  # noqa: S311 - spreads load, guards nothing
+        self._held += size
+        try:
+            body = bytearray()
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    async for piece in request.stream():
+                        body += piece
+                        if len(body) > size:
+                            raise Refused(413, f"a body may have {MAX_BODY_BYTES} bytes; send less at once")
+            except TimeoutError:
+                raise Refused(408, f"the body took longer than {_BODY_S:g} s") from None
+            except ClientDisconnect:
+                raise Refused(400, "the connection broke off") from None
+            yield bytes(body)
+        finally:
+            self._held -= size
+
+    def keep(self, batch: Batch, rejected: int = 0) -> Outcome:
+        """Make a batch durable. Raises `Refused` when it cannot be: the sender then keeps it."""
+        if len(batch.parts) > MAX_ATTEMPTS:
+            raise Refused(413, f"a batch may hold {MAX_ATTEMPTS} attempts of jobs; send less at once")
+        now_ns, is_new, accepted, rows = time.time_ns(), False, 0, []
+        day = now_ns // _DAY_NS
+        for (job, attempt), came in batch.parts.items():
+            lines = [_of_team(line, batch.team) for line in came] if batch.team else came
+            data = b"\n".join([*lines, b""])
+            try:
+                kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
+                                     sequence=batch.sequence or 0, suffix=batch.suffix)  # fmt: skip
+            except BootseerError as error:
+                self.problem = str(error)
+                _LOG.warning("a batch cannot be kept: %s", error)
+                raise Refused(503, "the lines cannot be kept now", random.uniform(5.0, 15.0)) from error  # noqa: S311
+            is_new |= kept.is_new
+            accepted += len(lines)
+            self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
+            rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
+                         "sender": batch.sender, "sequence": batch.sequence or 0, "lines": len(lines),
+                         "bytes": len(data), "received_ns": now_ns, "done": False})  # fmt: skip
+        self.problem = ""
+        self.counts.update(batches=1, lines=accepted, rejected=rejected, duplicates=int(bool(rows) and not is_new))
+        self._registrar.add(rows, (batch.sender, batch.sequence) if batch.sequence is not None else None)
+        return Outcome(accepted, rejected, is_new or not rows)
+
+
+async def _drain(request: Request) -> None:
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_BODY_S):
+            got = 0
+            async for piece in request.stream():
+                got += len(piece)
+                if got > MAX_BODY_BYTES:
+                    return
+
+
+def unpacked(packed: bytes, encoding: str) -> bytes:
+    """The plain bytes of a body. Raises `Refused`: 400 for a damaged one, 413 for a huge one, 415 for other codings."""
+    try:
+        if encoding in ("", "identity"):
+            data, ended = packed, True
+        elif encoding == "gzip":
+            unpacker = zlib.decompressobj(wbits=31)
+            data = unpacker.decompress(packed, MAX_PLAIN_BYTES + 1)
+            ended = unpacker.eof and not unpacker.unused_data
+        elif encoding == "zstd":
+            with zstandard.ZstdDecompressor(max_window_size=1 << 24).stream_reader(packed) as reader:
+                data = reader.read(MAX_PLAIN_BYTES + 1)
+            ended = True
+            if len(data) < zstandard.frame_content_size(packed):
+                ended = False
+        else:
+            raise Refused(415, "a body is plain, gzip or zstd")
+    except (zlib.error, zstandard.ZstdError, MemoryError):
+        raise Refused(400, f"the body is no valid {encoding}") from None
+    if len(data) > MAX_PLAIN_BYTES:
+        raise Refused(413, f"a body may have {MAX_PLAIN_BYTES} bytes unpacked; send less at once")
+    if not ended:
+        raise Refused(400, f"the body is no complete {encoding}")
+    return data
+
+
+class _Registrar:
+    """Writes the rows of batches, and what is missing in the sequence of a sender, in a thread of its own."""
+
+    def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
+        self._database = database
+        self._arrived = arrived
+        self._insert = postgresql.insert if database.is_postgres else sqlite.insert
+        self._queue: queue.Queue[tuple[list[dict[str, Any]], tuple[str, int] | None] | None] = queue.Queue(_MAX_ROWS)
+        self._last: OrderedDict[str, int] = OrderedDict()
+        self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
+        self._oldest: float | None = None
+
+    @property
+    def lag_s(self) -> float:
+        oldest = self._oldest
+        return 0.0 if oldest is None else time.monotonic() - oldest
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, rows: list[dict[str, Any]], sent: tuple[str, int] | None) -> None:
+        with contextlib.suppress(queue.Full):  # the objects are listed again after a while
+            self._queue.put_nowait((rows, sent))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            rows: list[dict[str, Any]] = []
+            sent: dict[str, set[int]] = {}
+            over = self._gather(rows, sent)
+            while (rows or sent) and not self._written(rows, sent) and not over:
+                time.sleep(1)
+            self._oldest = None
+
+    def _gather(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
+        """Wait for a batch, and take what else comes in the next moment. Whether it was the last."""
+        item = self._queue.get()
+        self._oldest = time.monotonic()
+        until = self._oldest + _GATHER_S
+        while item is not None:
+            rows += item[0]
+            if item[1] is not None:
+                sent.setdefault(item[1][0], set()).add(item[1][1])
+            try:
+                item = self._queue.get(timeout=max(until - time.monotonic(), 0))
+            except queue.Empty:
+                return False
+        return True
+
+    def _written(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
+        try:
+            with self._database.write() as connection:
+                last = self._note_gaps(connection, sent)
+                if rows:
+                    connection.execute(self._insert(schema.batch).on_conflict_do_nothing(), rows)
+        except TransientError as error:
+            _LOG.warning("rows of %d batches wait for the database: %s", len(rows), error)
+            return False
+        except Exception:  # must not end the thread; the rows come back with the next look at the objects
+            _LOG.exception("rows of %d batches cannot be written", len(rows))
+            return True
+        for sender, number in last.items():
+            self._last[sender] = number
+            self._last.move_to_end(sender)
+        while len(self._last) > _SENDERS:
+            self._last.popitem(last=False)
+        self._arrived()
+        return True
+
+    def _note_gaps(self, connection: Connection, sent: dict[str, set[int]]) -> dict[str, int]:
+        """Write down what is missing now in the sequences of these senders; the last number of each."""
+        batch, gap = schema.batch, schema.sender_gap
+        gaps: dict[str, list[Gap]] = {sender: [] for sender in sent}
+        names = list(sent)
+        last = {sender: self._last.get(sender, -1) for sender in names}
+        for first in range(0, len(names), _NAMES):
+            some = names[first : first + _NAMES]
+            for row in connection.execute(select(gap).where(gap.c.sender.in_(some))):
+                gaps[row.sender].append((row.from_sequence, row.to_sequence))
+            # Another service process may have had the batches before these.
+            highest = select(batch.c.sender, func.max(batch.c.sequence)).group_by(batch.c.sender)
+            for sender, number in connection.execute(highest.where(batch.c.sender.in_(some))):
+                last[sender] = max(last[sender], number)
+        for sender, numbers in sent.items():
+            now, last[sender] = gaps_after(gaps[sender], last[sender], numbers)
+            if sorted(now) != sorted(gaps[sender]):
+                connection.execute(delete(gap).where(gap.c.sender == sender))
+                rows = [{"sender": sender, "from_sequence": low, "to_sequence": high, "seen_ns": time.time_ns()}
+                        for low, high in now]  # fmt: skip
+                if rows:
+                    connection.execute(self._insert(gap).on_conflict_do_nothing(), rows)
+        return last
+
+
+def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[list[Gap], int]:
+    """What is missing of a sequence after these numbers came: first and last of each gap, and the highest number.
+
+    `last`: the highest before, -1 when none.
+    """
+    missing = list(gaps)
+    for number in sorted(came):
+        if number > last + 1:
+            missing.append((last + 1, number - 1))
+        elif number <= last:
+            pieces = [(low, high) for low, high in missing if not low <= number <= high]
+            for low, high in set(missing) - set(pieces):
+                pieces += [piece for piece in ((low, number - 1), (number + 1, high)) if piece[0] <= piece[1]]
+            missing = pieces
+        last = max(last, number)
+    return missing, last

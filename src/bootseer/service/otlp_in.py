@@ -1,0 +1,215 @@
+"""OTLP over HTTP as event lines: spans of BootSeer's own export or of others, and logs that hold event lines.
+
+A span becomes a begin and an end. One without an end yet, as some libraries send it, becomes a begin alone; its end
+follows when it is sent again. What names no job is refused in the answer's `partial_success`. JSON and protobuf alike.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.message import DecodeError, Message
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bootseer.service.access import Grant
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, KINDS, NO_RANK, OK, Event, encode, stage_name
+
+if TYPE_CHECKING:
+    from bootseer.service.ingest import Ingest, Outcome
+
+TRACES: Final = "traces"
+LOGS: Final = "logs"
+_JSON = "application/json"
+_PROTOBUF = "application/x-protobuf"
+_JOB = ("bootseer.job", "slurm.job.id", "k8s.job.name")
+_NODE = ("k8s.node.name", "host.name", "k8s.pod.name", "host.id")
+_IDS = ("traceId", "spanId", "parentSpanId")
+_INT64 = 2**63
+_OUTCOMES = {1: OK, 2: FAILED}
+_DEPTH = 8
+
+
+class Found(NamedTuple):
+    """What a request held."""
+
+    lines: list[bytes]
+    refused: int
+    """Spans of which no job is known."""
+
+
+async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
+    """The answer to an export request, as the specification of OTLP/HTTP has it."""
+    from bootseer.service.ingest import Batch, Outcome, Refused, sort_lines
+
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    grant: Grant = request.state.grant
+
+    def work(data: bytes) -> tuple[Outcome, int]:
+        found = (lines_of_spans if kind == TRACES else lines_of_logs)(_parsed(data, media, kind))
+        parts, bad = sort_lines(b"\n".join(found.lines))
+        outcome = ingest.keep(Batch("otlp", None, grant.team, parts), bad) if parts else Outcome(0, bad, True)
+        return outcome, found.refused
+
+    try:
+        if media not in (_JSON, _PROTOBUF):
+            raise Refused(415, f"OTLP is {_PROTOBUF} or {_JSON}")
+        outcome, refused = await ingest.take(request, work)
+    except Refused as error:
+        return ingest.refuse(error)
+    return _answer(kind, media, refused if kind == TRACES else outcome.rejected)
+
+
+def _answer(kind: str, media: str, refused: int) -> Response:
+    what, name = ("spans", "rejectedSpans") if kind == TRACES else ("lines", "rejectedLogRecords")
+    why = f"{refused} {what} that name no job (resource attribute bootseer.job) or are no events" if refused else ""
+    if media == _JSON:
+        partial = {"partialSuccess": {name: str(refused), "errorMessage": why}} if refused else {}
+        return Response(json.dumps(partial), media_type=_JSON)
+    made: Any = ExportTraceServiceResponse() if kind == TRACES else ExportLogsServiceResponse()
+    if refused:
+        made.partial_success.error_message = why
+        setattr(made.partial_success, "rejected_spans" if kind == TRACES else "rejected_log_records", refused)
+    return Response(made.SerializeToString(), media_type=_PROTOBUF)
+
+
+def _parsed(data: bytes, media: str, kind: str) -> Any:
+    from bootseer.service.ingest import Refused
+
+    made: Message = ExportTraceServiceRequest() if kind == TRACES else ExportLogsServiceRequest()
+    try:
+        if media == _PROTOBUF:
+            made.ParseFromString(data)
+        else:
+            said = json.loads(data)
+            if not isinstance(said, dict):
+                raise ParseError("no object")
+            ParseDict(_with_base64(said, _DEPTH), made, ignore_unknown_fields=True)
+    except (DecodeError, ParseError, ValueError, RecursionError) as error:
+        raise Refused(400, f"no OTLP request: {str(error)[:200]}") from None
+    return made
+
+
+def _with_base64(value: Any, depth: int) -> Any:
+    """OTLP's JSON has ids in hexadecimal, where protobuf's own form of JSON has base64."""
+    if isinstance(value, list) and depth:
+        return [_with_base64(one, depth - 1) for one in value]
+    if not isinstance(value, dict) or not depth:
+        return value
+    return {
+        key: base64.b64encode(bytes.fromhex(one)).decode()
+        if key in _IDS and isinstance(one, str)
+        else _with_base64(one, depth - 1)
+        for key, one in value.items()
+    }
+
+
+def _values(pairs: Iterable[Any]) -> dict[str, Any]:
+    found = {}
+    for pair in pairs:
+        kind = pair.value.WhichOneof("value")
+        if kind in ("string_value", "int_value", "double_value", "bool_value"):
+            found[pair.key] = getattr(pair.value, kind)
+    return found
+
+
+def _first(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return next((str(values[name]) for name in names if values.get(name) not in (None, "")), "")
+
+
+def _number(values: Mapping[str, Any], name: str, default: int) -> int:
+    value = values.get(name, default)
+    return value if type(value) is int and -_INT64 <= value < _INT64 else default
+
+
+def lines_of_spans(request: Any) -> Found:
+    """The lines of an `ExportTraceServiceRequest`."""
+    lines: list[bytes] = []
+    refused = 0
+    for resource in request.resource_spans:
+        about = _values(resource.resource.attributes)
+        job, node = _first(about, _JOB), _first(about, _NODE)
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                if not job or not node or not span.start_time_unix_nano or not span.span_id:
+                    refused += 1
+                else:
+                    lines += (encode(event).rstrip(b"\n") for event in _events(span, about, job, node))
+    return Found(lines, refused)
+
+
+def _events(span: Any, about: Mapping[str, Any], job: str, node: str) -> Iterator[Event]:
+    attrs = _values(span.attributes)
+    begin_ns = min(span.start_time_unix_nano, _INT64 - 1)
+    end_ns = min(span.end_time_unix_nano, _INT64 - 1)
+    restart = max(_number(about, "bootseer.restart", 0), 0)
+    kind = _first(about, ["bootseer.kind"])
+    mono_ns = _number(attrs, "bootseer.mono_ns", begin_ns)
+    own = ("bootseer.rank", "bootseer.mono_ns", "bootseer.instant", "bootseer.truncated", "process.pid")
+    event = Event(
+        wall_ns=begin_ns,
+        mono_ns=mono_ns,
+        job=job,
+        attempt=max(_number(about, "bootseer.attempt", 0), 0),
+        restart=restart,
+        kind=kind if kind in KINDS else KINDS[2 if restart else 0],
+        node=node,
+        rank=_number(attrs, "bootseer.rank", NO_RANK),
+        pid=_number(attrs, "process.pid", 0),
+        trace=span.trace_id.hex(),
+        span=span.span_id.hex(),
+        parent=span.parent_span_id.hex(),
+        stage=stage_name(span.name),
+        phase=INSTANT,
+        attrs={name: value for name, value in attrs.items() if name not in own},
+    )
+    outcome = _OUTCOMES.get(span.status.code, "")
+    if attrs.get("bootseer.instant"):
+        yield event
+        return
+    is_cut, length_ns = bool(attrs.get("bootseer.truncated")), end_ns - begin_ns
+    if is_cut and length_ns == 0 and outcome:  # an end whose begin was never seen
+        yield event._replace(phase=END, outcome=outcome)
+        return
+    yield event._replace(phase=BEGIN)
+    if end_ns and not is_cut:
+        length_ns = max(length_ns, 0)
+        yield event._replace(
+            phase=END, wall_ns=begin_ns + length_ns, mono_ns=min(mono_ns + length_ns, _INT64 - 1), outcome=outcome or OK
+        )
+
+
+def lines_of_logs(request: Any) -> Found:
+    """The event lines in the bodies of an `ExportLogsServiceRequest`; other logs are passed over."""
+    lines: list[bytes] = []
+    for resource in request.resource_logs:
+        for scope in resource.scope_logs:
+            for record in scope.log_records:
+                for text in _texts(record.body, _DEPTH):
+                    if "@bootseer" in text:
+                        lines += text.encode("utf-8", "surrogatepass").splitlines()
+    return Found(lines, 0)
+
+
+def _texts(value: Any, depth: int) -> Iterator[str]:
+    """All texts in a value: a collector may have parsed a line of JSON."""
+    match value.WhichOneof("value") if depth else None:
+        case "string_value":
+            yield value.string_value
+        case "bytes_value":
+            yield value.bytes_value.decode("utf-8", "replace")
+        case "array_value":
+            for one in value.array_value.values:
+                yield from _texts(one, depth - 1)
+        case "kvlist_value":
+            for pair in value.kvlist_value.values:
+                yield from _texts(pair.value, depth - 1)

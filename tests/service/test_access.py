@@ -1,0 +1,146 @@
+"""Who may do what: tokens, the proxy's word, loopback; and the program `bootseer serve` itself."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from bootseer.errors import TransientError, UsageError
+from bootseer.service import schema
+from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
+from bootseer.service.app import _check_access
+from conftest_launch import BOOTSEER
+from fleet import Fleet
+from running_service import RunningService, running_service
+
+
+def status(running: RunningService, path: str, token: str = "", method: str = "GET", **headers: str) -> int:
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    if token:
+        sent["authorization"] = f"Bearer {token}"
+    return httpx.request(method, running.url + path, headers=sent).status_code
+
+
+def test_each_scope_allows_its_own_and_a_revoked_token_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
+    with running_service(tmp_path / "data") as running:
+        assert status(running, "/v1/lines", method="POST") == 400  # on loopback without any token
+        made = {scope: running.service.tokens.add(scope) for scope in ("ingest", "read", "admin")}
+        assert status(running, "/v1/lines", method="POST") == 401
+        assert status(running, "/healthz") == 200
+        for scope, lines, pages in (("ingest", 400, 403), ("read", 403, 404), ("admin", 400, 404)):
+            token = made[scope][1]
+            assert status(running, "/v1/lines", token, "POST") == lines
+            assert status(running, "/nothing", token) == pages
+        assert status(running, "/nothing", "bst_wrong") == 401
+        running.service.tokens.revoke(made["read"][0])
+        assert status(running, "/nothing", made["read"][1]) == 401
+        assert made["read"][1].encode() not in (running.settings.data / "derived.sqlite").read_bytes()
+    assert needed("DELETE", "/") == "admin"
+
+
+def test_a_tokens_team_is_that_of_the_runs_it_sends(tmp_path):
+    with running_service(tmp_path / "data") as running:
+        _, token = running.service.tokens.add("ingest", team="llm")
+        data = b"".join(Fleet(2).lines())
+        answer = running.post("/v1/lines", data, authorization=f"Bearer {token}", x_bootseer_sender="n")
+        assert answer.status_code == 202
+        (start,) = running.rows(schema.start, 1)
+        assert start.team == "llm"
+
+
+def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):
+    with running_service(tmp_path / "data") as running:
+        _, token = running.service.tokens.add("admin")
+        with httpx.Client(base_url=running.url) as browser:
+            asked = browser.get("/page?x=1", headers={"accept": "text/html"})
+            assert asked.headers["location"] == "/login?next=/page%3Fx%3D1"
+            assert browser.post("/login", data={"token": "wrong"}).status_code == 403
+            assert browser.post("/login?next=//evil.example", data={"token": token}).headers["location"] == "/"
+            assert browser.cookies[COOKIE] == token
+            assert browser.get("/page").status_code == 404
+            own, other = {"origin": running.url}, {"origin": "http://evil.example"}
+            assert browser.post("/v1/lines", headers=other).status_code == 403
+            assert browser.post("/v1/lines", headers=own).status_code == 400
+            assert browser.post("/login", data={"token": token}, headers=other).status_code == 403
+            answer = browser.get("/page")
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
+
+
+def test_without_tokens_only_this_machine_is_served(tmp_path):
+    with running_service(tmp_path / "data") as running:
+        port = running.settings.listen[1]
+        assert status(running, "/nothing") == 404
+        assert status(running, "/nothing", host=f"evil.example:{port}") == 403  # a name that leads to 127.0.0.1
+        assert status(running, "/nothing", x_forwarded_for="10.0.0.1") == 403  # a proxy on this machine
+        assert status(running, "/v1/lines", method="POST", origin="http://evil.example") == 403
+        _check_access(running.settings, running.service)
+        with pytest.raises(UsageError, match="no token"):
+            _check_access(replace(running.settings, listen=("0.0.0.0", 1)), running.service)  # noqa: S104
+
+
+@pytest.mark.parametrize(("address", "code"), [("127.0.0.0/8", 404), ("10.0.0.1", 403)])
+def test_a_proxy_vouches_for_users_from_its_own_address_alone(tmp_path, address, code):
+    with running_service(tmp_path / "data", proxies=networks([address])) as running:
+        assert status(running, "/nothing", x_forwarded_user="ada") == code
+        assert status(running, "/nothing") == 401
+        assert status(running, "/v1/lines", method="POST", x_forwarded_user="ada") == 403
+
+
+def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
+    with running_service(tmp_path / "data") as running:
+        tokens = Tokens(running.service.database)
+        _, secret = tokens.add(READ)
+        assert tokens.grant(secret) is not None
+
+        def away() -> None:
+            raise TransientError("away")
+
+        monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
+        monkeypatch.setattr(running.service.database, "read", away)
+        assert tokens.grant(secret) is not None
+
+
+def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
+    added = run("serve", "token", "add", "--scope", "ingest", "--data", "data", "--note", "rack 7")
+    assert added.returncode == 0
+    assert "rack 7" in run("serve", "token", "list", "--data", "data").stdout
+    command = [*BOOTSEER, "serve", "--data", "data", "--listen", "127.0.0.1:0"]
+    server = subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        url = re.search(r"http://\S+/", server.stderr.readline())
+        assert url is not None
+        headers = {"authorization": f"Bearer {added.stdout.strip()}", "x-bootseer-sender": "n"}
+        assert httpx.post(f"{url[0]}v1/lines", content=b"", headers=headers).status_code == 202
+        second = run("serve", "--data", "data", "--listen", "127.0.0.1:0")
+        assert (second.returncode, "another service runs" in second.stderr) == (2, True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
+        assert server.stderr.read() == ""
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--listen", "here"], "not an address"),
+        (["--listen", "0.0.0.0:0"], "there is no token"),
+        (["--tls-cert", "none.pem"], "none.pem"),
+        (["--database", "mysql://x"], "is no database"),
+        (["--proxy-from", "x"], "--proxy-from"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_one_line(run, words, said, tmp_path):
+    done = run("serve", "--data", "data", "--listen", "127.0.0.1:0", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,220 @@
+"""What senders bring, to a real service over HTTP: it is durable when it is acknowledged, once, and bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from bootseer.service import ingest, schema
+from bootseer.service.ingest import gaps_after
+from bootseer.trace.event import decode
+from fleet import Fleet
+from running_service import RunningService, running_service
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with running_service(tmp_path / "data") as running:
+        yield running
+
+
+def lines(job: str = "moe", attempt: int = 0, num_nodes: int = 2) -> bytes:
+    return b"".join(Fleet(num_nodes, job=job, attempt=attempt).lines())
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
+def test_acknowledged_lines_are_there_and_become_a_start(service, encoding):
+    data = lines()
+    packed = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}[encoding](data)
+    answer = service.post(
+        "/v1/lines", packed, content_encoding=encoding, x_bootseer_sender="n0", x_bootseer_sequence="0"
+    )
+    assert (answer.status_code, answer.json()["accepted"]) == (202, len(data.splitlines()))
+    assert service.raw_lines() == sorted(data.splitlines())
+    (start,) = service.rows(schema.start, 1)
+    assert (start.job, start.nodes_heard) == ("moe", 2)
+
+
+def test_a_batch_that_comes_again_is_there_once_and_one_of_several_jobs_is_divided(service):
+    data = lines("moe") + lines("../../etc/passwd", attempt=3) + b"no event\n"
+    answers = [service.post("/v1/lines", data, x_bootseer_sender="n0", x_bootseer_sequence="4") for _ in range(2)]
+    assert [answer.json()["duplicate"] for answer in answers] == [False, True]
+    assert answers[0].json()["rejected"] == 1
+    assert len(service.raw()) == 2
+    assert {(row.job, row.attempt) for row in service.batches(2)} == {("moe", 0), ("../../etc/passwd", 3)}
+    inside = service.settings.data / "raw"
+    assert all(path.resolve().is_relative_to(inside) for path in inside.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "data", "status"),
+    [
+        ({}, b"x", 400),
+        ({"x_bootseer_sender": "n", "x_bootseer_sequence": "-1"}, b"x", 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "br"}, b"x", 415),
+        ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, b"x", 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, gzip.compress(lines())[:-20], 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(lines())[:-20], 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, gzip.compress(bytes(40 << 20)), 413),
+        ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(bytes(40 << 20)), 413),
+        ({"x_bootseer_sender": "n"}, bytes(ingest.MAX_BODY_BYTES + 1), 413),
+        ({"x_bootseer_sender": "n", "x_bootseer_kind": "log"}, b"x", 400),
+    ],
+)
+def test_bad_batches_are_told_and_leave_nothing(service, headers, data, status):
+    answer = service.post("/v1/lines", data, **headers)
+    assert answer.status_code == status
+    assert "error" in answer.json()
+    assert service.raw() == {}
+
+
+def test_lines_that_no_table_could_hold_are_rejected(service):
+    def line(**more: object) -> bytes:
+        fields = {"wall_ns": 1, "mono_ns": 2, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "0a"}
+        return b"@bootseer1 " + json.dumps({**fields, **more}).encode()
+
+    bad = [line(attempt=2**40), line(attempt=-1), line(job="a\0b"), line(node="\0"), line(job=""), b"@bootseer1 {"]
+    good = [line(), b"pod/x " + line(attempt=7) + b" stderr", line(job="\ud800")]
+    answer = service.post("/v1/lines", b"\n".join(bad + good), x_bootseer_sender="n")
+    assert (answer.json()["accepted"], answer.json()["rejected"]) == (3, 6)
+
+
+def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
+    monkeypatch.setattr(ingest, "MAX_HELD_BYTES", 100)
+    answer = service.post("/v1/lines", lines(), x_bootseer_sender="n")
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) > 0
+    monkeypatch.undo()
+    assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
+
+
+def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
+    """A full or broken disk: a file stands where the folder of the raw lines is to be."""
+    (service.settings.data / "raw").write_text("")
+    answer = service.post("/v1/lines", lines(), x_bootseer_sender="n")
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert httpx.get(f"{service.url}/healthz").status_code == 503
+    (service.settings.data / "raw").unlink()
+    assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
+    assert httpx.get(f"{service.url}/healthz").status_code == 200
+
+
+def test_a_gap_in_a_senders_sequence_is_noted_until_it_is_filled(service):
+    for sequence in (0, 3, 1):
+        service.post("/v1/lines", lines(attempt=sequence), x_bootseer_sender="n0", x_bootseer_sequence=str(sequence))
+        service.batches({0: 1, 3: 2, 1: 3}[sequence])
+    assert [(row.from_sequence, row.to_sequence) for row in service.rows(schema.sender_gap)] == [(2, 2)]
+
+
+@given(st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=8))
+def test_gaps_are_what_has_not_come_below_the_highest(pieces):
+    gaps, last, came = [], -1, set()
+    for piece in pieces:
+        gaps, last = gaps_after(gaps, last, piece)
+        came |= piece
+        assert last == max(came)
+        missing = [number for low, high in gaps for number in range(low, high + 1)]
+        assert sorted(missing) == sorted(set(range(last)) - came)
+
+
+def test_senders_at_once_lose_nothing(service):
+    sent = [lines("moe", attempt=number % 3, num_nodes=1 + number) for number in range(12)]
+
+    def send(number: int) -> None:
+        answers.append(service.post("/v1/lines", sent[number], x_bootseer_sender=f"n{number}").status_code)
+
+    answers: list[int] = []
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(len(sent))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [202] * len(sent)
+    assert service.raw_lines() == sorted(line for data in sent for line in data.splitlines())
+
+
+def span(name: str, *, end_ns: int, job: str = "moe", **more: object) -> dict[str, object]:
+    """In the form of OTLP's JSON."""
+    resource = [{"key": "host.name", "value": {"stringValue": "n0"}}]
+    resource += [{"key": "bootseer.job", "value": {"stringValue": job}}] if job else []
+    one = {"traceId": "ab" * 16, "spanId": "cd" * 8, "name": name, "startTimeUnixNano": "1790000000000000000",
+           "endTimeUnixNano": str(end_ns), "someNewField": 1, **more}  # fmt: skip
+    return {"resource": {"attributes": resource}, "scopeSpans": [{"spans": [one]}]}
+
+
+def test_spans_become_lines_and_unfinished_ones_a_begin(service):
+    spans = [
+        span("Import Torch", end_ns=1790000003000000000, status={"code": 2}),
+        span("first_step", end_ns=0),
+        span("x", end_ns=1790000003000000000, job=""),
+    ]
+    answer = service.post("/v1/traces", json.dumps({"resourceSpans": spans}).encode(), content_type="application/json")
+    assert answer.status_code == 200
+    assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
+    events = [decode(line)[0] for line in service.raw_lines()]
+    assert sorted((event.stage, event.phase, event.outcome) for event in events) == [
+        ("first_step", "begin", ""),
+        ("import_torch", "begin", ""),
+        ("import_torch", "end", "failed"),
+    ]
+    assert {(event.job, event.node, event.trace, event.span) for event in events} == {
+        ("moe", "n0", "ab" * 16, "cd" * 8)
+    }
+
+
+def test_our_own_export_comes_back_as_the_lines_it_was_made_of(service, tmp_path):
+    """Through OpenTelemetry's own library, in protobuf and gzip."""
+    from bootseer.trace.otlp import OtlpExporter
+
+    events = [event for event in Fleet(1).events() if event.stage != "queue"]
+    exporter = OtlpExporter(service.url)
+    exporter.feed(events)
+    assert exporter.close(10)
+    came = {
+        (e.stage, e.phase, e.span, e.node, e.wall_ns, e.mono_ns)
+        for e in (decode(line)[0] for line in service.raw_lines())
+    }
+    assert came == {(e.stage, e.phase, e.span, e.node, e.wall_ns, e.mono_ns) for e in events}
+
+
+def test_lines_inside_of_log_records_are_found(service):
+    request = ExportLogsServiceRequest()
+    records = request.resource_logs.add().scope_logs.add().log_records
+    data = lines().decode().splitlines()
+    records.add().body.string_value = "nothing of ours"
+    records.add().body.string_value = f"2026-11-23 stderr F {data[0]}"
+    records.add().body.kvlist_value.values.add(key="log").value.string_value = "\n".join(data[1:])
+    answer = service.post("/v1/logs", request.SerializeToString(), content_type="application/x-protobuf")
+    assert answer.status_code == 200
+    assert len(service.raw_lines()) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("media", "data", "status"),
+    [("application/x-protobuf", b"\xff\xff", 400), ("application/json", b"[]", 400), ("application/json", b"{", 400),
+     ("application/json", b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"xyz"}]}]}]}', 400),
+     ("text/plain", b"", 415), ("application/json", b"{}", 200)],
+)  # fmt: skip
+def test_what_is_no_otlp_is_told(service, media, data, status):
+    assert service.post("/v1/traces", data, content_type=media).status_code == status
+
+
+def test_an_empty_export_gets_an_empty_answer(service):
+    data = ExportTraceServiceRequest().SerializeToString()
+    answer = service.post("/v1/traces", data, content_type="application/x-protobuf")
+    assert ExportTraceServiceResponse.FromString(answer.content) == ExportTraceServiceResponse()
