@@ -124,6 +124,15 @@ OPTIONS = (
         "A line of output that tells the end of the first step, for programs without torch.",
         metavar="REGEX",
     ),
+    Option(
+        "warm",
+        ("--warm",),
+        "Start the ranks of torchrun, accelerate or DeepSpeed as copies of a process that has imported what earlier"
+        " starts imported (default: off; see docs/process.md).",
+        metavar="auto|on|off",
+        choices=("auto", "on", "off"),
+        default="off",
+    ),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
     *CHECKPOINT,
     *PEERS,

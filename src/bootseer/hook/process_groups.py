@@ -32,6 +32,9 @@ _COLLECTIVES = (
 
 def mark_process_group(c10d: ModuleType) -> None:
     def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        state = active()
+        if state is not None and state.recorder is not None:
+            state.recorder.groups_begin()
         backend = kwargs.get("backend", args[0] if args else None)
         return {"barrier": "process_group", "backend": str(backend or "default")}
 

@@ -11,10 +11,13 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer
+
+if TYPE_CHECKING:
+    from bootseer.hook.programs import Recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +49,7 @@ class State:
         self.outer: object = None
         """The framework whose step is running."""
         self.inner_steps = 0
+        self.recorder: Recorder | None = None
 
     def first_step_ended(self, now_ns: int, *, by: str) -> None:
         """Write that training has begun."""
@@ -54,6 +58,8 @@ class State:
             self.step_span = self.tracer.emit(
                 "first_step", BEGIN, mono_ns=self.stepping_ns or now_ns, attrs={"from": "optimizer"}
             )
+        if self.recorder is not None:
+            self.recorder.write()  # before `bootseer run` can know that training has begun, and looks for it
         self.tracer.emit("first_step", END, span=self.step_span, outcome=OK, mono_ns=now_ns)
         self.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now_ns, attrs={"by": by})
 
@@ -105,9 +111,11 @@ def keep_undo(undo: Callable[[], None] | None) -> None:
 
 
 def begin(tracer: Tracer) -> State:
-    """Make this process's state; marking is active from now on."""
+    """Make this process's state; marking is active from now on. A copy of a warm parent has the marks of that one."""
     global _state
-    _state = State(tracer)
+    if _state is None:
+        _state = State(tracer)
+    _state.tracer, _state.pid = tracer, os.getpid()
     return _state
 
 

@@ -18,8 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook import marks
-from bootseer.hook.state import active, guarded
-from bootseer.trace.tracer import process_tracer
+from bootseer.hook.state import active, begin, guarded
+from bootseer.trace.identity import Identity
+from bootseer.trace.sinks import FanOut
+from bootseer.trace.tracer import Tracer, process_tracer
 
 _after: dict[str, Callable[[ModuleType], None]] = {}
 _running: list[str] = []
@@ -100,11 +102,36 @@ class _Finder:
     find_spec = staticmethod(find_spec)
 
 
-def start(started_ns: int) -> None:
-    """Watch from now on. `started_ns` is the monotonic time at which this interpreter ran its first Python code."""
+def start(started_ns: int, warm: str = "", paths: Sequence[str] = ()) -> None:
+    """Watch from now on. `started_ns` is the monotonic time at which this interpreter ran its first Python code.
+
+    `warm` is the folder for records of what is imported, empty for none; `paths` is `sys.path` without the program's.
+    """
     tracer = process_tracer()
     if tracer is None:
         return
     marks.start(tracer, started_ns)
+    if warm:
+        _record(warm, paths)
+    if _Finder not in sys.meta_path:
+        _after.update(marks.after_import_of())
+        sys.meta_path.insert(0, _Finder)
+
+
+def prepare() -> None:
+    """In a warm parent: put the marks where they belong, for its copies, which call `start`. It tells nothing."""
+    begin(Tracer(FanOut([]), Identity(), trace=""))
     _after.update(marks.after_import_of())
     sys.meta_path.insert(0, _Finder)
+
+
+@guarded
+def _record(folder: str, paths: Sequence[str]) -> None:
+    import atexit
+
+    from bootseer.hook.programs import Recorder
+
+    state = active()
+    if state is not None:
+        state.recorder = recorder = Recorder(folder, paths)
+        atexit.register(recorder.write)  # a program that does not train

@@ -34,6 +34,8 @@ class Options(NamedTuple):
     hook: bool = True
     began_pattern: re.Pattern[bytes] | None = None
     quiet: bool = False
+    warm: str = "off"
+    """Whether what a Python launcher starts comes from a warm parent: `off`, `auto`, or `on`, which says more."""
     image: Wanted | None = None
     """The container image that the command runs in."""
     environment: EnvironmentWanted | None = None

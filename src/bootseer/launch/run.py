@@ -32,7 +32,11 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     session = Session.opened(command, options, env) if measured else None
     code = 1
     try:
-        with _peers(options, session, env) as peers, _checkpoint(options, session) as where:
+        with (
+            _warm(command, options, session, env),
+            _peers(options, session, env) as peers,
+            _checkpoint(options, session) as where,
+        ):
             code = _start(command, options, env, session, {**peers, **where})
     except Interrupted as interrupted:
         say(f"interrupted by {interrupted} before the command was started")
@@ -72,6 +76,19 @@ def _start(
 
     came = {"mode": "bypassed", "code": "bypass"}
     return run_after_setup(command, options, child_env, session, own_group=own_group, came=came)
+
+
+def _warm(
+    command: Sequence[str], options: Options, session: Session | None, env: Mapping[str, str]
+) -> AbstractContextManager[None]:
+    """Has a warm parent for the programs that the command starts, where earlier starts say what it is to import."""
+    if options.warm == "off" or session is None or "spool" not in session.sinks:
+        return nullcontext()
+    from bootseer.launch.warm import WarmStart
+
+    image = str(options.image.request.reference) if options.image is not None else ""
+    about = "\0".join((image, options.setup or "", *options.requirements))
+    return WarmStart(session, command, env, about, options.warm)
 
 
 def _peers(

@@ -88,6 +88,7 @@ class Session:
             parent=given.span if given else "",
         )
         self.quiet = options.quiet
+        self._warm = options.warm
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
         self.tracer.parent = self.span
@@ -111,6 +112,8 @@ class Session:
         }
         child.pop("BOOTSEER_SERVICE_TOKEN", None)  # the service's secret is no concern of the job's
         if hook and env.get("BOOTSEER_HOOK") != "0":
+            if self._warm != "off":
+                child["BOOTSEER_WARM"] = self.folder
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 

@@ -24,7 +24,7 @@ _OUTCOMES: Final = {OK: 0, FAILED: 1, TRUNCATED: 2}
 _UNKNOWN: Final = 3
 _MAX_DAY: Final = 100_000
 """In the year 2243: a wrong clock makes no partition beyond it."""
-_BEGAN: Final = "training_began"
+BEGAN: Final = "training_began"
 _VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
 
 
@@ -60,6 +60,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str
             "num_truncated": row.num_truncated,
             "median_s": row.median_s,
             "p90_s": row.p90_s,
+            "p99_s": next((seconds_ for seconds_, part in row.cdf if part >= 0.99), row.max_s),
             "max_s": row.max_s,
             "max_node": row.max_node or None,
             "work_s": row.work_s,
@@ -103,7 +104,8 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
     told, overhead = report.startup, report.overhead
     run = next(iter(sorted(startup.run_attrs.items())), ("", {}))[1]
     took_s = overhead.startup_s or 0.0
-    final = next((link for link in report.critical_chain if link.barrier == _BEGAN), None)
+    # Of the nodes that came last to a barrier, the one that kept the others waiting longest.
+    worst = max(report.critical_chain, key=lambda link: link.excess_s or 0.0, default=None)
     image = report.images[0] if report.images else None
     environment = report.environments[0] if report.environments else None
     checkpoint = report.checkpoints[0] if report.checkpoints else None
@@ -150,13 +152,21 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "wait_gpu_s": (overhead.wait_gpu_hours or 0.0) * S_PER_H,
         "cost": overhead.cost,
         "currency": overhead.currency if overhead.cost is not None else "",
+        "straggler_s": max((group.joint_s for group in report.straggler_groups), default=0.0),
         "run_s": _run_s(startup),
         **{name: sum(one[name] for one in techniques) for name in ("cache_bytes", "peer_bytes", "origin_bytes")},
         "lines_lost": report.coverage.events_lost,
         "clock_error_s": report.clock.max_error_s,
-        "last_node": final.node if final else None,
-        "last_stage": (final.stage or None) if final else None,
+        "last_node": worst.node if worst else None,
+        "last_stage": (worst.stage if worst and told.outcome == BEGAN else _stopped_in(report)) or None,
     }
+
+
+def _stopped_in(report: Report) -> str:
+    """Where a start stopped that came to no end: the stage of the node that failed, or was heard of least long."""
+    stopped = [node for node in report.nodes if node.outcome in (FAILED, TRUNCATED)]
+    first = min(stopped, key=lambda node: (node.outcome != FAILED, node.own_end_s), default=None)
+    return first.last_stage if first is not None else ""
 
 
 def _text(run: Any, name: str) -> str:

@@ -105,6 +105,8 @@ start: Final = Table(
     _sum("wait_gpu_s"),
     Column("cost", Double),
     _text("currency"),
+    # How much sooner training had begun without the nodes that held the others back.
+    _sum("straggler_s"),
     # From the begin to the end of the command; null while it runs.
     Column("run_s", Double),
     _count("cache_bytes"),
@@ -144,6 +146,7 @@ stage_start: Final = Table(
     Column("num_truncated", Integer, nullable=False),
     Column("median_s", Double),
     Column("p90_s", Double),
+    Column("p99_s", Double),
     Column("max_s", Double),
     Column("max_node_id", BigInteger, ForeignKey("node.id")),
     _sum("work_s"),
@@ -220,8 +223,10 @@ stage_day: Final = Table(
     _sum("wait_s"),
     _sum("gpu_s"),
     _sum("cost"),
-    # Of the medians over nodes: how many lie in each of 64 classes, whose bounds grow by 2 ** 0.25, as JSON.
+    # How many starts' medians over nodes lie in each of 64 classes (`upkeep.class_of`), as JSON; then of what 99 % of a
+    # start's nodes were within.
     _text("hist"),
+    _text("hist99"),
     sqlite_with_rowid=False,
 )
 

@@ -28,6 +28,8 @@ def _watch_imports() -> None:
         return
     started_ns = time.monotonic_ns()
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = tuple(sys.path)
+    warm = os.environ.get("BOOTSEER_WARM", "")
 
     class Finder:
         """First on the meta path: tells `bootseer.hook.watch` of the first import that concerns it, then leaves."""
@@ -41,13 +43,16 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import watch
 
-                watch.start(started_ns)
+                watch.start(started_ns, warm, paths)
                 return watch.find_spec(name, path, target)
             except Exception:
                 return None
 
     class Package:
         """Last on the meta path: finds `bootseer` where this file lies, if the environment has none of its own."""
+
+        begin: Any = None
+        """In a warm parent: marks a copy of it."""
 
         @classmethod
         def install(cls) -> None:
@@ -75,8 +80,38 @@ def _watch_imports() -> None:
             except Exception:
                 pass
 
-    sys.meta_path.insert(0, Finder)
-    atexit.register(at_exit)
+    def begin(now_ns: int) -> None:
+        """Mark this process from now on: at once in a copy of a warm parent, whose frameworks are imported already."""
+        nonlocal started_ns
+        started_ns = now_ns
+        atexit.register(at_exit)
+        if any(name in sys.modules for name in FRAMEWORKS):
+            from bootseer.hook import watch
+
+            watch.start(started_ns, warm, paths)
+        else:
+            sys.meta_path.insert(0, Finder)
+        if warm and is_launcher():
+            Package.install()
+            from bootseer.hook import warm_launcher
+
+            warm_launcher.start(warm)
+
+    def is_launcher() -> bool:
+        """Whether programs that this one starts are known; a look at the text, because most programs start none."""
+        try:
+            with open(os.path.join(warm, "warm.json"), encoding="utf-8") as file:
+                text = file.read()
+        except OSError:
+            return False
+        names = (os.path.basename(word) for word in sys.orig_argv[1:5] if not word.startswith("-"))
+        return any(f'{name}": {{' in text for name in names)
+
+    if any(word == os.path.join(package, "hook", "warm_parent.py") for word in sys.orig_argv[1:4]):
+        Package.install()
+        Package.begin = begin
+    else:
+        begin(started_ns)
 
 
 def _run_next_sitecustomize() -> None:

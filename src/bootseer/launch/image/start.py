@@ -218,6 +218,8 @@ class _ImageStart:
         if session is not None and "spool" in session.sinks:
             binds.append(Bind(session.folder, _SPOOL))
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
+            if self._options.warm != "off":
+                env["BOOTSEER_WARM"] = _SPOOL
         words: Words = replace(options.words, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)

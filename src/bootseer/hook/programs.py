@@ -1,0 +1,204 @@
+"""What the warm start of a program must know of it: its name, what it imported, and what may change those imports.
+
+Shared by the processes of a warm start: the program that is recorded (`write_record`, when training begins or the
+program ends), the launcher that starts it again (`warm_launcher`), and the warm parent between them (`warm_parent`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCHEMA = "bootseer.imports/1"
+RECORD = "imports-"
+"""How files with records begin, in the spool's folder; `bootseer run` reads them at its end."""
+KNOWN = "warm.json"
+"""What earlier starts recorded, put there by `bootseer run`."""
+MAX_BYTES = 1 << 20
+VARIABLE = "BOOTSEER_WARM"
+PARENT = "warm_parent.py"
+_MAX_FILES = 200
+_FLAGS = ("-u",)
+_IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import|import\s+([\w., ]+))", re.MULTILINE)
+_TELLING = re.compile(
+    rb"^.*(?:^\s*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
+    rb"|importlib|__import__|setlocale|monkey|ctypes|\bexec\(|\beval\().*$",
+    re.MULTILINE,
+)
+_SETS = re.compile(rb"environ\s*\[[^]]*\]\s*=(?!=)|environ\.(?:setdefault|update|pop|clear)|putenv|unsetenv")
+_WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
+    """Of a Python command line its flags, program (`train.py`, `-m torch.distributed.run`) and the words from there on.
+
+    None for what is not a file or a module, or has flags other than `-u`.
+    """
+    words = list(argv[1:])
+    flags = []
+    while words and words[0] in _FLAGS:
+        flags.append(words.pop(0))
+    if len(words) > 1 and words[0] == "-m":
+        return flags, f"-m {words[1]}", words
+    if words and not words[0].startswith("-"):
+        return flags, os.path.basename(words[0]), words
+    return None
+
+
+def telling(main: str, folder: str) -> tuple[str, set[str]]:
+    """A digest of the lines that may change what imports do, and the words of those that set variables.
+
+    Of the program's file and of all modules that these import from beside it or from `folder`. Raises `OSError`.
+    """
+    import hashlib
+
+    digest = hashlib.sha256()
+    words: set[str] = set()
+    found, queue = {main}, [main]
+    for path in queue:
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES or len(queue) > _MAX_FILES:
+            raise OSError(f"{os.path.basename(path)}: too large to be looked through")
+        for line in _TELLING.findall(text):
+            digest.update(line.strip() + b"\n")
+            if _SETS.search(line):
+                words.update(word.decode() for word in _WORD.findall(line))
+        for group in _IMPORT.findall(text):
+            for name in (group[0] or group[1]).decode().split(","):
+                parts = name.split(" as ")[0].strip().lstrip(".").split(".")
+                bases = [
+                    os.path.join(top, *parts[:end]) for top in (folder, os.path.dirname(main)) for end in range(1, 9)
+                ]
+                near = {f"{base}{end}" for base in bases for end in (".py", "/__init__.py")} - found
+                near = {path for path in near if os.path.isfile(path)}
+                found |= near
+                queue += sorted(near)
+    return digest.hexdigest(), words
+
+
+def read_known(folder: str) -> dict[str, Any]:
+    """What is known of each launcher's programs; empty without a readable record."""
+    import json
+
+    try:
+        with open(os.path.join(folder, KNOWN), "rb") as file:
+            text = file.read(4 * MAX_BYTES)
+        known = json.loads(text)
+        return dict(known["launchers"]) if known["schema"] == SCHEMA else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def open_files() -> list[int]:
+    """The descriptors of this process."""
+    found = []
+    for word in os.listdir("/proc/self/fd"):
+        try:
+            os.fstat(int(word))
+        except OSError:  # the one that the list was read from
+            continue
+        found.append(int(word))
+    return found
+
+
+class Recorder:
+    """Of a process that a Python launcher started: what it imported before it touched a device."""
+
+    def __init__(self, folder: str, path: Sequence[str]) -> None:
+        """`path` is `sys.path` as it was before the program ran."""
+        self._folder = folder
+        self._path = [os.path.join(os.path.abspath(entry), "") for entry in path if entry]
+        self._pid = os.getpid()
+        self._early: list[str] | None = None
+        self._launcher = ""
+        self._above: dict[bytes, bytes] = {}
+        parent = f"/proc/{os.getppid()}"
+        try:
+            if os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
+                with open(f"{parent}/cmdline", "rb") as file:
+                    started = parse([os.fsdecode(word) for word in file.read().split(b"\0")])
+                self._launcher = started[1] if started else ""
+                self._above = _environment(parent)
+        except OSError:
+            pass
+
+    def groups_begin(self) -> None:
+        """The process is about to join a process group, behind which devices are used."""
+        if self._early is None:
+            self._early = self._modules()
+
+    def write(self) -> None:
+        """Write the record, unless another process of the same program has."""
+        launcher, self._launcher = self._launcher, ""
+        own = parse(sys.orig_argv)
+        if not launcher or own is None or os.getpid() != self._pid:
+            return
+        flags, program, _ = own
+        import json
+
+        main = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+        begun = _environment("/proc/self")
+        set_above = {os.fsdecode(name): os.fsdecode(value) for name, value in begun.items() - self._above.items()}
+        now = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
+        cuda = sys.modules.get("torch.cuda")
+        touched = cuda is not None and bool(cuda.is_initialized())
+        record = {
+            "schema": SCHEMA,
+            "launcher": launcher,
+            "program": program,
+            "flags": flags,
+            "modules": (self._early or []) if touched else self._modules(),
+            "native": {name: value for name, value in set_above.items() if native(name)},
+            "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
+            "telling": telling(main, sys.path[0])[0],
+            "main": main,
+        }
+        name = re.sub(r"[^\w.-]", "_", f"{launcher}-{program}")[:100]
+        target = os.path.join(self._folder, f"{RECORD}{name}.json")
+        mine = f"{target}.{os.getpid()}"
+        with open(mine, "x") as out:
+            json.dump(record, out)
+        os.replace(mine, target)
+
+    def _modules(self) -> list[str]:
+        """Names of what was imported, in order: not what lies beside the program, nor in folders that it added."""
+        own = os.path.join(os.path.abspath(sys.path[0]), "") if sys.path and sys.path[0] else os.getcwd() + "/"
+        names = []
+        for name, module in list(sys.modules.items()):
+            spec = getattr(module, "__spec__", None)
+            origin = str(getattr(spec, "origin", None) or "")
+            if spec is None or spec.name != name or name.partition(".")[0] in ("bootseer", "sitecustomize"):
+                continue
+            place = max((entry for entry in self._path if origin.startswith(entry)), key=len, default="")
+            if place and place != own and not (origin.startswith(own) and len(own) > len(place)):
+                names.append(name)
+        return names
+
+
+def _environment(process: str) -> dict[bytes, bytes]:
+    """With what a process was started."""
+    with open(f"{process}/environ", "rb") as file:
+        pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
+        return {name: value for name, _, value in pairs}
+
+
+_NATIVE = re.compile(
+    r"(?:LD_|GLIBC_|MALLOC_|PYTHON|LC_|LANG|TZ$|TZDIR|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|DNNL_"
+    r"|ONEDNN_|ATEN_|C10_|TORCH_SHOW|TORCH_CPP|PYTORCH_|CUDA_MODULE|CUDA_LAUNCH|CUDA_CACHE|NVIDIA_|HSA_|HIP_|TBB"
+    r"|OPENSSL_|SSL_|UCX_|FI_|GRPC_|ARROW_|JE_|TCMALLOC|MIMALLOC|JAX_|XLA_|TQDM_)"
+)
+
+
+def native(name: str) -> bool:
+    """Whether a variable is of a family that libraries read while they are loaded, where Python cannot see it."""
+    return _NATIVE.match(name) is not None
+
+
+def same_variables(names: set[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first variable, of those named and of those that libraries read, which differs; empty when none does."""
+    every = names | {name for name in ours.keys() | theirs.keys() if native(name)}
+    return next((name for name in sorted(every) if ours.get(name) != theirs.get(name)), "")

@@ -1,0 +1,273 @@
+"""What exec gives a process, given to a copy of a warm parent: descriptors, limits, signals, environment, streams.
+
+What differs all the same: the modules that are imported already, the addresses and the hash seed, which all copies of
+one warm parent share, and two frames below the program's first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import marshal
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from bootseer.hook import programs
+
+if TYPE_CHECKING:
+    from bootseer.hook.warm_parent import Imports
+
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_keep: list[Any] = []
+"""Memory that the kernel reads for `/proc/PID/cmdline`, and the module that was `__main__` before."""
+
+
+def become(
+    imports: Imports,
+    request: dict[str, Any],
+    answer: socket.socket,
+    fds: Sequence[int],
+    launcher: int,
+    facts: dict[str, Any],
+) -> Callable[[], None]:
+    """Take the program's place, tell the launcher, and give what runs the program. Ends the process when that fails."""
+    started_ns = time.monotonic_ns()
+    try:
+        printed = [_contents(target) for target in (1, 2)]
+        answer = _kernel(request, answer, fds, launcher)
+        program = _interpreter(imports, request)
+        answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
+        if answer.recv(2) != b"go":  # the launcher has started the program by exec
+            os._exit(0)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
+        os._exit(1)
+    answer.close()
+    for number, text in zip((1, 2), printed, strict=True):
+        with contextlib.suppress(OSError):
+            os.write(number, text)
+    hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
+    if hook is not None:
+        with contextlib.suppress(Exception):
+            hook.begin(started_ns)
+    return program
+
+
+def _contents(number: int) -> bytes:
+    with contextlib.suppress(OSError, ValueError):
+        (sys.stdout, sys.stderr)[number - 1].flush()
+    return os.pread(number, 1 << 20, 0)
+
+
+def _kernel(request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int) -> socket.socket:
+    """What the kernel keeps of a process; the socket to the launcher may move. Raises `OSError` and `ValueError`."""
+    if request["session"]:
+        os.setsid()
+    if request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    os.fchdir(fds[0])
+    status = dict(line.split(":", 1) for line in open(f"/proc/{launcher}/status"))  # noqa: SIM115
+    os.umask(request["umask"] if request["umask"] >= 0 else int(status["Umask"], 8))
+    nice = os.getpriority(os.PRIO_PROCESS, launcher)
+    if nice != os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.sched_getaffinity(launcher) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, os.sched_getaffinity(launcher))
+    for name in (name for name in dir(resource) if name.startswith("RLIMIT_")):
+        number = getattr(resource, name)
+        limits = resource.prlimit(launcher, number)
+        if limits != resource.getrlimit(number):
+            resource.setrlimit(number, limits)
+    with open(f"/proc/{launcher}/oom_score_adj") as theirs, open("/proc/self/oom_score_adj", "r+") as ours:
+        adjusted = theirs.read()
+        if adjusted != ours.read():
+            ours.write(adjusted)
+    ignored = int(status["SigIgn"], 16)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        is_ignored = bool(ignored >> (number - 1) & 1)
+        if number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them when it starts
+            signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT and not is_ignored:
+            signal.signal(number, signal.default_int_handler)
+        else:
+            signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    moved = _place(dict(zip(request["places"], fds[1:], strict=True)), answer.detach())
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    return socket.socket(fileno=moved)
+
+
+def _place(wanted: dict[int, int], answer: int) -> int:
+    """Each descriptor where the program is to find it, and no others but the socket, whose new number is returned."""
+    import fcntl
+
+    high = max([*wanted, *wanted.values(), answer], default=2) + 1
+    moved = {place: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for place, number in wanted.items()}
+    ours = fcntl.fcntl(answer, fcntl.F_DUPFD_CLOEXEC, high)
+    for number in programs.open_files():
+        if number not in (*moved.values(), ours):
+            os.close(number)
+    for place, number in moved.items():
+        os.dup2(number, place, inheritable=True)
+        os.close(number)
+    return ours
+
+
+def _interpreter(imports: Imports, request: dict[str, Any]) -> Callable[[], None]:
+    """What the interpreter keeps of its start."""
+    words = [os.fsdecode(word) for word in request["words"]]
+    env: dict[bytes, bytes] = dict(request["env"])
+    parsed = programs.parse(words)
+    if parsed is None:
+        raise ValueError("neither a file nor a module")
+    rest = parsed[2]
+    with contextlib.suppress(Exception):
+        _name([os.fsencode(word) for word in words], env)
+    for name in os.environb.keys() - env.keys():
+        del os.environb[name]
+    for name, value in env.items():
+        if os.environb.get(name) != value:
+            os.environb[name] = value
+    for variable, said in imports.changed.items():
+        if said is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = said
+    sys.orig_argv[:] = words
+    _streams()
+    _differ(imports)
+    if rest[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv[:] = ["-m", *rest[2:]]
+        return lambda: _run_module(rest[1])
+    sys.argv[:] = rest
+    path = os.path.join(os.getcwd(), rest[0])  # not normalised, as in Python
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    return lambda: _run_file(path)
+
+
+def _differ(imports: Imports) -> None:
+    """What is another in each process."""
+    for one in imports.unseeded:
+        generator = one()
+        if generator is not None:
+            generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading.main_thread()._set_native_id()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+
+
+def _streams() -> None:
+    """The standard streams as Python makes them, in the objects that imports may have kept."""
+    unbuffered = bool(getattr(sys.__stdout__, "write_through", False))  # by the same flags and variables
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+            continue
+        stream: Any = getattr(sys, f"__{name}__")
+        encoding, errors = stream.encoding, stream.errors
+        raw = unbuffered and mode == "w"
+        binary: Any = open(number, f"{mode}b", 0 if raw else -1, closefd=False)  # noqa: SIM115
+        (binary if raw else binary.raw).name = f"<{name}>"
+        stream.__init__(
+            binary,
+            encoding=encoding,
+            errors=errors,
+            newline="\n" if mode == "w" else None,
+            line_buffering=mode == "w" and not unbuffered and (number == 2 or os.isatty(number)),
+            write_through=unbuffered,
+        )
+        stream.mode = mode
+
+
+class _Map(ctypes.Structure):
+    """`struct prctl_mm_map`."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk")),
+        *((name, ctypes.c_uint64) for name in ("brk", "start_stack", "arg_start", "arg_end", "env_start", "env_end")),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+def _name(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
+    """Have `/proc/PID/cmdline` and `environ` show what exec would have left there. Needs no rights."""
+    arguments = b"".join(word + b"\0" for word in words)
+    text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
+    memory = ctypes.create_string_buffer(text, len(text))
+    with open("/proc/self/stat", "rb") as file:
+        stat = [int(word) for word in file.read().rpartition(b")")[2].split()[1:]]
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    start = ctypes.addressof(memory)
+    # The numbers of proc_pid_stat(5), less the four that come before ours.
+    code, end_code, stack, data, end_data, brk = (stat[number - 4] for number in (26, 27, 28, 45, 46, 47))
+    middle = start + len(arguments)
+    ends = (start, middle, middle, start + len(text))
+    new = _Map(code, end_code, data, end_data, brk, libc.sbrk(0), stack, *ends, None, 0, 0xFFFFFFFF)
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.c_ulong(ctypes.sizeof(new)), 0) == 0:
+        _keep.append(memory)
+
+
+def _main() -> ModuleType:
+    _keep.append(sys.modules["__main__"])
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    return main
+
+
+def _run_module(name: str) -> None:
+    import runpy
+
+    _main()
+    _run(lambda: runpy._run_module_as_main(name), 2)  # type: ignore[attr-defined]
+
+
+def _run_file(path: str) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    main = _main()
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+
+    def run() -> None:
+        with open(path, "rb") as file:
+            text = file.read()
+        exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the program itself
+
+    _run(run, 2)
+
+
+def _run(program: Callable[[], None], frames: int) -> None:
+    """Run it, and tell of an exception as the interpreter does: without the frames that are ours."""
+    try:
+        program()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        for _ in range(frames):
+            trace = trace.tb_next if trace is not None else None
+        error.__traceback__ = trace
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error, trace)
+        sys.excepthook = lambda *_: None  # the interpreter, which is told next, sets the exit code
+        raise

@@ -1,0 +1,238 @@
+"""In a launcher (torchrun, accelerate, DeepSpeed): its Python children come from a parent that has their imports.
+
+The warm parent is started as soon as the launcher runs, beside the launcher's own imports. `subprocess` then asks it,
+where it would fork and exec, for a process that runs the same program: a child of the launcher, not of the warm parent
+(`warm_parent.py`). Whatever is not as the record says, or not certain, is started by exec, with the reason in an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bootseer.hook import programs
+from bootseer.hook.state import STAGE
+from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.tracer import process_tracer
+
+EVENT = "warm_start"
+_READY_S = 120.0
+"""Imports of eight ranks beside the warm parent's would only make it later."""
+_LONG_S = 0.1
+_MAX_FDS = 200
+_NUM_ARGUMENTS = 23  # of `_posixsubprocess.fork_exec`, from Python 3.11 on
+
+
+class RefusedError(Exception):
+    """The process is to be started by exec; the words say why."""
+
+    def __init__(self, why: str, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(why)
+        self.facts = facts or {}
+
+
+class WarmLauncher:
+    """The launcher's end of one warm parent."""
+
+    def __init__(self, folder: str, launcher: str, known: Mapping[str, Any]) -> None:
+        import socket
+
+        self._program = str(known["program"])
+        self._flags = [str(flag) for flag in known["flags"]]
+        self._lock = threading.Lock()
+        self._undo: list[Callable[[], None]] = []
+        self._pid = os.getpid()
+        self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            other.set_inheritable(True)
+            server = os.path.join(os.path.dirname(os.path.abspath(__file__)), programs.PARENT)
+            env = {**os.environ, **{str(name): str(value) for name, value in known["native"].items()}}
+            argv = [sys.executable, *self._flags, server, str(other.fileno()), folder, launcher]
+            self.parent = _spawn(argv, env)
+        finally:
+            other.close()
+
+    def watch(self) -> None:
+        """Ask the warm parent wherever this process starts a Python program."""
+        import subprocess
+
+        self._replace(subprocess, "_fork_exec", self._starting)
+        for name, any_child in (
+            ("wait", lambda args: True),
+            ("wait3", lambda args: True),
+            ("waitpid", lambda args: bool(args) and args[0] <= 0),
+            ("wait4", lambda args: bool(args) and args[0] <= 0),
+            ("waitid", lambda args: bool(args) and args[0] != os.P_PID and args[0] != getattr(os, "P_PIDFD", 3)),
+        ):
+            self._replace(os, name, self._waiting(any_child))
+
+    def _replace(self, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, make(original))
+            self._undo.append(lambda: setattr(module, name, original))
+
+    def _waiting(self, any_child: Callable[[tuple[Any, ...]], bool]) -> Callable[[Any], Any]:
+        """Who waits for any child must not meet ours."""
+
+        def make(original: Any) -> Any:
+            def wait(*args: Any) -> Any:
+                if os.getpid() == self._pid and any_child(args):
+                    self.retire("the launcher waits for any child")
+                return original(*args)
+
+            return wait
+
+        return make
+
+    def _starting(self, original: Any) -> Any:
+        def fork_exec(*args: Any) -> Any:
+            parsed = None
+            with contextlib.suppress(Exception):
+                if os.getpid() == self._pid and len(args) == _NUM_ARGUMENTS and args[0][0] is not None:
+                    words = [os.fsdecode(word) for word in args[0]]
+                    if words[0] == sys.executable and args[1][0] == os.fsencode(sys.executable):
+                        parsed = programs.parse(words)
+            if parsed is None or parsed[1] != self._program:
+                return original(*args)
+            began_s = time.monotonic()
+            learnt: Mapping[str, Any] = {}
+            try:
+                with self._lock:
+                    pid, facts = self._ask(args, words, parsed[0])
+            except RefusedError as refused:
+                reason, learnt = str(refused), refused.facts
+            except Exception as error:  # nothing may keep the program from starting
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                _tell({"program": self._program, "child": pid, **facts}, began_s)
+                return pid
+            _tell({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
+            return original(*args)
+
+        return fork_exec
+
+    def _ask(self, args: Sequence[Any], words: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
+        """The new process and what the warm parent says of itself. Raises `RefusedError`, and then there is none."""
+        import marshal
+        import select
+        import socket
+
+        if self.parent == 0:
+            raise RefusedError("the warm parent has ended")
+        if list(flags) != self._flags:
+            raise RefusedError(f"other flags of Python: {' '.join(flags) or 'none'}")
+        with contextlib.ExitStack() as opened:
+            request, fds = _request(args, words)
+            folder = os.open(args[4] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            text = os.memfd_create("bootseer-request", os.MFD_CLOEXEC)
+            opened.callback(os.close, text)
+            with open(text, "wb", closefd=False) as file:
+                marshal.dump(request, file)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            opened.callback(ours.close)
+            try:
+                socket.send_fds(self._end, [b"start"], [theirs.fileno(), text, folder, *fds])
+            except OSError as error:
+                self.retire()
+                raise RefusedError("the warm parent has ended") from error
+            finally:
+                theirs.close()
+            if not select.select([ours], [], [], _READY_S)[0]:
+                self.retire()
+                raise RefusedError(f"the warm parent did not answer within {_READY_S:.0f} s")
+            answer = ours.recv(65536)
+            if not answer:
+                self.retire()
+                raise RefusedError("the warm parent ended before it answered")
+            facts = marshal.loads(answer)  # noqa: S302 - from a process of ours
+            pid = int(facts.pop("pid", 0))
+            if "why_not" in facts:
+                if pid:  # it was there, and has ended itself
+                    os.waitpid(pid, 0)
+                raise RefusedError(str(facts["why_not"]), facts)
+            ours.send(b"go")
+            return pid, facts
+
+    def retire(self, why: str = "") -> None:
+        """End the warm parent: from now on all is as without it."""
+        pid, self.parent = self.parent, 0
+        if not pid:
+            return
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        with contextlib.suppress(OSError):
+            self._end.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if why:
+            _tell({"program": self._program, "why_not": why})
+
+
+def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """A new program with all signals blocked: none is lost to a copy, none ends the warm parent."""
+    pid = os.fork()  # `posix_spawn` ignores two signals of the C library's own
+    if pid == 0:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            os.execve(argv[0], list(argv), dict(env))
+        finally:
+            os._exit(127)
+    return pid
+
+
+def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
+    """What `_posixsubprocess.fork_exec` was asked for, and the descriptors to hand on. Raises `RefusedError`."""
+    _, _, close_fds, keep, _, env_list, stdin, _, _, stdout, _, stderr, _, errors, _, session = args[:16]
+    group, gid, gids, uid, umask, before = args[16:22]
+    if before is not None or (gid, gids, uid) != (None, None, None):
+        raise RefusedError("the launcher changes the child before it begins (preexec_fn, user, group)")
+    existing = set(programs.open_files())
+    wanted = {place: number if number >= 0 else place for place, number in enumerate((stdin, stdout, stderr))}
+    others = keep if close_fds else (number for number in existing if os.get_inheritable(number))
+    wanted.update({number: number for number in others if number > 2 and number != errors})
+    wanted = {place: number for place, number in wanted.items() if number in existing}
+    if len(wanted) > _MAX_FDS:
+        raise RefusedError("too many open files are handed on")
+    env = os.environb if env_list is None else dict(item.partition(b"=")[::2] for item in env_list)
+    request = {
+        "words": list(words),
+        "env": dict(env),
+        "places": list(wanted),
+        "session": bool(session),
+        "group": group,
+        "umask": umask,
+        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+    return request, list(wanted.values())
+
+
+def _tell(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
+    """One event; the time since `began_s` is a stage of its own where it is long: the warm parent was not ready."""
+    with contextlib.suppress(Exception):
+        tracer = process_tracer()
+        if tracer is None:
+            return
+        took_s = time.monotonic() - began_s if began_s else 0.0
+        tracer.emit(EVENT, INSTANT, attrs={**attrs, "took_s": took_s})
+        if took_s >= _LONG_S:
+            span = tracer.emit(f"{STAGE}warm_parent", BEGIN, mono_ns=int(began_s * 1e9))
+            tracer.emit(f"{STAGE}warm_parent", END, span=span, outcome=OK)
+
+
+def start(folder: str) -> None:
+    """Start the warm parent of this process, if earlier starts recorded it as a launcher. Raises what fails."""
+    own = programs.parse(sys.orig_argv)
+    if own is None:
+        return
+    known = programs.read_known(folder).get(own[1])
+    if known is not None and not known.get("never"):
+        WarmLauncher(folder, own[1], known).watch()

@@ -1,0 +1,397 @@
+"""The warm parent of one launcher: it imports what the launcher's programs import, computes nothing, and is copied.
+
+Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
+made by `clone(CLONE_PARENT)`, which makes it the launcher's child: exit codes, signals and `getppid` are as after a
+fork and exec. `warm_child` then gives the copy what exec would have given it. Before each copy all is compared that
+could make a fresh process another one; the first difference is the answer, and the launcher starts the program by exec.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # this folder holds modules that are called as others are
+    del sys.path[0]
+
+import ctypes
+import gc
+import importlib
+import marshal
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import time
+import weakref
+from typing import Any
+
+from bootseer.hook import programs, watch
+
+_IDLE_S = 1800.0
+"""A launcher that starts nothing for so long gets the memory back."""
+_PR_SET_PDEATHSIG = 1
+_PR_GET_TID_ADDRESS = 40
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+# clone, get_robust_list, set_robust_list; whether the TLS argument comes before that of the thread's number
+_CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
+_SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+_SAME_FILES = ("cgroup", "attr/current", "personality")
+_SAME_LINKS = ("root", "exe", "ns/mnt", "ns/net", "ns/user", "ns/ipc", "ns/uts", "ns/cgroup", "ns/pid")
+_CHANGE_OTHERS = (
+    *("gevent", "eventlet", "ddtrace", "newrelic", "beartype.claw", "typeguard", "jaxtyping", "debugpy", "pydevd"),
+    *("coverage", "viztracer", "scalene", "pyinstrument", "intel_extension_for_pytorch", "mpi4py.MPI"),
+)
+"""Modules that change how others are imported, or that open a network when they are."""
+_MAPPINGS = ("os", "_collections_abc", "collections.abc")
+"""Through which modules a variable is read."""
+_libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a fork must
+_libc.syscall.restype = ctypes.c_long
+
+
+class UnfitError(Exception):
+    """No process may come from here; the words say why."""
+
+    def __init__(self, why: str, module: str = "") -> None:
+        """`module`: without its import one might."""
+        super().__init__(why)
+        self.module = module
+
+
+class _Watched(type(os.environ)):  # type: ignore[misc]
+    """The environment, with a note of which variables were read."""
+
+    reads: dict[str, str] = {}  # noqa: RUF012 - of the one environment there is
+
+    def __getitem__(self, name: str) -> Any:
+        frame: Any = sys._getframe(1)
+        if frame.f_code.co_name != "__iter__":  # one who walks over all of them has been noted
+            while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
+                frame = frame.f_back
+            self.reads.setdefault(name, frame.f_globals.get("__name__", "") if frame is not None else "")
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
+            frame = frame.f_back
+        name = frame.f_globals.get("__name__", "") if frame is not None else ""
+        if name != "tqdm.utils":  # which looks for TQDM_ alone
+            self.reads.setdefault("*", name)
+        return super().__iter__()
+
+
+class Imports:
+    """What was imported, and what that did besides."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self.unseeded: list[weakref.ref[random.Random]] = []
+        before = dict(os.environ)
+        self.variables = before
+        self._cold = {str(name) for name in known.get("cold", {})}
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        self._note_generators()
+        watch.prepare()
+        os.environ.__class__ = _Watched
+        gc.disable()  # nearly all that imports make stays
+        try:
+            self._import(known["modules"])
+        finally:
+            gc.enable()
+            os.environ.__class__ = _Watched.__base__
+            random.Random.seed = self._seed  # type: ignore[method-assign]
+        self.took_s, self.cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+        self.changed = {
+            name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
+        }
+        self.reads = dict(_Watched.reads)
+        self._check(known)
+        self.files = list(_files())
+
+    def _note_generators(self) -> None:
+        """Generators that an import made without a seed: each process is to have another one."""
+        self._seed = seed = random.Random.seed
+        found = self.unseeded
+
+        def noting(self: random.Random, a: Any = None, version: int = 2) -> None:
+            found[:] = [one for one in found if one() is not self]
+            if a is None:
+                found.append(weakref.ref(self))
+            seed(self, a, version)
+
+        setattr(random.Random, "seed", noting)  # noqa: B010 - mypy takes it for a mistake
+
+    def _import(self, names: list[str]) -> None:
+        for name in names:
+            if name in sys.modules or any(name == one or name.startswith(f"{one}.") for one in self._cold):
+                continue
+            if any(name == one or name.startswith(f"{one}.") for one in _CHANGE_OTHERS):
+                raise UnfitError(f"{name} is imported, which changes other modules", name)
+            state = _state()
+            try:
+                importlib.import_module(name)
+            except Exception:  # noqa: S112 - the program's own import tells of it, or finds it elsewhere
+                continue
+            for what, value in _state().items():
+                if state.get(what, value) != value:
+                    raise UnfitError(f"the import of {name} changes {what}", name)
+
+    def _check(self, known: dict[str, Any]) -> None:
+        if "*" in self.reads:
+            raise UnfitError(f"{self.reads['*']} reads all variables when it is imported", self.reads["*"])
+        changed = set(known["changed"]) - self.changed.keys()
+        name = next((name for name in sorted(changed) if name in self.reads or programs.native(name)), "")
+        if name:
+            raise UnfitError(f"the program sets {name}, which imports read")
+        if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
+            raise UnfitError("an import keeps a random generator of numpy's of its own")
+
+    def changed_file(self) -> str:
+        """A module whose file is another one by now; empty when there is none."""
+        now = dict(_files())
+        return next((path for path, stamp in self.files if now.get(path, stamp) != stamp), "")
+
+
+def _generators() -> list[Any]:
+    numpy_random = sys.modules.get("numpy.random")
+    own = getattr(getattr(numpy_random, "mtrand", None), "_rand", None)
+    kinds = tuple(getattr(numpy_random, name, None) for name in ("RandomState", "Generator"))
+    return [one for one in gc.get_objects() if type(one) in kinds and one is not own] if numpy_random else []
+
+
+def _files() -> Any:
+    for module in list(sys.modules.values()):
+        path = getattr(getattr(module, "__spec__", None), "origin", None)
+        if isinstance(path, str) and path.startswith("/"):
+            try:
+                found = os.stat(path)
+            except OSError:
+                yield path, None
+            else:
+                yield path, (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _state() -> dict[str, Any]:
+    """What an import that only defines leaves as it is; what is not there yet is not compared."""
+    state: dict[str, Any] = {
+        "the open files": programs.open_files(),
+        "the current folder": os.getcwd(),
+        "the state of random": hash(random.getstate()),
+        "how signals are handled": [signal.getsignal(number) for number in signal.valid_signals()],
+        "tracing": (sys.gettrace(), sys.getprofile()),
+        "children": _children(),
+    }
+    mtrand: Any = sys.modules.get("numpy.random.mtrand")
+    if hasattr(mtrand, "get_state"):
+        state["the state of numpy.random"] = mtrand.get_state()[1].tobytes()
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "initial_seed") and hasattr(torch, "default_generator"):
+        state["torch's seed"] = torch.initial_seed()
+    return state
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def unfit() -> str:
+    """Why this process may not be copied now; empty when it may."""
+    maps = _read("/proc/self/maps")
+    if "libcuda.so" in maps or "/dev/nvidia" in maps:
+        return "a CUDA driver is mapped"
+    if any(words[1].startswith("rw") and words[1].endswith("s") for words in map(str.split, maps.splitlines())):
+        return "memory is shared with other processes"
+    if len(os.listdir("/proc/self/task")) > 1:
+        _end_pools(maps)
+    tasks = os.listdir("/proc/self/task")
+    if len(tasks) > 1:
+        return f"an import started threads ({len(tasks) - 1} besides the first)"
+    if _children():
+        return "an import started a process"
+    return ""
+
+
+def _children() -> str:
+    return _read(f"/proc/self/task/{os.getpid()}/children").strip()
+
+
+def _end_pools(maps: str) -> None:
+    """End OpenBLAS's idle threads as its own handler does before a fork; the next product starts them again."""
+    for path in {line.split()[-1] for line in maps.splitlines() if "openblas" in line.rpartition("/")[2]}:
+        end = getattr(ctypes.CDLL(path), "blas_thread_shutdown_", None)
+        if end is not None:
+            end()
+    until_s = time.monotonic() + 1.0
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < until_s:  # joined, but still listed
+        time.sleep(0.001)
+
+
+def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], launcher: int, folder: str) -> str:
+    """Why a fresh process, which begins in this folder, would not be as a copy of this one; empty when it would."""
+    return (
+        unfit()
+        or _rights_differ(request, launcher)
+        or _program_differs(imports, known, request, folder)
+        or _files_differ(imports)
+    )
+
+
+def _rights_differ(request: dict[str, Any], launcher: int) -> str:
+    """What the launcher has changed of itself since it began, and a copy cannot follow."""
+    ours, theirs = _status("self"), _status(launcher)
+    changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
+    changed += [name for name in _SAME_FILES if _read(f"/proc/self/{name}") != _read(f"/proc/{launcher}/{name}")]
+    changed += [name for name in _SAME_LINKS if _link(f"/proc/self/{name}") != _link(f"/proc/{launcher}/{name}")]
+    if os.sched_getscheduler(0) != os.sched_getscheduler(launcher):
+        changed.append("scheduling policy")
+    if not request["session"] and (os.getsid(0), os.getpgid(0)) != (os.getsid(launcher), os.getpgid(launcher)):
+        changed.append("session or process group")
+    return f"the launcher has changed since it began: {', '.join(changed)}" if changed else ""
+
+
+def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
+    """What could make the imports of the program, which begins in this folder, other ones than ours."""
+    env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
+    name = programs.same_variables(set(imports.reads), imports.variables, env)
+    if name:
+        reader = imports.reads.get(name)
+        return f"the variable {name} is not as it was for the imports{f' ({reader} reads it)' if reader else ''}"
+    words = programs.parse([os.fsdecode(word) for word in request["words"]])
+    is_module = words is not None and words[2][0] == "-m"
+    main = known["main"] if words is None or is_module else os.path.realpath(os.path.join(folder, words[2][0]))
+    if not main.endswith(".py") or not os.path.isfile(main):
+        return "the program is not a Python file"
+    digest, sets = programs.telling(main, folder if is_module else os.path.dirname(main))
+    if digest != known["telling"]:
+        return f"{os.path.basename(main)} imports other modules, or sets other variables, than when it was recorded"
+    name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
+    return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
+
+
+def _files_differ(imports: Imports) -> str:
+    changed = imports.changed_file()
+    return f"{changed} has changed since it was imported" if changed else ""
+
+
+def _status(process: int | str) -> dict[str, str]:
+    lines = _read(f"/proc/{process}/status").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+class Cloner:
+    """Makes copies of this process that are children of its parent."""
+
+    def __init__(self) -> None:
+        calls = _CALLS.get(os.uname().machine)
+        address, head, length = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        # The C library keeps the thread's number at this address, and its own `fork` has the kernel renew it there.
+        told = _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+        if calls is None or told or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
+            raise UnfitError("this kernel or processor is not supported")
+        self._clone, get_robust, self._set_robust, tls_first = calls
+        if _libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
+            raise UnfitError("this kernel is not supported")
+        self._robust = head, length
+        thread = ctypes.c_void_p(address.value)
+        self._rest = (ctypes.c_void_p(0), thread) if tls_first else (thread, ctypes.c_void_p(0))
+
+    def clone(self) -> int:
+        """As `os.fork`, but for the parent. The C library's own handlers do not run: there is only one thread.
+
+        Raises `OSError`.
+        """
+        flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+        nothing = ctypes.c_void_p(0)
+        ctypes.pythonapi.PyOS_BeforeFork()
+        pid = int(_libc.syscall(self._clone, ctypes.c_long(flags), nothing, nothing, *self._rest))
+        if pid == 0:
+            _libc.syscall(self._set_robust, *self._robust)
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+        else:
+            error = ctypes.get_errno()
+            ctypes.pythonapi.PyOS_AfterFork_Parent()
+            if pid < 0:
+                raise OSError(error, os.strerror(error))
+        return pid
+
+
+def _prepare(number: int) -> socket.socket:
+    """Let go of all that came from the launcher, and end with it. Raises `UnfitError` for another process's socket."""
+    os.set_inheritable(number, False)
+    end = socket.socket(fileno=number)
+    pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if (pid, uid) != (os.getppid(), os.getuid()):
+        raise UnfitError("the socket is not the launcher's")
+    for other in programs.open_files():
+        if other > 2 and other != number:
+            os.close(other)
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+    for target in (1, 2):  # what imports print is printed by each copy
+        memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
+        os.dup2(memory, target)
+        os.close(memory)
+    return end
+
+
+def serve(number: int, folder: str, launcher: str) -> Any:
+    """Import, then answer until the launcher ends; returns only in copies, with what they are to run."""
+    try:
+        end = _prepare(number)
+    except (UnfitError, OSError):
+        os._exit(1)
+    reason, module, imports, cloner = "", "", None, None
+    known = programs.read_known(folder).get(launcher, {})
+    try:
+        imports, cloner = Imports(known), Cloner()
+        reason = unfit()
+    except UnfitError as error:
+        reason, module = str(error), error.module
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    parent = os.getppid()
+    while select.select([end], [], [], _IDLE_S)[0]:
+        data, fds, *_ = socket.recv_fds(end, 64, 253)
+        if not data:
+            break
+        answer = socket.socket(fileno=fds[0])
+        facts: dict[str, Any] = {}
+        with open(fds[1], "rb") as file:
+            file.seek(0)
+            request = marshal.load(file)  # noqa: S302 - from our launcher
+        try:
+            why = reason or differs(imports, known, request, parent, _link(f"/proc/self/fd/{fds[2]}"))  # type: ignore[arg-type]
+            if not why and imports is not None and cloner is not None:
+                facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
+                if cloner.clone() == 0:
+                    end.close()
+                    from bootseer.hook import warm_child
+
+                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], parent, facts)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            answer.send(marshal.dumps({"why_not": why, "module": module, "unfit": bool(reason)}))
+        answer.close()
+        for other in fds[2:]:
+            os.close(other)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    program = serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    program()

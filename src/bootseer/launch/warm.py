@@ -1,0 +1,168 @@
+"""`bootseer run --warm`: what earlier starts of this job imported, given to its launcher; kept on the node behind it.
+
+The records are written by the job's own processes (`hook.programs`), so that nothing in them is believed but names of
+modules and variables. What a warm parent refused for a module's sake is learnt: the next one leaves it to the program.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from bootseer.artifact import document
+from bootseer.artifact.places import cache_root, own_folder
+from bootseer.artifact.workload import workload_key
+from bootseer.errors import BootseerError
+from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA
+from bootseer.launch.observers import ENDED, StartEnd, harmless
+from bootseer.launch.session import Session
+from bootseer.launch.supervise import say
+from bootseer.trace.spool_tail import SpoolTail
+from bootseer.units import plural
+
+EVENT = "warm_start"
+_MAX_RECORDS = 16
+_MAX_KEPT = 200
+"""Documents of jobs; the oldest ones go."""
+_MAX_COLD = 64
+
+_Name = Annotated[str, Meta(max_length=300)]
+_Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What is known of one program that a launcher starts."""
+
+    program: _Name
+    flags: Annotated[tuple[_Name, ...], Meta(max_length=8)]
+    modules: _Names
+    native: Annotated[dict[_Name, Annotated[str, Meta(max_length=4096)]], Meta(max_length=100)]
+    changed: _Names
+    telling: Annotated[str, Meta(max_length=64)]
+    main: Annotated[str, Meta(max_length=4096)]
+    cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
+    """Modules that are left to the program, and why."""
+    never: Annotated[str, Meta(max_length=300)] = ""
+    """Why a warm parent with these modules cannot be copied."""
+
+
+class Record(Program, frozen=True, kw_only=True):
+    """What one start says of a program."""
+
+    launcher: _Name
+
+
+class Known(msgspec.Struct, frozen=True):
+    """Launchers, with the program of each that took longest to look for: its own ranks."""
+
+    launchers: Annotated[dict[_Name, Program], Meta(max_length=_MAX_RECORDS)] = {}
+
+
+def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[str, Any]]) -> Known:
+    """What is known after a start: the newest record of each launcher, and what its warm parent learnt."""
+    launchers = dict(known.launchers)
+    for record in records:
+        before = launchers.get(record.launcher)
+        if before is not None and before.program != record.program and len(before.modules) > len(record.modules):
+            continue  # the program that imports most gains most
+        fields = {name: getattr(record, name) for name in Program.__struct_fields__}
+        same = before is not None and (before.modules, before.native) == (record.modules, record.native)
+        if before is not None:
+            fields.update(cold=before.cold, never=before.never if same else "")
+        launchers[record.launcher] = Program(**fields)
+    for refusal in refusals:
+        for name, one in launchers.items():
+            why, module = str(refusal.get("why_not") or "")[:300], str(refusal.get("module") or "")[:300]
+            if one.program != refusal.get("program"):
+                continue
+            if module and len(one.cold) < _MAX_COLD:
+                launchers[name] = msgspec.structs.replace(one, cold={**one.cold, module: why})
+            elif refusal.get("unfit") is True and not module:
+                launchers[name] = msgspec.structs.replace(one, never=why)
+    return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
+
+
+class WarmStart:
+    """One start with a warm parent, if this node knows what to import."""
+
+    def __init__(self, session: Session, command: Sequence[str], env: Mapping[str, str], about: str, mode: str) -> None:
+        """`about` tells environments apart in which the same command runs."""
+        self._session = session
+        self._mode = mode
+        name = f"{workload_key(command, setup=about)}.json"
+        self._path = cache_root(env, os.getuid()) / "warm" / name
+        self._end = StartEnd(session, self._record)
+
+    def __enter__(self) -> None:
+        """Put the record where the launcher finds it. Never raises: without a record nothing is warm."""
+        with harmless("the start is not warm"):
+            target = Path(self._session.folder, KNOWN)
+            known = self._known()
+            target.unlink(missing_ok=True)
+            if known.launchers:
+                target.write_text(_text(known))
+            elif self._mode == "on":
+                say("not warm: no earlier start of this command was recorded on this node; this one is")
+        self._session.also_beside(self._end.watch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.tell(ENDED)
+
+    def _known(self) -> Known:
+        try:
+            return document.decode(
+                self._path.read_bytes(), Known, "record of imports", limit=4 * MAX_BYTES, schema=SCHEMA
+            )
+        except FileNotFoundError:
+            return Known()
+        except (BootseerError, OSError) as error:
+            say(f"what earlier starts imported is not known: {error}")
+            return Known()
+
+    def _record(self, until: str) -> None:
+        told = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
+        told = [event for event in told if self._session.owns(event)]
+        refusals = [event.attrs for event in told if "why_not" in event.attrs]
+        if self._mode == "on":
+            self._say(len(told) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])
+        known = self._known()
+        after = merged(known, self._records(), refusals)
+        if after != known:
+            folder = own_folder(self._path.parent)
+            new = self._path.with_suffix(f".{os.getpid()}")
+            new.write_text(_text(after))
+            new.replace(self._path)
+            for path in sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
+                path.unlink(missing_ok=True)
+
+    def _records(self) -> list[Record]:
+        found = []
+        for path in sorted(Path(self._session.folder).glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
+            try:
+                with path.open("rb") as file:
+                    data = file.read(MAX_BYTES + 1)
+                found.append(document.decode(data, Record, "record of imports", limit=MAX_BYTES, schema=SCHEMA))
+                path.unlink()
+            except (BootseerError, OSError) as error:
+                say(f"what the program imported is not recorded: {error}")
+        return found
+
+    def _say(self, num_warm: int, reasons: Sequence[str]) -> None:
+        if num_warm:
+            say(f"{plural(num_warm, 'Python program')} started warm")
+        for reason in dict.fromkeys(reasons):
+            say(f"not warm: {reason}")
+
+
+def _text(known: Known) -> str:
+    import json
+
+    return json.dumps({"schema": SCHEMA, **msgspec.to_builtins(known)})

@@ -1,0 +1,88 @@
+"""How long a stage may take before a node is late, learned from the starts of the weeks before.
+
+A node is late in a stage that lasts longer than it did on 99 % of the nodes in nine of ten starts of the same scale and
+kind with the same state of the caches; where these are too few, of the same scale. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.units import format_seconds
+
+LEARNED_DAYS: Final = 28
+_LEAST: Final = 5
+"""Starts; fewer prove nothing."""
+_STARTS: Final = 0.9
+_SHOWN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A node that should be through with its stage."""
+
+    node: str
+    rank: int
+    stage: str
+    seconds: float
+    limit_s: float
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.stage}, {format_seconds(self.seconds - self.limit_s)} over p99)"
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """Of one day, scale, kind, state of the caches and stage: the starts' 99th percentiles over their nodes."""
+
+    bucket: int
+    kind: str
+    cache_state: str
+    stage: str
+    hist: tuple[int, ...]
+
+
+class Deadlines:
+    """What was learned. `Late` nodes are found by `late`."""
+
+    def __init__(self, days: Iterable[Day]) -> None:
+        self._exact: dict[tuple[int, str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
+        self._scale: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
+        for day in days:
+            for hist in (
+                self._exact[day.bucket, day.kind, day.cache_state, day.stage],
+                self._scale[day.bucket, day.stage],
+            ):
+                hist[:] = [a + b for a, b in zip(hist, day.hist, strict=True)]
+
+    def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
+        """Seconds that the stage may take; None where nothing is known."""
+        for hist in (self._exact.get((bucket, kind, cache_state, stage)), self._scale.get((bucket, stage))):
+            if hist is not None and sum(hist) >= _LEAST:
+                return quantile_s(hist, _STARTS)
+        return None
+
+    def late(self, moment: Mapping[str, Any], bucket: int, kind: str, cache_state: str) -> list[Late]:
+        """The nodes of a start that are late now, the latest first. `moment`: `live.Moment.to_json()`."""
+        found = []
+        for missing in moment.get("missing", ()):
+            stage, took_s = missing["stage"], missing["seconds"]
+            limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
+            if limit_s is not None and took_s > limit_s:
+                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s))
+        return sorted(found, key=lambda one: one.limit_s - one.seconds)
+
+
+def words(moment: Mapping[str, Any], late: Iterable[Late]) -> str:
+    """A line for people: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
+    where = moment["barrier"] or "begun"
+    line = f"{moment['arrived']:,} of {moment['expected']:,} {'at ' * bool(moment['barrier'])}{where}"
+    told = list(late)
+    if told:
+        more = f", {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
+        line += f"; missing: {', '.join(map(str, told[:_SHOWN]))}{more}"
+    return line

@@ -1,0 +1,441 @@
+"""What people ask of all starts together: over weeks, by team, scale, stage, node and cache.
+
+Each function is one question; pages, `/api/v1`, `/metrics` and the verbs show its answer, a list of plain dicts. They
+read the rows of starts and the sums of days, never spans, so that a month of a large fleet takes less than a second.
+
+Shares and medians are over starts; GPU time is seconds of one GPU, money in the currency of the reports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
+
+from bootseer.report.analysis.verdict import BUCKETS
+from bootseer.service.rows import BEGAN
+from bootseer.service.schema import (
+    CLOSED,
+    OPEN,
+    batch,
+    live,
+    node,
+    node_day,
+    sender_gap,
+    stage,
+    stage_day,
+    stage_start,
+    start,
+    storage_day,
+    technique_start,
+)
+from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.units import NS_PER_S
+
+Rows = list[dict[str, Any]]
+_HOUR_NS: Final = 3600 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which starts are meant: those of some days (of both ends too), of one team, queue, job or scale."""
+
+    since_day: int = 0
+    until_day: int = 1 << 20
+    team: str | None = None
+    queue: str | None = None
+    job: str | None = None
+    bucket: int | None = None
+    kind: str | None = None
+
+    def of(self, table: Table) -> list[ColumnElement[bool]]:
+        """The conditions that this table's columns know."""
+        wanted = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
+        known = [table.c[name] == value for name, value in wanted.items() if value is not None and name in table.c]
+        return [table.c.day >= self.since_day, table.c.day <= self.until_day, *known]
+
+    def before(self) -> Filter:
+        """The same for as many days before."""
+        days = self.until_day - self.since_day + 1
+        return Filter(
+            self.since_day - days, self.since_day - 1, self.team, self.queue, self.job, self.bucket, self.kind
+        )
+
+
+def bucket_name(number: int) -> str:
+    """The paper's name of a scale, in GPUs; empty where it is not known."""
+    return BUCKETS[number][1] if 0 <= number < len(BUCKETS) else ""
+
+
+def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
+    """1. What starts cost, by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
+    ran = start.c.run_s.is_not(None)
+    rows = connection.execute(
+        _grouped(
+            where,
+            start.c[by],
+            gpu_s=func.sum(start.c.gpu_s),
+            wait_gpu_s=func.sum(start.c.wait_gpu_s),
+            cost=func.sum(start.c.cost),
+            overhead_s=func.sum(start.c.overhead_s),
+            ended_gpu_s=func.sum(case((ran, start.c.gpu_s), else_=0.0)),
+            run_gpu_s=func.sum(case((ran, start.c.run_s * func.coalesce(start.c.gpus, 0)), else_=0.0)),
+        )
+    ).mappings()
+    found = [dict(row) for row in rows]
+    for row in found:
+        row["share"] = _share(row["ended_gpu_s"], row["run_gpu_s"])
+    return sorted(found, key=lambda row: -(row["gpu_s"] or 0))
+
+
+def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> Rows:
+    """2. What each stage costs, by scale: medians over nodes at 50 and 95 % of the starts, and the sums."""
+    key = [stage_day.c.bucket, stage_day.c.stage_id] if by_bucket else [stage_day.c.stage_id]
+    columns = (*key, stage_day.c.n, stage_day.c.work_s, stage_day.c.wait_s, stage_day.c.gpu_s, stage_day.c.cost)
+    names, summed = _names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
+    sums: dict[tuple[int, ...], dict[str, Any]] = {}
+    for row in connection.execute(select(*columns, stage_day.c.hist).where(*where.of(stage_day))):
+        group = tuple(row[: len(key)])
+        total = sums.setdefault(group, {**dict.fromkeys(summed, 0), "hist": [0] * CLASSES})
+        for name in summed:
+            total[name] += getattr(row, name)
+        total["hist"] = [a + b for a, b in zip(total["hist"], json.loads(row.hist), strict=True)]
+    found = []
+    for group, total in sums.items():
+        hist = total.pop("hist")
+        place = {"bucket": bucket_name(group[0])} if by_bucket else {}
+        quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
+        found.append({**place, "stage": names[group[-1]], **total, **quantiles})
+    return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
+
+
+def open_starts(connection: Connection) -> Rows:
+    """3. Which starts are open now, and where their nodes are; the newest first."""
+    rows = connection.execute(
+        select(start.c.id, start.c.job, start.c.attempt, start.c.restart, start.c.kind, start.c.team, start.c.began_ns,
+               start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
+               start.c.outcome, start.c.overhead_s, live.c.moment)
+        .outerjoin_from(start, live, (live.c.job == start.c.job) & (live.c.attempt == start.c.attempt))
+        .where(start.c.state == OPEN)
+        .order_by(start.c.began_ns.desc())
+    ).mappings()  # fmt: skip
+    found = []
+    for row in rows:
+        moment = json.loads(row["moment"]) if row["moment"] else None
+        found.append({**row, "bucket": bucket_name(row["bucket"]), "moment": moment})
+    return found
+
+
+def nodes(connection: Connection, where: Filter, *, least_starts: int = 3, limit: int = 1000) -> Rows:
+    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all."""
+    sums = (
+        select(
+            node_day.c.node_id,
+            func.sum(node_day.c.n).label("n"),
+            func.sum(node_day.c.n_last).label("n_last"),
+            func.sum(node_day.c.delay_s).label("delay_s"),
+            func.count(node_day.c.worst_stage_id).label("days_late"),
+        )
+        .where(*where.of(node_day))
+        .group_by(node_day.c.node_id)
+        .having(func.sum(node_day.c.n) >= least_starts)
+        .order_by(func.sum(node_day.c.delay_s).desc(), node_day.c.node_id)
+        .limit(limit)
+    )
+    rows = connection.execute(sums).all()
+    known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_([r.node_id for r in rows])))}
+    worst = _worst_stages(connection, where, [row.node_id for row in rows])
+    return [
+        {
+            "node": known[row.node_id].name,
+            "rack": known[row.node_id].rack,
+            "starts": int(row.n),
+            "last": int(row.n_last),
+            "last_share": int(row.n_last) / int(row.n),
+            "delay_s": float(row.delay_s),
+            "days_late": row.days_late,
+            "stage": worst.get(row.node_id, ""),
+        }
+        for row in rows
+    ]
+
+
+def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> dict[int, str]:
+    names = _names(connection, stage)
+    lost: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    columns = (node_day.c.node_id, node_day.c.worst_stage_id, node_day.c.delay_s)
+    for row in connection.execute(select(*columns).where(*where.of(node_day), node_day.c.node_id.in_(ids))):
+        if row.worst_stage_id is not None:
+            lost[row.node_id][row.worst_stage_id] += row.delay_s
+    return {number: names[max(by, key=lambda key: by[key])] for number, by in lost.items()}
+
+
+def starts(connection: Connection, where: Filter, *, limit: int = 200, offset: int = 0) -> Rows:
+    """5, 8. The starts themselves, the newest first, each with what tells it from the one before."""
+    columns = [column for column in start.c if column.name not in ("last_node_id", "last_stage_id", "bucket")]
+    query = (
+        select(
+            *columns, start.c.bucket.label("bucket_"), node.c.name.label("last_node"), stage.c.name.label("last_stage")
+        )
+        .outerjoin_from(start, node, node.c.id == start.c.last_node_id)
+        .outerjoin(stage, stage.c.id == start.c.last_stage_id)
+        .where(*where.of(start))
+        .order_by(start.c.began_ns.desc(), start.c.id.desc())
+    )
+    rows = connection.execute(query.limit(limit).offset(offset)).mappings()
+    found = []
+    for row in rows:
+        values = dict(row)
+        values["bucket"] = bucket_name(values.pop("bucket_"))
+        values["fingerprint"] = json.loads(values["fingerprint"] or "{}")
+        found.append(values)
+    return found
+
+
+def stages_of(connection: Connection, start_id: int) -> Rows:
+    """5. What each stage of one start took."""
+    columns = (stage_start.c.num_nodes, stage_start.c.median_s, stage_start.c.max_s, stage_start.c.work_s)
+    rows = connection.execute(
+        select(stage.c.name.label("stage"), *columns, stage_start.c.wait_s, node.c.name.label("max_node"))
+        .join_from(stage_start, stage, stage.c.id == stage_start.c.stage_id)
+        .outerjoin(node, node.c.id == stage_start.c.max_node_id)
+        .where(stage_start.c.start_id == start_id)
+        .order_by(stage_start.c.max_s.desc(), stage.c.name)
+    ).mappings()
+    return [dict(row) for row in rows]
+
+
+def buckets(connection: Connection, where: Filter) -> Rows:
+    """6. Overhead by scale at 50 and 95 % of the starts, beside the days before and the paper's median."""
+    now, before = (_overheads(connection, each) for each in (where, where.before()))
+    found = []
+    for number, (_, name, paper_s) in enumerate(BUCKETS):
+        values, earlier = now.get(number, []), before.get(number, [])
+        if values or earlier:
+            quantiles = {"p50_s": _quantile(values, 0.5), "p95_s": _quantile(values, 0.95)}
+            then = {"p50_before_s": _quantile(earlier, 0.5), "p95_before_s": _quantile(earlier, 0.95)}
+            found.append({"bucket": name, "starts": len(values), **quantiles, **then, "paper_s": paper_s})
+    return found
+
+
+def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
+    values: dict[int, list[float]] = defaultdict(list)
+    began = start.c.outcome == BEGAN
+    for number, took_s in connection.execute(select(start.c.bucket, start.c.overhead_s).where(*where.of(start), began)):
+        values[number].append(took_s)
+    return values
+
+
+def caches(connection: Connection, where: Filter) -> Rows:
+    """7. How often each technique finds what a start needs, where bytes came from, and what a miss costs: how much
+    longer starts of the same scale take that miss, by their medians."""
+    of, names = technique_start, ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
+    sums = [func.sum(of.c[name]).label(name) for name in names]
+    grouped = select(of.c.technique, *sums).where(*where.of(of)).group_by(of.c.technique).order_by(of.c.technique)
+    stored = select(storage_day.c.technique, func.max(storage_day.c.stored_bytes).label("bytes"))
+    stored = stored.where(*where.of(storage_day)).group_by(storage_day.c.technique)
+    stored_bytes = {row.technique: int(row.bytes) for row in connection.execute(stored)}
+    found = []
+    for row in connection.execute(grouped).mappings():
+        values = {name: _plain(row[name]) for name in names}
+        uses = values["hits"] + values["misses"]
+        found.append(
+            {
+                "technique": row["technique"],
+                **values,
+                "hit_share": values["hits"] / uses if uses else None,
+                "stored_bytes": stored_bytes.get(row["technique"], 0),
+                "miss_costs_s": _miss_costs(connection, where, row["technique"]),
+            }
+        )
+    return found
+
+
+def _miss_costs(connection: Connection, where: Filter, technique: str) -> float | None:
+    """How much longer starts take that miss; None where no scale has both."""
+    took: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    of = technique_start
+    each = select(start.c.bucket, of.c.misses, start.c.overhead_s).join_from(of, start)
+    for number, misses, took_s in connection.execute(
+        each.where(*where.of(of), of.c.technique == technique, start.c.outcome == BEGAN)
+    ):
+        took[number, misses > 0].append(took_s)
+    both = [(median(took[number, True]), median(took[number, False]), len(took[number, True]))
+            for number, missed in list(took) if missed and (number, False) in took]  # fmt: skip
+    num = sum(count for *_, count in both)
+    return sum((missed - hit) * count for missed, hit, count in both) / num if num else None
+
+
+def caches_by_day(connection: Connection, where: Filter) -> Rows:
+    """7. The same for each day: how hit rates and what is stored move."""
+    query = select(storage_day).where(*where.of(storage_day)).order_by(storage_day.c.day, storage_day.c.technique)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def by_day(connection: Connection, where: Filter) -> Rows:
+    """8. Starts of each day by kind, and what they took."""
+    query = (
+        select(start.c.day, start.c.kind, func.count().label("starts"),
+               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
+               func.sum(start.c.cost).label("cost"),
+               func.sum(cast(start.c.outcome != BEGAN, Integer)).label("failed"))
+        .where(*where.of(start)).group_by(start.c.day, start.c.kind).order_by(start.c.day, start.c.kind)
+    )  # fmt: skip
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
+    """8, 9, 10. Jobs, those that lose most first: how often they start, which part of their time that takes, and how
+    much of it nodes wait for each other."""
+    ran = start.c.run_s.is_not(None)
+    rows = connection.execute(
+        _grouped(
+            where,
+            start.c.job,
+            overhead_s=func.sum(start.c.overhead_s),
+            ended_s=func.sum(case((ran, start.c.overhead_s), else_=0.0)),
+            run_s=func.sum(start.c.run_s),
+            work_s=func.sum(start.c.work_s),
+            wait_s=func.sum(start.c.wait_s),
+            gpu_s=func.sum(start.c.gpu_s),
+            cost=func.sum(start.c.cost),
+            failed=func.sum(cast(start.c.outcome != BEGAN, Integer)),
+            restarts=func.sum(cast(start.c.kind != "full", Integer)),
+            latest_ns=func.max(start.c.began_ns),
+        )
+        .order_by(func.sum(start.c.gpu_s).desc(), start.c.job)
+        .limit(limit)
+    ).mappings()
+    found = []
+    for row in rows:
+        values = {name: _plain(value) for name, value in row.items()}
+        values["share"] = _share(values["ended_s"], values["run_s"])
+        values["wait_share"] = _share(values["wait_s"], values["wait_s"] + values["work_s"])
+        found.append(values)
+    return found
+
+
+def straggling(connection: Connection, where: Filter) -> Rows:
+    """11. What starts would save without the nodes that held the others back, by scale."""
+    began = start.c.outcome == BEGAN
+    query = _grouped(
+        where,
+        start.c.bucket,
+        overhead_s=func.sum(start.c.overhead_s),
+        straggler_s=func.sum(start.c.straggler_s),
+        straggler_gpu_s=func.sum(start.c.straggler_s * func.coalesce(start.c.gpus, 0)),
+    ).where(began)
+    found = [dict(row) for row in connection.execute(query.order_by(start.c.bucket)).mappings()]
+    for row in found:
+        row["bucket"] = bucket_name(row["bucket"])
+        row["share"] = _share(row["straggler_s"], row["overhead_s"])
+    return found
+
+
+def origin(connection: Connection, where: Filter) -> Rows:
+    """12. What came from registries and file systems in each hour of starts' begins: bytes, and their rate over it."""
+    hour = (
+        (start.c.began_ns / _HOUR_NS) if connection.dialect.name == "sqlite" else func.div(start.c.began_ns, _HOUR_NS)
+    )
+    at = cast(hour, Integer).label("hour")
+    query = select(
+        at, func.sum(start.c.origin_bytes).label("origin_bytes"), func.sum(start.c.peer_bytes).label("peer_bytes")
+    )
+    rows = connection.execute(query.where(*where.of(start)).group_by(at).order_by(at)).all()
+    return [
+        {
+            "begin_ns": int(row.hour) * _HOUR_NS,
+            "origin_bytes": int(row.origin_bytes),
+            "peer_bytes": int(row.peer_bytes),
+            "bytes_per_s": int(row.origin_bytes) / 3600,
+        }
+        for row in rows
+    ]
+
+
+def queues(connection: Connection, where: Filter) -> Rows:
+    """13. Waiting for the scheduler against starting, by scale: medians of the starts of which both are known."""
+    values: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    known = start.c.queue_s.is_not(None)
+    columns = (start.c.bucket, start.c.queue_s, start.c.overhead_s)
+    for number, queue_s, took_s in connection.execute(select(*columns).where(*where.of(start), known)):
+        values[number].append((queue_s, took_s - queue_s))
+    return [
+        {
+            "bucket": bucket_name(number),
+            "starts": len(pairs),
+            "queue_p50_s": median(pair[0] for pair in pairs),
+            "start_p50_s": median(pair[1] for pair in pairs),
+        }
+        for number, pairs in sorted(values.items())
+    ]
+
+
+def failures(connection: Connection, where: Filter) -> Rows:
+    """14. Starts on which training did not begin: where they stopped, and what they had cost by then."""
+    query = (
+        select(start.c.outcome, stage.c.name.label("stage"), func.count().label("starts"),
+               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
+               func.sum(start.c.cost).label("cost"))
+        .outerjoin_from(start, stage, stage.c.id == start.c.last_stage_id)
+        .where(*where.of(start), start.c.outcome != BEGAN, start.c.state == CLOSED)
+        .group_by(start.c.outcome, stage.c.name).order_by(func.count().desc(), start.c.outcome, stage.c.name)
+    )  # fmt: skip
+    return [{**row, "stage": row["stage"] or ""} for row in connection.execute(query).mappings()]
+
+
+def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
+    """15. Whether all is seen: nodes heard of those expected, lines lost, clocks, gaps in what senders sent, and what
+    waits to be derived."""
+    row = connection.execute(
+        select(
+            func.count().label("starts"),
+            func.sum(start.c.nodes_heard).label("nodes_heard"),
+            func.sum(func.coalesce(start.c.nodes_expected, start.c.nodes_heard)).label("nodes_expected"),
+            func.sum(start.c.lines_lost).label("lines_lost"),
+            func.max(start.c.clock_error_s).label("clock_error_s"),
+        ).where(*where.of(start))
+    ).mappings().one()  # fmt: skip
+    waiting = connection.execute(
+        select(func.count(), func.min(batch.c.received_ns)).where(batch.c.done.is_(False))
+    ).one()
+    latest_ns = connection.execute(select(func.max(batch.c.received_ns))).scalar()
+    gaps = connection.execute(select(sender_gap).order_by(sender_gap.c.seen_ns.desc()).limit(100)).mappings()
+    found = {name: _plain(value) for name, value in row.items()}
+    return {
+        **{name: value or 0 for name, value in found.items() if name != "clock_error_s"},
+        "clock_error_s": found["clock_error_s"],
+        "heard_share": _share(found["nodes_heard"], found["nodes_expected"]),
+        "batches_waiting": waiting[0],
+        "lag_s": (now_ns - waiting[1]) / NS_PER_S if waiting[1] is not None else 0.0,
+        "silent_s": (now_ns - latest_ns) / NS_PER_S if latest_ns is not None else None,
+        "gaps": [dict(gap) for gap in gaps],
+    }
+
+
+def _grouped(where: Filter, by: ColumnElement[Any], **sums: ColumnElement[Any]) -> Select[Any]:
+    columns = [value.label(name) for name, value in sums.items()]
+    return select(by, func.count().label("starts"), *columns).where(*where.of(start)).group_by(by)
+
+
+def _names(connection: Connection, table: Table) -> Mapping[int, str]:
+    return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name))}
+
+
+def _quantile(values: Iterable[float], share: float) -> float | None:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _plain(value: Any) -> Any:
+    """PostgreSQL's sums of integers are decimals."""
+    return int(value) if value is not None and not isinstance(value, (str, float, int)) else value

@@ -1,0 +1,49 @@
+"""What is late is judged by earlier starts of the same kind, and by nothing where there are too few."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.service.deadlines import Day, Deadlines, words
+from bootseer.service.upkeep import CLASSES, class_of
+
+INSTALL = "environment_setup.install"
+
+
+def day(*seconds: float, bucket: int = 2, kind: str = "full", cache: str = "hit", stage: str = INSTALL) -> Day:
+    hist = [0] * CLASSES
+    for value in seconds:
+        hist[class_of(value)] += 1
+    return Day(bucket, kind, cache, stage, tuple(hist))
+
+
+def moment(**of_nodes: float) -> dict[str, object]:
+    missing = [{"node": node, "rank": -1, "stage": INSTALL, "seconds": took_s} for node, took_s in of_nodes.items()]
+    return {"barrier": "process_group", "arrived": 1438, "expected": 1440, "missing": missing}
+
+
+def test_what_lasts_longer_than_it_did_is_late_the_latest_first() -> None:
+    deadlines = Deadlines([day(*[10.0] * 9), day(*[10.0] * 9, 400.0)])
+    late = deadlines.late(moment(a=9.0, b=60.0, c=20.0), 2, "full", "hit")
+    assert [one.node for one in late] == ["b", "c"]
+    assert words(moment(), late).startswith("1,438 of 1,440 at process_group; missing: b (environment_setup.install, 4")
+
+
+def test_a_cold_start_is_not_judged_by_warm_ones_where_there_are_cold_ones() -> None:
+    warm, cold = day(*[2.0] * 20), day(*[60.0] * 6, cache="miss")
+    assert Deadlines([warm, cold]).late(moment(a=50.0), 2, "full", "miss") == []
+    assert Deadlines([warm]).late(moment(a=50.0), 2, "full", "miss"), "the scale is all that is known"
+
+
+def test_few_starts_prove_nothing() -> None:
+    assert Deadlines([day(*[10.0] * 4)]).late(moment(a=1e6), 2, "full", "hit") == []
+    assert Deadlines([]).limit_s(2, "full", "hit", INSTALL) is None
+    assert Deadlines([day(*[10.0] * 9)]).late(moment(a=1e6), 3, "full", "hit") == []
+
+
+@given(st.lists(st.floats(0.01, 2000), min_size=5, max_size=200))
+def test_at_most_a_tenth_of_the_starts_it_was_learned_from_are_late(seconds: list[float]) -> None:
+    limit_s = Deadlines([day(*seconds)]).limit_s(2, "full", "hit", INSTALL)
+    assert limit_s is not None
+    assert sum(value > limit_s for value in seconds) <= len(seconds) / 10
