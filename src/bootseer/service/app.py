@@ -201,23 +201,37 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
     that others reach without any token; `BootseerError` for the database and the store.
     """
     settings = settings.made()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(settings))
+        listener = stack.enter_context(contextlib.closing(_listening(settings)))
+        service = stack.enter_context(contextlib.closing(Service(settings)))
+        _check_access(settings, service)
+        server = _Server(_configured(settings, service))
+        scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
+        server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
+        for number in _ENDING:
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: server.end()))
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def locked(settings: Settings) -> Iterator[None]:
+    """The data folder is this process's alone. Raises `UsageError` when another one has it."""
     lock = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not try_flock(lock):
             raise UsageError(f"another service runs with {settings.data}", hint=_OTHERWISE)
-        with contextlib.closing(_listening(settings)) as listener, contextlib.closing(Service(settings)) as service:
-            _check_access(settings, service)
-            server = _Server(_configured(settings, service))
-            scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
-            server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
-            before = {number: signal.signal(number, lambda *_: server.end()) for number in _ENDING}
-            try:
-                server.run(sockets=[listener])
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        yield
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def opened(settings: Settings) -> Iterator[tuple[Database, RawStore]]:
+    """What a service keeps, for a verb."""
+    with contextlib.ExitStack() as stack:
+        database = stack.enter_context(contextlib.closing(Database.open(settings.database_url)))
+        yield database, RawStore(stack.enter_context(contextlib.closing(open_store(settings.raw_uri))))
 
 
 def _configured(settings: Settings, service: Service) -> uvicorn.Config:
