@@ -31,6 +31,8 @@ NAMES = (
     "nodes_faults",
     "nodes_train",
     "peer_server",
+    "service_ingest",
+    "service_month",
     "tests",
 )
 
