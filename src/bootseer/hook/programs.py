@@ -120,11 +120,12 @@ class Recorder:
         self._above: dict[bytes, bytes] = {}
         parent = f"/proc/{os.getppid()}"
         try:
-            if os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
+            self._above = _environment(parent)
+            # `bootseer run` itself may be a Python program too.
+            if os.fsencode(VARIABLE) in self._above and os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
                 with open(f"{parent}/cmdline", "rb") as file:
                     started = parse([os.fsdecode(word) for word in file.read().split(b"\0")])
                 self._launcher = started[1] if started else ""
-                self._above = _environment(parent)
         except OSError:
             pass
 
