@@ -108,7 +108,7 @@ def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
         # The job's own reads, and then all of every layer, to tell which file a block belongs to.
         lazily = [*script.steps[-1][: script.steps[-1].index("--")], "--", "python3", "-c", program]
         whole = ["pull" if word == "lazy" else word for word in lazily[: lazily.index("--")]]
-        steps = [lazily, [*whole, "--", "true"], ["sh", "-c", "echo ready 0; read _"]]
+        steps = [lazily, *([[*whole, "--", "true"]] if number else []), ["sh", "-c", "echo ready 0; read _"]]
         with nodes(site, folder, [Script(script.prepare, steps, script.env)]) as running:
             start(running)
             wait_until_ready(running, _RECORD_S)

@@ -32,6 +32,8 @@ NAMES = (
     "nodes_faults",
     "nodes_train",
     "peer_server",
+    "service_ingest",
+    "service_month",
     "tests",
 )
 

@@ -20,6 +20,8 @@ import pytest
 
 from bootseer.cache.cache import Cache
 from cached import content, index_of
+from fleet import Fleet
+from running_service import running_service
 
 _DEADLINE_S = 60.0
 _UNITS = Path(__file__).parents[2] / "contrib" / "systemd"
@@ -149,3 +151,23 @@ def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
     )  # fmt: skip
     assert [line for line in ran.stderr.splitlines() if "bootseer-agent" in line] == []
+
+
+def test_the_agent_sends_spools_of_all_jobs_and_says_how_that_goes(start, env, tmp_path):
+    """Also while the service is away: then the events come when it is back."""
+    root = tmp_path / "spool"
+    for job in ("a", "b"):
+        folder = root / job / "attempt-0"
+        folder.mkdir(parents=True)
+        (folder / "node-0.1.1.events").write_bytes(b"".join(Fleet(1, job=job).lines()))
+    with running_service(tmp_path / "data") as service:
+        url = service.url
+        start("--ship-to", url, "--spool", str(root))
+        assert {row.job for row in service.batches(2)} == {"a", "b"}
+    assert said(env)["service"] == {"batches": 2, "problem": ""}
+    with (root / "a" / "attempt-0" / "node-0.1.1.events").open("ab") as file:
+        file.write(b"".join(Fleet(1, job="a", attempt=1).lines()))
+    until = time.monotonic() + _DEADLINE_S
+    while not said(env)["service"]["problem"]:
+        assert time.monotonic() < until
+    assert said(env)["problem"] == ""

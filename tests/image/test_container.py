@@ -428,3 +428,15 @@ def test_words_that_are_no_mount_are_usage_errors(words: str) -> None:
 def test_a_mount_s_words_are_source_target_and_mode(tmp_path: Path) -> None:
     assert parse_bind(f"{tmp_path}:/data:ro") == Bind(str(tmp_path), "/data", read_only=True)
     assert parse_bind(f"{tmp_path}:/data") == Bind(str(tmp_path), "/data")
+
+
+def test_containers_of_processes_with_the_same_number_do_not_share_a_cgroup(root: Path, tmp_path: Path) -> None:
+    """The runtime names it by the container's id, also in nodes whose process ids are their own."""
+    made = [
+        Container(tmp_path / name / "container", root, {"config": CONFIG}, Options(words=Words(command=["true"])), {})
+        for name in ("one", "other")
+    ]
+    ids = {container.command[-1] for container in made}
+    for container in made:
+        container.close()
+    assert len(ids) == 2

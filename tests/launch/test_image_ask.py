@@ -25,6 +25,8 @@ def test_a_mount_counts_when_the_setup_names_its_place(tmp_path: Path) -> None:
     assert named(tmp_path, "cp /wheels/a.whl .")
     assert named(tmp_path, requirements="--find-links=/wheels\neinops\n")
     assert named(tmp_path, PIP_FIND_LINKS="/wheels")
+    # What `run` mounts for the command is another folder in each start: its environment is the same.
+    assert not named(tmp_path, "pip install einops", BOOTSEER_PEERS_DIR="/wheels", BOOTSEER_CHECKPOINT="/wheels")
 
 
 @pytest.mark.parametrize("text", ["ls /wheels2", "ls /my-wheels", "ls /wheels-old", "ls wheels"])

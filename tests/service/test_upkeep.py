@@ -18,12 +18,12 @@ from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import (
     CLASSES,
     Retention,
-    begin_again,
     bound_s,
     class_of,
     forget,
     quantile_s,
     reconcile,
+    reindex,
     roll_up,
 )
 from fleet import EPOCH_NS, INSTALL, Fleet
@@ -71,14 +71,29 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     derive_all(place)
     whole = place.rows(schema.span)
     with place.database.write() as connection:
-        connection.execute(delete(schema.batch))
-    begin_again(place.database)
-    assert place.rows(schema.start) == []
-    assert reconcile(place.database, place.raw) == 2
-    assert reconcile(place.database, place.raw, [20_000]) == 0
+        for table in (schema.batch, schema.stage_start, schema.node_start, schema.start_report, schema.span):
+            connection.execute(delete(table))
+        connection.execute(delete(schema.start))
+    assert reconcile(place.database, place.raw, [20_000]) == 2
+    assert reconcile(place.database, place.raw) == 0
     assert {(row.job, row.attempt, row.done) for row in place.rows(schema.batch)} == {("fleet", 7, False)}
-    derive_all(place)
+    seen: list[tuple[int, int]] = []
+    assert reindex(place.database, place.raw, lambda *done: seen.append(done)) == {
+        "starts": 1,
+        "attempts": 1,
+        "batches": 2,
+    }
+    assert seen == [(1, 1)]
     assert sorted(row[1:] for row in place.rows(schema.span)) == sorted(row[1:] for row in whole)
+    assert place.rows(schema.stage_day)
+
+
+def test_starts_outlive_their_raw_lines(place: Place) -> None:
+    place.put(Fleet(2).lines())
+    derive_all(place)
+    forget(place.database, place.raw, Retention(raw_days=1), (DAY + 2) * DAY_NS)
+    assert reindex(place.database, place.raw, lambda *done: None)["attempts"] == 0
+    assert len(place.rows(schema.start)) == 1
 
 
 def test_what_is_old_is_forgotten_and_its_bytes_come_back(place: Place) -> None:

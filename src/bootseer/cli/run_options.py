@@ -110,7 +110,7 @@ OPTIONS = (
     Option(
         "sinks",
         ("--trace-to",),
-        "spool (default), stderr (into the job's own log), otlp or otlp=URL; may be repeated.",
+        "spool (default), stderr (into the job's own log), otlp or otlp=URL, service or service=URL; may be repeated.",
         metavar="SINK",
         many=True,
         default=("spool",),
@@ -233,8 +233,9 @@ def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
 
 def _check_sinks(words: object) -> None:
     for word in words if isinstance(words, tuple) else ():
-        if word not in ("spool", "stderr") and word.partition("=")[0] != "otlp":
-            raise UsageError(f"--trace-to {word!r}: no such sink", hint="choose from spool, stderr, otlp, otlp=URL")
+        if word not in ("spool", "stderr") and word.partition("=")[0] not in ("otlp", "service"):
+            known = "choose from spool, stderr, otlp, otlp=URL, service, service=URL"
+            raise UsageError(f"--trace-to {word!r}: no such sink", hint=known)
 
 
 def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWanted:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bootseer.service.database import Database
 
 _VERBS = {
+    "reindex": ("serve", "Derive everything anew from the raw lines."),
+    "prune": ("serve", "Forget what is old, and give its bytes back."),
     "token": ("serve", "Tokens of those who may send, read or administer."),
 }
 _TOKEN_VERBS = {
@@ -125,6 +127,45 @@ def _address(text: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
         raise UsageError(f"--listen {text}: not an address with a port", hint="as 127.0.0.1:8765 or [::1]:8765")
     return host.strip("[]"), int(port)
+
+
+@click.command("reindex")
+@place_options
+@json_option("bootseer.reindex/1")
+def reindex_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
+    """Derive starts, reports and sums anew from the raw lines, into an empty database too; end the service first.
+
+    Starts whose raw lines were forgotten, tokens and alerts stay as they are.
+    """
+    settings = settings_of(data, database, raw).made()
+    from bootseer.cli.output import Progress
+    from bootseer.launch.interrupt import interruptible
+    from bootseer.service.app import locked, opened
+    from bootseer.service.upkeep import reindex
+
+    with locked(settings), opened(settings) as (place, lines), interruptible(), Progress("deriving") as progress:
+        found = reindex(place, lines, progress.show)
+    output(found, f"{found['starts']} starts of {found['attempts']} attempts, from {found['batches']} batches")
+
+
+@click.command("prune")
+@place_options
+@click.option("--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days of raw lines that stay.")
+@click.option("--span-days", type=click.IntRange(1), default=90, show_default=True, help="Days of spans that stay.")
+@json_option("bootseer.serve-prune/1")
+def prune_command(
+    data: Path | None, database: str | None, raw: str | None, raw_days: int, span_days: int, output: Output
+) -> None:
+    """Forget old raw lines and spans now. The service does so every hour; starts and their reports stay for ever."""
+    import time
+
+    settings = settings_of(data, database, raw).made()
+    from bootseer.service.app import opened
+    from bootseer.service.upkeep import Retention, forget
+
+    with opened(settings) as (place, lines):
+        found = forget(place, lines, Retention(raw_days, span_days), time.time_ns())
+    output(found, f"{found['raw_objects']} objects of raw lines and {found['span_days']} days of spans are gone")
 
 
 @click.group("token", cls=Group, verbs=_TOKEN_VERBS)

@@ -19,6 +19,7 @@ _VERBS = {
     "ckpt": ("ckpt", "Checkpoints that are read from all nodes of the storage at once."),
     "cache": ("cache", "What this node keeps of images."),
     "serve": ("serve", "The starts of all jobs in one place, while they happen."),
+    "ship": ("ship", "Send spools and logs to the service."),
     "agent": ("agent", "Look after this node: the cache's limit, figures for Prometheus."),
     "doctor": ("doctor", "Say what works on this machine, and why not."),
     "bench": ("run", "Measure the claims on this machine."),

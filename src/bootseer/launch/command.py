@@ -30,7 +30,7 @@ class Options(NamedTuple):
     spool: str | None = None
     """Root folder of the spools."""
     sinks: Sequence[str] = ("spool",)
-    """`spool`, `stderr`, `otlp` or `otlp=URL`."""
+    """`spool`, `stderr`, `otlp` or `otlp=URL`, `service` or `service=URL`."""
     hook: bool = True
     began_pattern: re.Pattern[bytes] | None = None
     quiet: bool = False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import threading
 
     from bootseer.launch.command import Options
-    from bootseer.launch.observers import Observers
+    from bootseer.launch.observers import Observers, Shipping
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
@@ -62,6 +62,7 @@ class Session:
             return None
 
     def __init__(self, command: Sequence[str], options: Options, env: Mapping[str, str]) -> None:
+        self._env = env
         identity = discover(env, hostname=os.uname().nodename)
         if not identity.job:
             identity = identity._replace(job=_job_of(command))
@@ -73,8 +74,9 @@ class Session:
         self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
         identity = identity._replace(attempt=attempt)
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
-        # The exporter reads the spool.
-        words = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp else []
+        self.service = next((word for word in options.sinks if word.partition("=")[0] == "service"), None)
+        # The exporter and the shipper read the spool.
+        words = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp or self.service else []
         words += ["stderr"] if "stderr" in options.sinks else []
         self.sinks = ",".join(words)
         given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
@@ -88,11 +90,12 @@ class Session:
         self.quiet = options.quiet
         self._warm = options.warm
         self.began_ns = time.time_ns()
-        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
+        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
         self.tracer.parent = self.span
         who = f"{identity.job}, attempt {attempt}, node {identity.node}"
         log(__name__, "%s (by %s): events in %s (%s)", who, identity.source, self.folder, self.sinks)
         self._observers: Observers | None = None
+        self._shipping: Shipping | None = None
         self._more: list[Callable[[threading.Event], None]] = []
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
@@ -107,6 +110,7 @@ class Session:
             "BOOTSEER_NODE": who.node,
             **self.tracer.environment(self.span),
         }
+        child.pop("BOOTSEER_SERVICE_TOKEN", None)  # the service's secret is no concern of the job's
         if hook and env.get("BOOTSEER_HOOK") != "0":
             if self._warm != "off":
                 child["BOOTSEER_WARM"] = self.folder
@@ -128,15 +132,18 @@ class Session:
             or env.get("BOOTSEER_SUBMITTED")
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
         )
-        if self.otlp is None and not scheduled and not self._more:
+        if self.otlp is None and self.service is None and not scheduled and not self._more:
             return
-        from bootseer.launch.observers import Observers
+        from bootseer.launch.observers import Observers, Shipping, load_exporter
 
         self._observers = Observers()
         for work in self._more:
             self._observers.start(work)
         if self.otlp is not None:
-            self._observers.start(self._export)
+            self._observers.start(self._export, load=load_exporter)
+        if self.service is not None:
+            self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
+            self._observers.start(self._shipping.watch, awaited=False)
         if scheduled:
             self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
@@ -176,8 +183,10 @@ class Session:
         lost = self.tracer.sink.lost
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
-        if self._observers is not None:
-            self._observers.finish(EXIT_FLUSH_S)
+        if self._observers is not None and not self._observers.finish(EXIT_FLUSH_S) and self.otlp:
+            say(f"not all spans reached the collector in {EXIT_FLUSH_S:g} s; the spool keeps the events: {self.folder}")
+        if self._shipping is not None:
+            self._shipping.finish()
         if lost:
             say(f"{lost} events could not be written to {self.folder}; the report will miss them")
         elif not self.quiet and "spool" in self.sinks:
@@ -206,7 +215,16 @@ def _job_of(command: Sequence[str]) -> str:
     return safe_name(os.path.basename(command[0]))
 
 
-def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict[str, object]:
+_BELONGS = (
+    ("team", ("BOOTSEER_TEAM", "SLURM_JOB_ACCOUNT")),
+    ("queue", ("BOOTSEER_QUEUE", "SLURM_JOB_PARTITION")),
+    ("user", ("SLURM_JOB_USER", "USER")),
+    ("cluster", ("BOOTSEER_CLUSTER", "SLURM_CLUSTER_NAME")),
+)
+"""What a fleet's figures are divided by, and the variables that tell it."""
+
+
+def _facts(command: Sequence[str], identity: Identity, options: Options, env: Mapping[str, str]) -> dict[str, object]:
     """What the report and `diff` should know of this run. The command's arguments may hold secrets and stay out."""
     from bootseer import __version__
 
@@ -226,6 +244,9 @@ def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict
         facts["num_nodes"] = identity.num_nodes
     if identity.topology:
         facts["topology"] = identity.topology
+    for name, variables in _BELONGS:
+        if value := next((env[variable] for variable in variables if env.get(variable)), ""):
+            facts[name] = value
     if options.requirements:
         import hashlib
 

@@ -29,8 +29,10 @@ from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.database import Database, default_url
+from bootseer.service.derive import Derived
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
+from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
 from bootseer.store.open import is_loopback, open_store
@@ -103,16 +105,22 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
-                on_derived=lambda attempt, derived: self.upkeep.changed(derived.days),
+                on_moment=lambda moment: self.pages.changed(),
+                on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
+            self.pages = Pages(self)
             self._parts = (self.ingest, self.deriver, self.upkeep)
             self._started = 0
         except BaseException:
             self.database.close()
             raise
+
+    def _derived(self, derived: Derived) -> None:
+        self.upkeep.changed(derived.days)
+        self.pages.changed()
 
     def start(self) -> None:
         """Begin what runs beside requests."""
@@ -133,6 +141,7 @@ class Service:
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
             *self.ingest.routes(),
+            *self.pages.routes(),
         ]
 
     def app(self) -> Starlette:
@@ -201,23 +210,37 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
     that others reach without any token; `BootseerError` for the database and the store.
     """
     settings = settings.made()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(settings))
+        listener = stack.enter_context(contextlib.closing(_listening(settings)))
+        service = stack.enter_context(contextlib.closing(Service(settings)))
+        _check_access(settings, service)
+        server = _Server(_configured(settings, service))
+        scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
+        server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
+        for number in _ENDING:
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: server.end()))
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def locked(settings: Settings) -> Iterator[None]:
+    """The data folder is this process's alone. Raises `UsageError` when another one has it."""
     lock = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not try_flock(lock):
             raise UsageError(f"another service runs with {settings.data}", hint=_OTHERWISE)
-        with contextlib.closing(_listening(settings)) as listener, contextlib.closing(Service(settings)) as service:
-            _check_access(settings, service)
-            server = _Server(_configured(settings, service))
-            scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
-            server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
-            before = {number: signal.signal(number, lambda *_: server.end()) for number in _ENDING}
-            try:
-                server.run(sockets=[listener])
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        yield
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def opened(settings: Settings) -> Iterator[tuple[Database, RawStore]]:
+    """What a service keeps, for a verb."""
+    with contextlib.ExitStack() as stack:
+        database = stack.enter_context(contextlib.closing(Database.open(settings.database_url)))
+        yield database, RawStore(stack.enter_context(contextlib.closing(open_store(settings.raw_uri))))
 
 
 def _configured(settings: Settings, service: Service) -> uvicorn.Config:

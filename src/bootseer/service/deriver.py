@@ -8,6 +8,7 @@ Several services share one PostgreSQL: an attempt belongs to the one that claime
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -89,6 +90,7 @@ def _work(
     batches: list[tuple[str, int]],
 ) -> None:
     told: tuple[str, Derived | str]
+    gc.disable()  # its life is shorter than what a collection gains
     try:
         raw, database = RawStore(open_store(raw_uri)), Database(database_url)
         told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns()))

@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, cast, delete, distinct, func, insert, inspect, select, text, update
+from sqlalchemy import Connection, Integer, cast, delete, distinct, func, insert, inspect, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
+from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.raw import EVENTS, RawStore, parse_name
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
+Gap = tuple[int, int]
 CLASSES: Final = 64
 _FIRST_S: Final = 0.05
 _PER_DOUBLING: Final = 4
@@ -171,7 +173,42 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
                 if connection.execute(known).first() is None:
                     connection.execute(insert(schema.batch).values(row))
                     found += 1
+    with database.write() as connection:
+        _close_gaps(connection)
     return found
+
+
+def _close_gaps(connection: Connection) -> None:
+    """Take away what is missing no more: batches whose row was written late, after a crash or by another service."""
+    batch, gap = schema.batch, schema.sender_gap
+    for row in connection.execute(select(gap)).all():
+        there = (batch.c.sender == row.sender) & batch.c.sequence.between(row.from_sequence, row.to_sequence)
+        came = set(connection.execute(select(batch.c.sequence).where(there)).scalars())
+        if came:
+            left, _ = gaps_after([(row.from_sequence, row.to_sequence)], row.to_sequence, came)
+            connection.execute(delete(gap).where(
+                gap.c.sender == row.sender, gap.c.from_sequence == row.from_sequence))  # fmt: skip
+            for low, high in left:
+                connection.execute(insert(gap).values(
+                    sender=row.sender, from_sequence=low, to_sequence=high, seen_ns=row.seen_ns))  # fmt: skip
+
+
+def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[list[Gap], int]:
+    """What is missing of a sequence after these numbers came: first and last of each gap, and the highest number.
+
+    `last`: the highest before, -1 when none.
+    """
+    missing = list(gaps)
+    for number in sorted(came):
+        if number > last + 1:
+            missing.append((last + 1, number - 1))
+        elif number <= last:
+            pieces = [(low, high) for low, high in missing if not low <= number <= high]
+            for low, high in set(missing) - set(pieces):
+                pieces += [piece for piece in ((low, number - 1), (number + 1, high)) if piece[0] <= piece[1]]
+            missing = pieces
+        last = max(last, number)
+    return missing, last
 
 
 def _batch(raw: RawStore, name: str) -> dict[str, Any]:
@@ -202,28 +239,53 @@ def _batch(raw: RawStore, name: str) -> dict[str, Any]:
     }
 
 
-def begin_again(database: Database) -> None:
-    """Forget all that can be derived again; tokens and alerts stay."""
-    tables = (
-        *(schema.stage_day, schema.node_day, schema.storage_day, schema.technique_start, schema.stage_start),
-        *(schema.node_start, schema.start_report, schema.span, schema.live, schema.start),
-    )
-    with database.write() as connection:
-        for table in tables:
-            connection.execute(delete(table))
-        connection.execute(update(schema.batch).values(done=False))
+def reindex(database: Database, raw: RawStore, progress: Callable[[int, int], object]) -> dict[str, int]:
+    """Derive anew what there are raw lines of; how many starts, attempts and batches these are. `progress` gets
+    attempts done, and all. Starts whose raw lines were forgotten stay as they are.
+
+    An attempt that cannot be analysed is passed over, with a warning.
+    """
+    reconcile(database, raw)
+    batch = schema.batch
+    with database.read() as connection:
+        rows = connection.execute(select(batch.c.job, batch.c.attempt, batch.c.raw_key, batch.c.received_ns)).all()
+    attempts: dict[Attempt, list[tuple[str, int]]] = defaultdict(list)
+    for job, number, name, received_ns in rows:
+        attempts[Attempt(job, number)].append((name, received_ns))
+    found = 0
+    days: set[int] = set()
+    for done, (attempt, batches) in enumerate(attempts.items(), 1):
+        try:
+            derived = derive_attempt(raw, database, attempt, batches, time.time_ns())
+        except TransientError:
+            raise
+        except Exception as error:  # one that the analysis fails for must not stop all others
+            _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, error, exc_info=True)
+        else:
+            found += derived.starts
+            days |= derived.days
+        progress(done, len(attempts))
+    for day in days:
+        roll_up(database, day)
+    return {"starts": found, "attempts": len(attempts), "batches": len(rows)}
 
 
 def forget(database: Database, raw: RawStore, retention: Retention, now_ns: int) -> dict[str, int]:
     """Remove what is older than it may be; how many raw objects and days of spans there were."""
     today = day_of(now_ns)
     batch = schema.batch
-    old = batch.c.day < today - retention.raw_days
+    # All lines of an attempt or none: half of them would be derived as half a start.
+    latest = select(batch.c.job, batch.c.attempt, func.max(batch.c.day).label("day")).group_by(
+        batch.c.job, batch.c.attempt
+    )
+    old = latest.having(func.max(batch.c.day) < today - retention.raw_days).subquery()
+    same = (batch.c.job == old.c.job) & (batch.c.attempt == old.c.attempt)
     with database.read() as connection:
-        names = list(connection.execute(select(batch.c.raw_key).where(old)).scalars())
+        names = list(connection.execute(select(batch.c.raw_key).join_from(batch, old, same)).scalars())
     raw.delete(names)
     with database.write() as connection:
-        connection.execute(delete(batch).where(old))
+        for name in names:
+            connection.execute(delete(batch).where(batch.c.raw_key == name))
         days = _forget_spans(database, connection, today - retention.span_days)
     if not database.is_postgres:
         database.return_pages(_PAGES)

@@ -88,7 +88,8 @@ class Container:
         nodes = [name for name in options.devices if "=" not in name]
         self._folder = folder
         self._state = folder / "state"
-        self._id = f"bootseer-{os.getpid()}-{folder.name}"[:100]
+        # Nodes that are containers have the same process ids, and may share the cgroups that runtimes name so.
+        self._id = f"bootseer-{os.urandom(6).hex()}-{folder.name}"[:100]
         self._guard: subprocess.Popen[bytes] | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.script import gather
+from bootseer.env.keys.settings import is_irrelevant
 from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
@@ -98,7 +99,8 @@ def is_below(path: str, folder: str) -> bool:
 
 def _texts(setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str]) -> Iterator[str]:
     """All that says what the setup does."""
-    yield from env.values()
+    # BOOTSEER_CHECKPOINT and others tell the command of folders that are new in each start.
+    yield from (value for name, value in env.items() if not is_irrelevant(name))
     files = NodeFiles(Facts(None))
     inputs = gather(setup, requirements, cwd, env, files)
     for path in dict.fromkeys([*inputs.files, *inputs.requirement_files, *inputs.requirements.files]):

@@ -1,0 +1,463 @@
+"""Send the events of spools to the service (`bootseer serve`), beside the job and never in its way.
+
+The spool comes first: events are written there whatever becomes of the service, and what the service has not taken is
+sent later, by the next one that looks: `bootseer run` while its command runs, `bootseer ship` after it, the agent of
+the node. A hidden file in the folder, `.shipped`, says how far each of its files was sent. Of several senders the one
+that holds its lock sends; where nodes share a spool folder, that is one for all of them.
+
+A batch is written down before it is sent: which bytes of which files, and its number. After a crash the same bytes are
+sent under the same number, which the service knows again. Only lines that are events leave the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import ssl
+import stat
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from bootseer.errors import UsageError
+from bootseer.io.locks import try_flock
+from bootseer.trace.event import Malformed, decode
+from bootseer.trace.sinks import SUFFIX, safe_name
+
+BATCH_BYTES: Final = 1 << 20
+"""Of lines in a request, before they are packed."""
+LINES: Final = "/v1/lines"
+TOKEN: Final = "BOOTSEER_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
+TOKEN_FILE: Final = "BOOTSEER_SERVICE_TOKEN_FILE"  # noqa: S105
+SERVICE: Final = "BOOTSEER_SERVICE"
+
+_POSITIONS = ".shipped"
+_VERSION = 1
+_REQUEST_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_REFUSED_PAUSE_S = 60.0
+_MOST_RETRY_AFTER_S = 600.0
+_MAX_POSITIONS = 64 << 20
+_OPEN_S, _IDLE_S, _LOOK_AT_IDLE_S = 10.0, 600.0, 60.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Target(NamedTuple):
+    """Where lines go. Never shown as a whole: it holds the token."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str
+    token: str
+
+
+def target(url: str, env: Mapping[str, str]) -> Target:
+    """The service at `url` (empty: `BOOTSEER_SERVICE`), with the token of `BOOTSEER_SERVICE_TOKEN` or of the file that
+    `BOOTSEER_SERVICE_TOKEN_FILE` names.
+
+    Raises `UsageError` for what is not an http or https URL, and for a token's file that others may read.
+    """
+    given = (url or env.get(SERVICE, "")).strip()
+    try:
+        parts = urlsplit(given)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.username
+    except ValueError:
+        good = False
+    if not good:
+        shown = given.rpartition("@")[2]
+        raise UsageError(
+            f"{shown!r} is not the address of a service", hint=f"as http://HOST:8765, or set {SERVICE} to it"
+        )
+    path = parts.path.rstrip("/")
+    return Target(parts.scheme == "https", str(parts.hostname), port, path, _token(env))
+
+
+def _token(env: Mapping[str, str]) -> str:
+    token, path = env.get(TOKEN, ""), env.get(TOKEN_FILE, "")
+    if not token and path:
+        try:
+            with open(path, encoding="ascii") as file:
+                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                    raise UsageError(f"{path} may be read by others", hint=f"chmod 600 {path}")
+                token = file.read(4096).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{TOKEN_FILE} {path}: cannot be read: {error}") from None
+    if token and not (token.isascii() and token.isprintable()):
+        raise UsageError(f"{TOKEN} is not a token")
+    return token
+
+
+class Link:
+    """The connection to a service, for one thread, with the pauses that its answers ask for."""
+
+    def __init__(self, where: Target, timeout_s: float = _REQUEST_S) -> None:
+        self.problem = ""
+        """Why the last request failed; empty after a success, and before the first."""
+        self.is_refused = False
+        """The service answers and does not want what this sender has: trying again soon helps nothing."""
+        self.not_before = 0.0
+        """By the monotonic clock: until then nothing is to be sent."""
+        self.batches = 0
+        """That the service has accepted."""
+        self.next_s = 2.0
+        """In how many seconds the service wants to hear of this sender again."""
+        self.last_s: float | None = None
+        """What the last request took that the service accepted."""
+        self._where = where
+        self._timeout_s = timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._connection: http.client.HTTPConnection | None = None
+
+    def send(self, lines: bytes, sender: str, sequence: int | None, more: Mapping[str, str] | None = None) -> bool:
+        """Send a batch; whether the service has it for good. Never raises; `not_before` says when to try again."""
+        began_s = time.monotonic()
+        packer = zlib.compressobj(6, wbits=31)
+        body = packer.compress(lines) + packer.flush()
+        headers = {"Content-Encoding": "gzip", "X-Bootseer-Sender": sender, "User-Agent": "bootseer", **(more or {})}
+        if sequence is not None:
+            headers["X-Bootseer-Sequence"] = str(sequence)
+        if self._where.token:
+            headers["Authorization"] = f"Bearer {self._where.token}"
+        try:
+            status, retry_after, said = self._post(body, headers)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.is_refused = False
+            self._failed(str(error) or type(error).__name__, None)
+            return False
+        if status in (200, 202):
+            self.problem, self.is_refused, self._pause_s = "", False, _FIRST_PAUSE_S
+            self.last_s = time.monotonic() - began_s
+            self.batches += 1
+            return True
+        self.is_refused = status < 500 and status not in (408, 429)
+        self._failed(f"HTTP {status}{': ' if said else ''}{said}", retry_after)
+        return False
+
+    def _post(self, body: bytes, headers: Mapping[str, str]) -> tuple[int, float | None, str]:
+        is_new = self._connection is None
+        try:
+            connection = self._connection = self._connection or self._connected()
+            connection.request("POST", self._where.path + LINES, body, dict(headers))
+            with connection.getresponse() as response:
+                said = response.read(65_536)
+                wait = response.getheader("Retry-After", "")
+                with contextlib.suppress(ValueError):
+                    self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
+                if response.will_close or response.read(1):
+                    self.close()
+                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(said)
+        except (ConnectionError, http.client.BadStatusLine):
+            self.close()
+            if is_new:
+                raise
+            return self._post(body, headers)  # it was kept for the next request, and the service has closed it
+        except BaseException:
+            self.close()
+            raise
+
+    def _connected(self) -> http.client.HTTPConnection:
+        where = self._where
+        if not where.secure:
+            return http.client.HTTPConnection(where.host, where.port, timeout=self._timeout_s)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(where.host, where.port, timeout=self._timeout_s, context=context)
+
+    def _failed(self, why: str, retry_after_s: float | None) -> None:
+        self.problem, self.last_s = why, None
+        pause_s = _REFUSED_PAUSE_S if self.is_refused else self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if retry_after_s is not None:
+            pause_s = max(min(retry_after_s, _MOST_RETRY_AFTER_S), 0.5)
+        self.not_before = time.monotonic() + pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load
+
+    def close(self) -> None:
+        """Give the connection up."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _error(body: bytes) -> str:
+    with contextlib.suppress(ValueError):
+        said = json.loads(body)
+        if isinstance(said, dict) and isinstance(said.get("error"), str):
+            return "".join(letter for letter in said["error"][:200] if letter.isprintable())
+    return ""
+
+
+class _Part(NamedTuple):
+    """Bytes of a file that belong to a batch."""
+
+    name: str
+    inode: int
+    begin: int
+    end: int
+
+
+class Shipper:
+    """Sends one folder's events. For one thread."""
+
+    def __init__(self, folder: str, link: Link) -> None:
+        self.folder = folder
+        self._link = link
+        self._positions = -1
+        """Descriptor of `.shipped`, locked; -1 while another one sends."""
+        self._is_open = False
+        self._sender = ""
+        self._sequence = 0
+        self._files: dict[str, tuple[int, int]] = {}
+        self._pending: list[_Part] = []
+
+    def step(self) -> bool:
+        """Send one batch, if there is one and the service may be asked; whether it was sent, so that there may be more.
+
+        Never raises.
+        """
+        if time.monotonic() < self._link.not_before or not self._opened():
+            return False
+        try:
+            if not self._pending:
+                self._pending = self._gathered()
+                if not self._pending:
+                    return False
+            lines = b"".join(self._lines(part) for part in self._pending)
+        except OSError:
+            return False  # the next look tries again
+        if lines:
+            self._save()
+            if not self._link.send(lines, self._sender, self._sequence):
+                return False
+            self._sequence += 1
+        for part in self._pending:
+            self._files[part.name] = (part.inode, part.end)
+        self._pending = []
+        self._save()
+        return True
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a batch was not accepted yet."""
+        return bool(self._pending)
+
+    def all_sent(self) -> bool:
+        """Whether the service has everything that is in the folder now; False while another one sends it."""
+        try:
+            return self._opened() and not self._pending and not self._gathered()
+        except OSError:
+            return True  # it is gone
+
+    def close(self) -> None:
+        """Let another one send."""
+        if self._positions >= 0:
+            os.close(self._positions)
+        self._positions, self._is_open = -1, False
+
+    def _opened(self) -> bool:
+        """Take the lock, and read how far it was sent. Where nothing can be written, it is sent from the beginning."""
+        if self._is_open:
+            return True
+        try:
+            folder = os.open(self.folder, _FOLDER)
+        except OSError:
+            return False
+        try:
+            self._positions = _open_positions(folder)
+            if self._positions >= 0 and not try_flock(self._positions):
+                self.close()
+                return False
+        except OSError:  # a file system without locks, or without room
+            self.close()
+        finally:
+            os.close(folder)
+        self._is_open = True
+        self._load()
+        return True
+
+    def _load(self) -> None:
+        self._sender = f"{safe_name(os.uname().nodename)[:60]}-{os.urandom(4).hex()}"
+        self._sequence, self._files, self._pending = 0, {}, []
+        if self._positions < 0:
+            return
+        try:
+            data = os.pread(self._positions, min(os.fstat(self._positions).st_size, _MAX_POSITIONS), 0)
+            said = json.loads(data.partition(b"\n")[0])
+            if said["version"] != _VERSION:
+                return
+            sender, sequence = str(said["sender"]), int(said["sequence"])
+            files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in said["files"].items()}
+            pending = [_Part(str(n), int(i), int(b), int(e)) for n, i, b, e in said["pending"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return  # new, or torn: what is sent again is known by its events
+        if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
+            self._sender, self._sequence, self._files, self._pending = sender, sequence, files, pending
+
+    def _save(self) -> None:
+        """Write in place: a new name would change the folder's time, by which the latest attempt is known."""
+        if self._positions < 0:
+            return
+        said = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,
+                "pending": self._pending}  # fmt: skip
+        data = json.dumps(said).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
+            os.pwrite(self._positions, data, 0)
+            os.ftruncate(self._positions, len(data))
+
+    def _gathered(self) -> list[_Part]:
+        """What is new, up to the size of a batch. Raises `OSError` for a folder that is gone."""
+        parts: list[_Part] = []
+        room = BATCH_BYTES
+        listing = _listing(self.folder)
+        for name in self._files.keys() - listing.keys():
+            del self._files[name]
+        for name, (inode, size) in sorted(listing.items()):
+            known, offset = self._files.get(name, (inode, 0))
+            if known != inode or size < offset:
+                offset = 0
+            if size <= offset or room <= 0:
+                continue
+            part = _Part(name, inode, offset, min(size, offset + room))
+            data = self._read(part)
+            length = data.rfind(b"\n") + 1
+            if not length and len(data) == BATCH_BYTES:
+                length = len(data)  # no event: it is passed over
+            if length:
+                parts.append(part._replace(end=offset + length))
+                room -= length
+        return parts
+
+    def _read(self, part: _Part) -> bytes:
+        try:
+            fd = os.open(os.path.join(self.folder, part.name), _FILE)
+        except OSError:
+            return b""  # it is gone
+        try:
+            return os.pread(fd, part.end - part.begin, part.begin) if os.fstat(fd).st_ino == part.inode else b""
+        finally:
+            os.close(fd)
+
+    def _lines(self, part: _Part) -> bytes:
+        return b"".join(event_lines(self._read(part)))
+
+
+def _open_positions(folder: int) -> int:
+    """The file that says how far the folder was sent; -1 where there can be none. Its folder's time stays."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    about = os.fstat(folder)
+    try:
+        made = os.open(_POSITIONS, flags, dir_fd=folder)
+    except FileNotFoundError:
+        try:
+            made = os.open(_POSITIONS, flags | os.O_CREAT, 0o600, dir_fd=folder)
+            if os.geteuid() == 0 and about.st_uid:
+                os.fchown(made, about.st_uid, about.st_gid)
+            os.utime(folder, ns=(about.st_atime_ns, about.st_mtime_ns))
+        except OSError:
+            return -1
+    status = os.fstat(made)
+    # Another user's folder may hold anything under this name: only a file that has no other name is written.
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid not in (about.st_uid, os.geteuid()):
+        os.close(made)
+        return -1
+    return made
+
+
+def _listing(folder: str) -> dict[str, tuple[int, int]]:
+    """Inode and size of each spool file."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = (status.st_ino, status.st_size)
+    return found
+
+
+def event_lines(data: bytes) -> Iterator[bytes]:
+    """Those of the lines that are events, each with its newline."""
+    for line in data.split(b"\n"):
+        if b"@bootseer" in line:
+            with contextlib.suppress(Malformed):
+                decode(line)
+                yield line + b"\n"
+
+
+class Spools:
+    """Sends all attempts below some folders: roots of spools, jobs' folders, attempts. For one thread."""
+
+    def __init__(self, places: list[str], link: Link) -> None:
+        self._places = places
+        self._link = link
+        self._shippers: dict[str, Shipper] = {}
+        self._changed: dict[str, tuple[float, float]] = {}
+        """By folder, when something was sent last, and when it was looked at, by the monotonic clock."""
+
+    def step(self) -> bool:
+        """One look at each folder, and what is new in it; whether anything was sent. Never raises."""
+        any_sent = False
+        folders = {folder for place in self._places for folder in attempt_folders(place)}
+        for folder in self._shippers.keys() - folders:
+            self._shippers.pop(folder).close()
+        for folder in sorted(folders):
+            now_s = time.monotonic()
+            if now_s < self._link.not_before:
+                break
+            changed_s, looked_s = self._changed.get(folder, (-_IDLE_S, -_LOOK_AT_IDLE_S))
+            if now_s - changed_s > _IDLE_S and now_s - looked_s < _LOOK_AT_IDLE_S:
+                continue
+            shipper = self._shippers.setdefault(folder, Shipper(folder, self._link))
+            sent = False
+            while shipper.step():
+                sent = True
+            any_sent |= sent
+            if sent or shipper.has_pending:
+                changed_s = now_s
+            self._changed[folder] = (changed_s, now_s)
+            if now_s - changed_s > _OPEN_S:  # there may be thousands
+                self._shippers.pop(folder).close()
+        return any_sent
+
+    def waiting(self) -> int:
+        """How many folders hold what the service has not taken."""
+        folders = {folder for place in self._places for folder in attempt_folders(place)}
+        return sum(not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent() for folder in folders)
+
+    def close(self) -> None:
+        """Let others send."""
+        for shipper in self._shippers.values():
+            shipper.close()
+        self._shippers.clear()
+
+
+def attempt_folders(place: str, depth: int = 2) -> Iterator[str]:
+    """The folders at or below a place that hold spool files. Links are not followed."""
+    below = []
+    try:
+        with os.scandir(place) as entries:
+            found = False
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(entry.path)
+                else:
+                    found |= entry.name.endswith(SUFFIX)
+    except OSError:
+        return
+    if found:
+        yield place
+    for path in sorted(below) if depth else ():
+        yield from attempt_folders(path, depth - 1)
+
+
+def pause_s(link: Link) -> float:
+    """Seconds between two looks, not the same on all nodes."""
+    return link.next_s * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load

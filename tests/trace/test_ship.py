@@ -1,0 +1,303 @@
+"""The sending side, against a real service and against ones that fail: nothing is lost, and only events are sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UsageError
+from bootseer.service import schema
+from bootseer.trace import ship
+from bootseer.trace.ship import Link, Shipper, Spools, target
+from conftest_launch import BOOTSEER
+from fleet import Fleet
+from otlp_collector import collector
+from running_service import RunningService, running_service
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with running_service(tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture
+def link(request: pytest.FixtureRequest) -> Callable[..., Link]:
+    def made(url: str, token: str = "") -> Link:
+        one = Link(target(url, {"BOOTSEER_SERVICE_TOKEN": token}), timeout_s=5)
+        request.addfinalizer(one.close)
+        return one
+
+    return made
+
+
+def spool(root: Path, job: str = "moe", num_nodes: int = 3) -> tuple[Path, list[bytes]]:
+    """An attempt's folder with a file for each node, and all of its lines."""
+    folder = root / job / "attempt-0"
+    folder.mkdir(parents=True)
+    lines = b"".join(Fleet(num_nodes, job=job).lines()).splitlines(keepends=True)
+    for line in lines:
+        node = json.loads(line.partition(b" ")[2])["node"]
+        with (folder / f"{node}.7.9.events").open("ab") as file:
+            file.write(line)
+    return folder, sorted(line.rstrip() for line in lines)
+
+
+def until_sent(shipper: Shipper) -> None:
+    until = time.monotonic() + 20
+    while not shipper.all_sent():
+        shipper.step()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_spool_arrives_once_while_it_grows_and_the_folders_time_stays(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool")
+    os.utime(folder, (1, 1))
+    shipper = Shipper(str(folder), link(service.url))
+    until_sent(shipper)
+    assert folder.stat().st_mtime == 1  # by it the latest attempt is known
+    path = next(folder.glob("*.events"))
+    more = lines[0].replace(b'"span":"', b'"span":"f')
+    with path.open("ab") as file:
+        file.write(more[:30])
+        file.flush()
+        shipper.step()
+        file.write(more[30:] + b"\n")
+    until_sent(shipper)
+    shipper.close()
+    assert service.raw_lines() == sorted([*lines, more])
+    assert {row.sequence for row in service.batches(2)} == {0, 1}
+    assert service.rows(schema.sender_gap) == []
+
+
+def test_only_events_leave_the_node(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool", num_nodes=1)
+    secret = tmp_path / "secret"
+    secret.write_text("@bootseer1 password=hunter2\n")
+    (folder / "linked.1.1.events").symlink_to(secret)
+    os.mkfifo(folder / "pipe.1.1.events")
+    (folder / "other.1.1.events").write_bytes(b"token=hunter2\n" + b"x" * (3 << 20) + b"\n" + secret.read_bytes())
+    shipper = Shipper(str(folder), link(service.url))
+    until_sent(shipper)
+    shipper.close()
+    assert service.raw_lines() == lines
+
+
+def test_killed_at_any_point_nothing_is_lost_or_twice(service, tmp_path, monkeypatch, link):
+    """A crash before or after each step of a batch: another sender goes on with what lies on the disk."""
+    folder, lines = spool(tmp_path / "spool", num_nodes=6)
+    monkeypatch.setattr(ship, "BATCH_BYTES", 2000)
+    rng = random.Random(3)
+
+    class Killed(BaseException):
+        pass
+
+    def at_times(method):
+        def call(*args):
+            if rng.random() < 0.15:
+                raise Killed
+            done = method(*args)
+            if rng.random() < 0.15:
+                raise Killed
+            return done
+
+        return call
+
+    monkeypatch.setattr(Shipper, "_save", at_times(Shipper._save))
+    monkeypatch.setattr(Link, "send", at_times(Link.send))
+    kills = 0
+    while True:
+        shipper = Shipper(str(folder), link(service.url))
+        try:
+            until_sent(shipper)
+            break
+        except Killed:
+            kills += 1
+        finally:
+            shipper.close()
+    assert kills > 5
+    assert service.raw_lines() == lines
+    assert service.rows(schema.sender_gap) == []
+
+
+def test_one_sends_and_the_next_goes_on(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool")
+    first, second = (Shipper(str(folder), link(service.url)) for _ in range(2))
+    assert first.step()
+    assert not second.step()
+    assert not second.all_sent()
+    first.close()
+    assert second.all_sent()
+    assert service.raw_lines() == lines
+    second.close()
+
+
+def test_a_damaged_position_or_a_folder_without_any_costs_nothing_but_work(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool")
+    for content in (b"", b"[1", b'{"version":1,"sender":"../x","sequence":0,"files":{},"pending":[]}', b"\xff"):
+        (folder / ".shipped").write_bytes(content)
+        shipper = Shipper(str(folder), link(service.url))
+        until_sent(shipper)
+        shipper.close()
+    (folder / ".shipped").unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (folder / ".shipped").hardlink_to(victim)  # planted in a user's folder for an agent of root
+    shipper = Shipper(str(folder), link(service.url))
+    until_sent(shipper)
+    shipper.close()
+    assert victim.read_text() == "precious"
+    assert set(service.raw_lines()) == set(lines)
+
+
+def test_answers_decide_when_the_next_request_comes(tmp_path, link):
+    folder, _ = spool(tmp_path / "spool", num_nodes=1)
+    answers = [
+        (503, {"Retry-After": "7"}, b""),
+        (429, {}, b""),
+        (401, {}, b'{"error":"a token is needed"}'),
+        (202, {}, b"{}"),
+    ]
+    with collector(lambda number: answers[number]) as server:
+        sender = link(server.url, "bst_x")
+        shipper = Shipper(str(folder), sender)
+        waits = []
+        for _ in answers:
+            shipper.step()
+            assert not shipper.step()  # nothing is asked before its time
+            waits.append(sender.not_before - time.monotonic())
+            refused, sender.not_before = sender.is_refused, 0.0
+            assert refused == (len(waits) == 3)
+        assert [5 < waits[0] < 9, 0 < waits[1] < 3, 40 < waits[2] < 80] == [True] * 3
+        assert sender.problem == ""
+        headers = [headers for _, headers, _ in server.requests]
+        assert {header["authorization"] for header in headers} == {"Bearer bst_x"}
+        assert {header["x-bootseer-sequence"] for header in headers} == {"0"}
+        assert len({body for _, _, body in server.requests}) == 1
+        shipper.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "said"),
+    [
+        ("", {}, "not the address"),
+        ("ftp://x", {}, "not the address"),
+        ("http://user:secret@host", {}, "not the address"),
+        ("http://h", {"BOOTSEER_SERVICE_TOKEN_FILE": "/nonexistent"}, "cannot be read"),
+        ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "is not a token"),
+    ],
+)
+def test_an_address_or_token_that_cannot_be_used_is_told(url, env, said):
+    with pytest.raises(UsageError, match=said) as error:
+        target(url, env)
+    assert "secret" not in str(error.value)
+
+
+def test_a_tokens_file_is_for_its_owner_alone(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("bst_x\n")
+    path.chmod(0o640)
+    env = {"BOOTSEER_SERVICE_TOKEN_FILE": str(path)}
+    with pytest.raises(UsageError, match="read by others"):
+        target("http://h", env)
+    path.chmod(0o600)
+    assert target("https://h/base/", env) == (True, "h", 443, "/base", "bst_x")
+
+
+def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path, link):
+    lines = [line for job in ("a", "b", "c") for line in spool(tmp_path / "spool", job)[1]]
+    sender = Spools([str(tmp_path / "spool")], link(service.url))
+    assert sender.waiting() == 3
+    sender.step()
+    assert sender.waiting() == 0
+    assert service.raw_lines() == sorted(lines)
+    shutil.rmtree(tmp_path / "spool" / "a")
+    sender.step()
+    assert sender.waiting() == 0
+    sender.close()
+
+
+def test_a_run_arrives_with_its_end_and_the_command_sees_no_token(service, run, tmp_path):
+    _, token = service.service.tokens.add("ingest", team="llm")
+    more = {"BOOTSEER_SERVICE_TOKEN": token, "BOOTSEER_SERVICE": service.url}
+    done = run("run", "--job", "moe", "--trace-to", "service", "--", "sh", "-c", "env", more=more)
+    assert done.returncode == 0
+    assert token not in done.stdout
+    until = time.monotonic() + 60
+    while not any(b'"run"' in line and b'"end"' in line for line in service.raw_lines()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (start,) = service.rows(schema.start, 1)
+    assert (start.job, start.team) == ("moe", "llm")
+
+
+@pytest.fixture
+def hung() -> Iterator[str]:
+    """Takes connections and never answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+
+
+@pytest.mark.parametrize("fault", ["hung", "gone", "wrong token", "no address"])
+def test_a_service_that_fails_costs_the_job_nothing_and_the_spool_stays(fault, run, env, hung, tmp_path):
+    """The end of the run waits for nothing: its 10 s request timeout would show."""
+    url = {"hung": hung, "gone": "http://127.0.0.1:9", "no address": "nonsense"}.get(fault, "")
+    with collector(lambda _: (401, {}, b'{"error":"a token is needed"}')) as server:
+        began = time.monotonic()
+        words = ["--job", "moe", "--trace-to", f"service={url or server.url}"]
+        done = run("run", *words, "--", "sleep", "2" if fault != "gone" else "0.1")
+        took_s = time.monotonic() - began
+    assert (done.returncode, done.stdout) == (0, "")
+    assert took_s < 9
+    said = {"wrong token": "a token is needed", "no address": "not the address"}.get(fault, "bootseer report moe")
+    assert said in done.stderr
+    assert len(list(Path(env["BOOTSEER_SPOOL"]).rglob("*.events"))) == 1
+
+
+def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, tmp_path):
+    _, lines = spool(Path(env["BOOTSEER_SPOOL"]))
+    gone = run("ship", "--to", "http://127.0.0.1:9", "--within", "0.5")
+    assert (gone.returncode, "could not be sent" in gone.stderr) == (1, True)
+    done = run("ship", "--to", service.url, "--json")
+    assert json.loads(done.stdout)["waiting"] == 0
+    assert service.raw_lines() == lines
+    assert run("ship", "--to", service.url, "nothing-here").returncode == 2
+    (tmp_path / "job.log").write_bytes(b"hello\n" + b"\n".join(b"stderr F " + line for line in lines))
+    for _ in range(2):
+        assert run("ship", "--to", service.url, "job.log").returncode == 0
+    assert len(service.raw()) == 2
+
+
+def test_the_log_of_a_job_without_bootseer_becomes_a_start(service, run, tmp_path):
+    source = Path(__file__).parents[1] / "golden" / "megatron" / "setup.log"
+    done = run("ship", "--to", service.url, "--job", "ungemessen/7", str(source))
+    assert done.returncode == 0, done.stderr
+    (start,) = service.rows(schema.start, 1)
+    assert start.job == "ungemessen/7"
+
+
+def test_following_goes_on_until_a_signal(service, env, tmp_path):
+    root = Path(env["BOOTSEER_SPOOL"])
+    root.mkdir()
+    command = [*BOOTSEER, "ship", "--follow", "--to", service.url, str(root)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as sender:
+        threading.Event().wait(1)
+        _, lines = spool(root)
+        until = time.monotonic() + 60
+        while service.raw_lines() != lines and time.monotonic() < until:
+            time.sleep(0.1)
+        sender.terminate()
+        assert sender.wait(30) == 0
+    assert service.raw_lines() == lines
