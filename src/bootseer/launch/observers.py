@@ -136,7 +136,7 @@ class Shipping:
         while not ended.wait(wait_s):
             while not ended.is_set() and shipper.step():
                 pass
-            wait_s = pause_s()
+            wait_s = pause_s(link)
         if os.getpid() == 1 and link.last_s is not None:
             while shipper.step():
                 pass
