@@ -21,6 +21,7 @@ from bootseer.report.render.html_starts import (
     environments_section,
     images_section,
     peers_section,
+    warm_section,
 )
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
 from bootseer.report.render.html_text import data_block, esc
@@ -61,6 +62,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             environments_section(report),
             checkpoints_section(report),
             peers_section(report),
+            warm_section(report),
             lower.facts(report),
             lower.startups(report, palette),
             nodes_section(report),
