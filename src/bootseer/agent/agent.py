@@ -30,6 +30,7 @@ from bootseer.io.locks import try_flock
 from bootseer.logs import logger
 from bootseer.mounts.control import ask, socket_path
 from bootseer.mounts.state import MountState, Runtime
+from bootseer.trace.ship import Link, Spools, pause_s, target
 
 _LOG = logger(__name__)
 SOCKET: Final = "agent"
@@ -54,6 +55,10 @@ class AgentSettings:
     max_bytes: int | None = None
     """What the cache may take on the disk; None: up to the share of the disk that others leave free."""
     every_s: float = 60.0
+    service: str = ""
+    """Address of the service that this node's spools are sent to; empty: they are not sent."""
+    spools: tuple[str, ...] = ()
+    """Roots of spools."""
     idle_s: float = 7 * 86_400.0
     """How long layers that nothing uses stay mounted, and unpacked images on the disk."""
 
@@ -62,7 +67,8 @@ class Agent:
     """`tidy` belongs to one thread, the rest to any."""
 
     def __init__(self, settings: AgentSettings) -> None:
-        """Raises `PermanentError` where a folder cannot be made or belongs to another user."""
+        """Raises `PermanentError` where a folder cannot be made or belongs to another user, `UsageError` for an address
+        or token of the service that cannot be used."""
         self.settings = settings
         self._cache = Cache(blocks_folder(settings.cache), CacheSettings(max_bytes=settings.max_bytes))
         self._runtime = Runtime(settings.runtime)
@@ -70,6 +76,16 @@ class Agent:
         self._tidied: float | None = None
         self._error = ""
         self._counts: Counter[str] = Counter()
+        self._link = Link(target(settings.service, os.environ)) if settings.service else None
+
+    def ship(self, stop: threading.Event) -> None:
+        """Send the spools to the service until `stop`, where there is one. Never raises."""
+        if self._link is None:
+            return
+        sender = Spools(list(self.settings.spools), self._link)
+        while not stop.wait(pause_s(self._link)):
+            sender.step()
+        sender.close()
 
     def tidy(self) -> None:
         """Make room as far as the limit demands, and forget mounts that are gone. What is in use stays."""
@@ -117,6 +133,7 @@ class Agent:
             "freed_bytes": self._counts["freed_bytes"],
             "forgotten_mounts": self._counts["forgotten_mounts"],
             "failures": self._counts["failures"],
+            **({"service": {"batches": self._link.batches, "problem": self._link.problem}} if self._link else {}),
         }
 
     def _mount(self, state: MountState, until: float) -> dict[str, Any]:
@@ -151,6 +168,13 @@ class Agent:
             ("failures_total", "counter", "Times that the cache could not be looked after.", {"": said["failures"]}),
             ("mounts", "gauge", "Mounts by health.",
              {f'health="{name}"': float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
+            *(
+                [("shipped_batches_total", "counter", "Batches of events that the service took.",
+                  {"": said["service"]["batches"]}),
+                 ("ship_up", "gauge", "Whether the service took the last one.",
+                  {"": float(not said["service"]["problem"])})]
+                if "service" in said else []
+            ),
             *(
                 (f"mounts_{name}", "gauge", f"{what} of the mounts that there are now.",
                  {"": float(sum(mount.get(name, 0) for mount in mounts))})
@@ -287,12 +311,13 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
             threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
         _LOG.info("looks after %s, every %g s", settings.cache, settings.every_s)
-        _notify("READY=1")
+        notify("READY=1")
+        threading.Thread(target=agent.ship, args=(stop,), name="bootseer-agent-ship", daemon=True).start()
         while not stop.is_set():
             agent.tidy()
             stop.wait(settings.every_s)
     finally:
-        _notify("STOPPING=1")
+        notify("STOPPING=1")
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -335,7 +360,7 @@ def _is_activated() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
 
 
-def _notify(state: str) -> None:
+def notify(state: str) -> None:
     """Tell systemd, where it started us (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,6 +30,7 @@ def agent_command() -> None:
 
     \b
     bootseer agent run --cache-limit 500g --listen 127.0.0.1:9464
+    bootseer agent run --ship-to https://service:8765 --spool /var/spool/bootseer
     bootseer agent status
     """
 
@@ -43,10 +45,22 @@ def agent_command() -> None:
 @click.option("--idle", "idle_s", type=click.FloatRange(0.0), default=7 * 86_400.0, metavar="S",
               help="Unmount layers that nothing has used for so many seconds (default: a week).")  # fmt: skip
 @click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz there, besides the Unix socket.")
-def run_command(cache: Path | None, cache_limit: str | None, every_s: float, idle_s: float, listen: str | None) -> None:
+@click.option("--ship-to", default="", metavar="URL", help="Send this node's spools to the service there.")
+@click.option("--spool", "spool_roots", multiple=True, metavar="DIR",
+              help="Their root; may be repeated (default: this user's).")  # fmt: skip
+def run_command(
+    cache: Path | None,
+    cache_limit: str | None,
+    every_s: float,
+    idle_s: float,
+    listen: str | None,
+    ship_to: str,
+    spool_roots: tuple[str, ...],
+) -> None:
     """Look after this node until a signal ends it. systemd units are in contrib/systemd."""
     from bootseer.agent.agent import AgentSettings, run_agent
     from bootseer.artifact.places import cache_root, runtime_root
+    from bootseer.trace.spools import default_root
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,6 +71,8 @@ def run_command(cache: Path | None, cache_limit: str | None, every_s: float, idl
         max_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit is not None else None,
         every_s=every_s,
         idle_s=idle_s,
+        service=ship_to,
+        spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
     )
     run_agent(settings, stop, listen=_address(listen) if listen else None)
 
@@ -87,10 +103,16 @@ def status_command(output: Output) -> None:
         rows,
         f"agent {said['pid']} runs for {format_seconds(said['uptime_s'])}: {cache['files']} files, "
         f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(said['freed_bytes'])} freed",
+        *([_shipped(said["service"])] if "service" in said else []),
         *([said["problem"]] if said["problem"] else []),
     )
     if said["problem"]:
         raise SystemExit(1)
+
+
+def _shipped(service: dict[str, Any]) -> str:
+    why = f", but not the last one: {service['problem']}" if service["problem"] else ""
+    return f"{service['batches']} batches of events were sent to the service{why}"
 
 
 def _address(text: str) -> tuple[str, int]:

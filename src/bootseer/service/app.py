@@ -29,8 +29,10 @@ from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.database import Database, default_url
+from bootseer.service.derive import Derived
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
+from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
 from bootseer.store.open import is_loopback, open_store
@@ -103,16 +105,22 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
-                on_derived=lambda attempt, derived: self.upkeep.changed(derived.days),
+                on_moment=lambda moment: self.pages.changed(),
+                on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
+            self.pages = Pages(self)
             self._parts = (self.ingest, self.deriver, self.upkeep)
             self._started = 0
         except BaseException:
             self.database.close()
             raise
+
+    def _derived(self, derived: Derived) -> None:
+        self.upkeep.changed(derived.days)
+        self.pages.changed()
 
     def start(self) -> None:
         """Begin what runs beside requests."""
@@ -133,6 +141,7 @@ class Service:
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
             *self.ingest.routes(),
+            *self.pages.routes(),
         ]
 
     def app(self) -> Starlette:
@@ -189,7 +198,7 @@ def _listening(settings: Settings) -> socket.socket:
 def _check_access(settings: Settings, service: Service) -> None:
     if not is_loopback(_bracketed(settings.listen[0])) and not settings.proxies and not service.tokens.any():
         raise UsageError(
-            f"listening on {settings.listen[0]} would serve everybody who reaches it: there is no token",
+            f"listening on {settings.listen[0]} would serve every host that reaches it: there is no token",
             hint="make one with `bootseer serve token add --scope read`, or listen on 127.0.0.1",
         )
 

@@ -72,8 +72,11 @@ def _rows(
     arrived = dict(batches)
     objects = raw.of_attempt(arrived)
     found = scan((Source(name, Path(name), False, lines, arrived[name]) for name, lines in objects), zone=UTC)
-    own = [event for event in found.events if event.job in (attempt.job, UNKNOWN_JOB)]
-    own = [event._replace(job=attempt.job, attempt=attempt.attempt) for event in own]
+    own = [
+        event if event.job != UNKNOWN_JOB else event._replace(job=attempt.job, attempt=attempt.attempt)
+        for event in found.events
+        if event.job == UNKNOWN_JOB or (event.job, event.attempt) == attempt
+    ]
     events, duplicates = unique(own)
     if not events:
         return [], None

@@ -43,7 +43,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
 _MAX_POSITIONS = 64 << 20
-_IDLE_S, _LOOK_AT_IDLE_S = 600.0, 60.0
+_OPEN_S, _IDLE_S, _LOOK_AT_IDLE_S = 10.0, 600.0, 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -107,6 +107,8 @@ class Link:
         """By the monotonic clock: until then nothing is to be sent."""
         self.batches = 0
         """That the service has accepted."""
+        self.next_s = 2.0
+        """In how many seconds the service wants to hear of this sender again."""
         self.last_s: float | None = None
         """What the last request took that the service accepted."""
         self._where = where
@@ -147,6 +149,8 @@ class Link:
             with connection.getresponse() as response:
                 said = response.read(65_536)
                 wait = response.getheader("Retry-After", "")
+                with contextlib.suppress(ValueError):
+                    self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
                 if response.will_close or response.read(1):
                     self.close()
                 return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(said)
@@ -237,6 +241,11 @@ class Shipper:
         self._pending = []
         self._save()
         return True
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a batch was not accepted yet."""
+        return bool(self._pending)
 
     def all_sent(self) -> bool:
         """Whether the service has everything that is in the folder now; False while another one sends it."""
@@ -393,24 +402,28 @@ class Spools:
 
     def step(self) -> bool:
         """One look at each folder, and what is new in it; whether anything was sent. Never raises."""
-        sent = False
-        now_s = time.monotonic()
+        any_sent = False
         folders = {folder for place in self._places for folder in attempt_folders(place)}
         for folder in self._shippers.keys() - folders:
             self._shippers.pop(folder).close()
         for folder in sorted(folders):
-            changed_s, looked_s = self._changed.get(folder, (now_s, 0.0))
+            now_s = time.monotonic()
+            if now_s < self._link.not_before:
+                break
+            changed_s, looked_s = self._changed.get(folder, (-_IDLE_S, -_LOOK_AT_IDLE_S))
             if now_s - changed_s > _IDLE_S and now_s - looked_s < _LOOK_AT_IDLE_S:
                 continue
             shipper = self._shippers.setdefault(folder, Shipper(folder, self._link))
-            any_sent = False
+            sent = False
             while shipper.step():
-                any_sent = True
-            self._changed[folder] = (time.monotonic() if any_sent else changed_s, now_s)
-            sent |= any_sent
-            if now_s - changed_s > _IDLE_S and not any_sent:
+                sent = True
+            any_sent |= sent
+            if sent or shipper.has_pending:
+                changed_s = now_s
+            self._changed[folder] = (changed_s, now_s)
+            if now_s - changed_s > _OPEN_S:  # there may be thousands
                 self._shippers.pop(folder).close()
-        return sent
+        return any_sent
 
     def waiting(self) -> int:
         """How many folders hold what the service has not taken."""
@@ -445,6 +458,6 @@ def attempt_folders(place: str, depth: int = 2) -> Iterator[str]:
         yield from attempt_folders(path, depth - 1)
 
 
-def pause_s() -> float:
+def pause_s(link: Link) -> float:
     """Seconds between two looks, not the same on all nodes."""
-    return random.uniform(1.0, 3.0)  # noqa: S311 - spreads load
+    return link.next_s * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load

@@ -1,0 +1,168 @@
+"""A month of a large fleet in the service's database: each question people ask, timed, and compared with the truth.
+
+10,000 nodes, the paper's seven scales, 5e7 spans. Both engines hold the same month; each question is asked five times
+and all of its answers counted.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import Benchmark, Must, Outcome
+from sqlalchemy import Connection
+
+from bootseer.report.analysis.verdict import BUCKETS
+from bootseer.service import questions
+from bootseer.service.database import Database, default_url
+from bootseer.service.questions import Filter
+from fleet_month import FIRST_DAY, STAGES, Month, Truth, worst
+from postgres import running_postgres
+
+_ANSWER_S = 1.0
+_TIMES = 5
+
+
+def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
+    """The 15 questions of a month, by name."""
+    where, now = Filter(FIRST_DAY, month.last_day), Filter(month.last_day - 6, month.last_day)
+    return {
+        "1 cost by team": lambda: questions.cost(connection, where),
+        "2 stages by scale": lambda: questions.stages(connection, where),
+        "3 open starts": lambda: questions.open_starts(connection),
+        "4 slow nodes": lambda: questions.nodes(connection, where),
+        "5 starts of a job": lambda: questions.starts(connection, Filter(job="job-0007")),
+        "6 scales against before": lambda: questions.buckets(connection, now),
+        "7 caches": lambda: (questions.caches(connection, where), questions.caches_by_day(connection, where)),
+        "8 starts by day": lambda: questions.by_day(connection, where),
+        "9 jobs that lose most": lambda: questions.jobs(connection, where),
+        "10 wait against work": lambda: questions.jobs(connection, now),
+        "11 without stragglers": lambda: questions.straggling(connection, where),
+        "12 bytes of origins": lambda: questions.origin(connection, where),
+        "13 queue against start": lambda: questions.queues(connection, where),
+        "14 failed starts": lambda: questions.failures(connection, where),
+        "15 coverage": lambda: questions.coverage(connection, where, month.now_ns),
+    }
+
+
+def wrong(connection: Connection, month: Month) -> list[str]:
+    """Which answers differ from the truth."""
+    truth, where, found = month.truth, Filter(FIRST_DAY, month.last_day), []
+    answers = {name: ask() for name, ask in asked(connection, month).items()}
+
+    def check(name: str, what: str, is_so: bool) -> None:
+        if not is_so:
+            found.append(f"{name}: {what}")
+
+    teams = {row["team"]: row for row in answers["1 cost by team"]}
+    for team, sums in truth.teams.items():
+        same = all(math.isclose(teams[team][key], sums[key], rel_tol=1e-9) for key in ("starts", "gpu_s", "cost"))
+        share = math.isclose(teams[team]["share"], sums["ended_gpu_s"] / sums["run_gpu_s"], rel_tol=1e-9)
+        check("1", f"team {team}", same and share)
+    names = [name for _, name, _ in BUCKETS]
+    stages = {(names.index(row["bucket"]), STAGES.index(row["stage"])): row for row in answers["2 stages by scale"]}
+    check("2", "which stages and scales", stages.keys() == truth.stage_medians.keys())
+    for key, medians in truth.stage_medians.items():
+        row = stages[key]
+        p50 = _at(medians, 0.5)
+        near = p50 / 1.2 <= row["p50_s"] <= p50 * 1.2  # of classes that grow by 19 %
+        same = row["n"] == len(medians) and math.isclose(row["work_s"], truth.stage_work_s[key], rel_tol=1e-9)
+        check("2", str(key), same and near)
+    check("3", "open starts", len(answers["3 open starts"]) == truth.open)
+    slow = [(row["node"], row["last"], row["starts"]) for row in answers["4 slow nodes"][:10]]
+    expected = [(month.name(n), truth.last[n], truth.seen[n]) for n, _ in worst(truth.delay_s, 10)]
+    check("4", "slow nodes", slow == expected)
+    check("4", "their stage", {row["stage"] for row in answers["4 slow nodes"][:10]} == {STAGES[2]})
+    check("5", "starts of a job", len(answers["5 starts of a job"]) == truth.jobs["job-0007"]["starts"])
+    for row in questions.buckets(connection, where):
+        values = truth.overheads[names.index(row["bucket"])]
+        same = row["starts"] == len(values) and row["p50_s"] == _at(values, 0.5) and row["p95_s"] == _at(values, 0.95)
+        check("6", row["bucket"], same)
+    for row in answers["7 caches"][0]:
+        check("7", row["technique"], row["hits"] == truth.hits[row["technique"]])
+        check("7", row["technique"], row["misses"] == truth.misses[row["technique"]] and row["miss_costs_s"] > 0)
+    days = {(row["day"], row["kind"]): row["starts"] for row in answers["8 starts by day"]}
+    check("8", "starts by day", days == dict(truth.days))
+    for row in answers["9 jobs that lose most"]:
+        sums = truth.jobs[row["job"]]
+        share = not sums["run_s"] or math.isclose(row["share"], sums["ended_s"] / sums["run_s"], rel_tol=1e-9)
+        wait = math.isclose(row["wait_share"], sums["wait_s"] / (sums["wait_s"] + sums["work_s"]), rel_tol=1e-9)
+        check("9, 10", row["job"], row["starts"] == sums["starts"] and share and wait)
+    most = sorted(truth.jobs, key=lambda name: -truth.jobs[name]["gpu_s"])[:10]
+    check("9", "order", [row["job"] for row in answers["9 jobs that lose most"][:10]] == most)
+    for row in answers["11 without stragglers"]:
+        saved = truth.straggler_s[names.index(row["bucket"])]
+        check("11", row["bucket"], math.isclose(row["straggler_s"], saved, rel_tol=1e-9))
+    hours = {row["begin_ns"] // 3_600_000_000_000: row["origin_bytes"] for row in answers["12 bytes of origins"]}
+    check("12", "bytes of each hour", hours == dict(truth.origin))
+    for row in answers["13 queue against start"]:
+        values = truth.queue_s[names.index(row["bucket"])]
+        check("13", row["bucket"], math.isclose(row["queue_p50_s"], median(values), rel_tol=1e-9))
+    stopped = {STAGES.index(row["stage"]): row["starts"] for row in answers["14 failed starts"]}
+    check("14", "where starts stopped", stopped == dict(truth.failures))
+    seen = answers["15 coverage"]
+    same = (seen["nodes_heard"], seen["nodes_expected"], seen["lines_lost"]) == (
+        truth.heard,
+        truth.expected,
+        truth.lost,
+    )
+    check("15", "coverage", same and seen["starts"] == truth.starts)
+    return found
+
+
+def _at(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def measure(quick: bool) -> Outcome:
+    samples: dict[str, list[float]] = {}
+    details: dict[str, Any] = {}
+    musts, truth = [], Truth()
+    for engine in ("sqlite", "postgres"):
+        month = Month(node_starts=50_000 if quick else 1_250_000)
+        server: Any = running_postgres() if engine == "postgres" else nullcontext()
+        with tempfile.TemporaryDirectory() as folder, server as postgres:
+            database = Database.open(postgres.new_database() if postgres else default_url(Path(folder)))
+            began_s = time.monotonic()
+            truth = month.fill(database)
+            filled_s = time.monotonic() - began_s
+            times: dict[str, list[float]] = {}
+            with database.read() as connection:
+                for _ in range(_TIMES):
+                    for name, ask in asked(connection, month).items():
+                        begin_s = time.perf_counter()
+                        ask()
+                        times.setdefault(name, []).append(time.perf_counter() - begin_s)
+                differ = wrong(connection, month)
+            database.close()
+        samples |= {f"{engine}: {name}": values for name, values in times.items()}
+        slowest = max(times, key=lambda name: median(times[name]))
+        musts += [
+            Must(f"slowest question, {engine} ({slowest})", median(times[slowest]), _ANSWER_S, "s"),
+            Must(f"answers that differ from the truth, {engine}", len(differ), 0, ""),
+        ]
+        details[engine] = {"filled_s": filled_s, "differ": differ, "first_s": {k: v[0] for k, v in times.items()}}
+    return Outcome(
+        parameters={
+            "nodes": month.num_nodes,
+            "days": month.num_days,
+            "starts": truth.starts,
+            "spans": truth.spans,
+            "jobs": month.num_jobs,
+        },
+        samples=samples,
+        unit="seconds",
+        must_reach=musts,
+        details=details,
+        method="the same month in both engines, one after the other; each question is asked five times",
+    )
+
+
+BENCHMARK = Benchmark("service_month", "How long does each question about a month of a large fleet take?", measure)
