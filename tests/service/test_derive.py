@@ -17,6 +17,7 @@ import pytest
 import zstandard
 from sqlalchemy import func, insert, select
 
+from bootseer.errors import TransientError
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
@@ -106,17 +107,30 @@ def test_batches_in_any_order_and_twice_end_in_the_same_rows(place: Place) -> No
     attempt = Attempt("fleet", 0)
     for first in range(0, len(lines), 40):
         place.put(lines[first : first + 40])
-    derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     once = contents(place)
     for _ in range(3):
         place.put(rng.sample(lines, 60), sender="another")
         rng.shuffle(place.batches)
-        derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+        derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     again = contents(place)
     # The report counts what was read, repetitions included.
     assert once.pop("start_report") != again.pop("start_report")
     assert again == once
     assert place.rows(schema.start)[0].computed_n == 4
+
+
+def test_an_analysis_that_ends_late_does_not_replace_one_of_more_lines(place: Place) -> None:
+    """The worker of a service that was killed goes on, beside that of the next service."""
+    lines, attempt = Fleet(3).lines(), Attempt("fleet", 0)
+    place.put(lines[: len(lines) // 2])
+    before = list(place.batches)
+    place.put(lines[len(lines) // 2 :])
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    whole = contents(place)
+    with pytest.raises(TransientError, match="later lines"):
+        derive_attempt(place.raw, place.database, attempt, before, time.time_ns())
+    assert contents(place) == whole
 
 
 @pytest.fixture
@@ -146,6 +160,24 @@ def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(pl
     deriver.wake()
     until(lambda: place.rows(schema.start)[0].outcome == "training_began", "the rest was not derived")
     until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+
+
+def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(place: Place, monkeypatch: Any) -> None:
+    """Those beyond one look, and those that a service before this one has derived."""
+    monkeypatch.setattr("bootseer.service.deriver._BATCHES", 1)
+    by_node: dict[str, list[bytes]] = {}
+    fleet = Fleet(5)
+    for event, line in zip(fleet.events(), fleet.lines(), strict=True):
+        by_node.setdefault(event.node, []).append(line)
+    for lines in by_node.values():
+        place.put(lines[:-1])
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    try:
+        until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+        until(lambda: json.loads(place.rows(schema.live)[0].moment)["nodes_heard"] == 5, "not all nodes were told")
+    finally:
+        deriver.close()
 
 
 def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:

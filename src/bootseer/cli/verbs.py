@@ -21,6 +21,7 @@ _VERBS = {
     "serve": ("serve", "The starts of all jobs in one place, while they happen."),
     "ship": ("ship", "Send spools and logs to the service."),
     "agent": ("agent", "Look after this node: the cache's limit, figures for Prometheus."),
+    "snapshotter": ("snapshotter", "Lazy images for containerd and Kubernetes: a proxy snapshotter."),
     "doctor": ("doctor", "Say what works on this machine, and why not."),
     "bench": ("run", "Measure the claims on this machine."),
 }
