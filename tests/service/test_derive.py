@@ -26,7 +26,7 @@ from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
 from fleet import INSTALL, Fleet
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 
 class Place:
