@@ -74,6 +74,8 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 @click.option(
     "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
 )
+@click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
+              help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
 @click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
@@ -88,6 +90,7 @@ def serve_command(
     tls_cert: Path | None,
     tls_key: Path | None,
     workers: int,
+    alert_to: tuple[str, ...],
     proxy_from: tuple[str, ...],
     proxy_header: str,
 ) -> None:
@@ -113,13 +116,15 @@ def serve_command(
     from dataclasses import replace
 
     from bootseer.service.access import networks
+    from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
 
     def ready(address: str) -> None:
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
-    serve(replace(settings, proxies=networks(proxy_from)), ready)
+    hooks = tuple(webhook(one) for one in alert_to)
+    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks), ready)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -28,9 +28,12 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
+from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
+from bootseer.service.metrics import Metrics
+from bootseer.service.over_time import OverTime
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
 from bootseer.store.open import is_loopback, open_store
@@ -61,6 +64,7 @@ class Settings:
     proxies: tuple[Network, ...] = ()
     proxy_header: str = "x-forwarded-user"
     retention: Retention = field(default_factory=Retention)
+    alert_to: tuple[Webhook, ...] = ()
 
     def made(self) -> Settings:
         """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
@@ -108,7 +112,10 @@ class Service:
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
-            self._parts = (self.ingest, self.deriver, self.upkeep)
+            self.over_time = OverTime(self.database)
+            self.metrics = Metrics(self.database, self.over_time)
+            self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
+            self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
             self._started = 0
         except BaseException:
             self.database.close()
@@ -133,6 +140,8 @@ class Service:
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
             *self.ingest.routes(),
+            *self.over_time.routes(),
+            *self.metrics.routes(),
         ]
 
     def app(self) -> Starlette:
