@@ -18,6 +18,7 @@ sys.path.append(str(harness.ROOT / "tests"))  # the fleet whose truth is known
 NAMES = (
     "run_overhead",
     "hook_overhead",
+    "warm",
     "tracing_cost",
     "report_fleet",
     "scan_foreign",

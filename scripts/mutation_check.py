@@ -27,7 +27,7 @@ MODULES = {
     "report/analysis/barriers.py": ["report/test_barriers.py"],
     "checkpoint/layout.py": ["checkpoint/test_layout.py", "checkpoint/test_parity.py", "checkpoint/test_policy.py"],
     "env/life/decide.py": ["env/life/test_decide.py"],
-    "fetch/hotset.py": ["fetch/test_hotset.py", "fetch/test_hotset_format.py"],
+    "fetch/hotset.py": ["fetch/test_hotset.py", "fetch/test_hotset_format.py", "fetch/test_worth.py"],
     "fetch/schedule.py": ["fetch/test_schedule.py", "fetch/test_schedule_properties.py"],
     "hdfs/choice.py": ["hdfs/test_choice.py", "hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
     "hdfs/schedule.py": ["hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],

@@ -63,7 +63,7 @@ def test_a_run_that_ended_early_has_no_say_about_later_blocks():
 
 def test_only_the_newest_runs_are_kept_in_the_order_of_their_time():
     hot_set = merged(*(run(number, [1]) for number in (3, 1, 2, *range(4, 20))))
-    assert [record.started_s for record in hot_set.records] == [float(number) for number in range(20 - MAX_RUNS, 20)]
+    assert [record.started_s for record in hot_set.records] == [float(number) for number in range(12, 20)]
 
 
 def test_two_runs_of_another_workload_drop_the_old_ones_and_one_does_not():
@@ -88,6 +88,30 @@ def test_a_set_that_missed_the_two_newest_runs_starts_over_from_them():
     assert [record.started_s for record in hot_set.records] == [2.0, 3.0]
     # Once it covers again, it is not stale.
     assert not hot_set.merge(run(4, range(31, 91), coverage=0.9)).stale
+
+
+def test_starts_too_short_to_judge_by_make_no_set_stale():
+    for num_needs, stale in ((23, False), (24, True)):
+        missed = [run(number, range(num_needs), coverage=0.5) for number in range(2)]
+        assert HotSet("image", "workload", tuple(missed)).stale is stale
+    # Six of ten are enough.
+    assert not HotSet("image", "workload", tuple(run(number, range(60), coverage=0.6) for number in range(2))).stale
+
+
+def test_a_run_that_shares_three_blocks_of_ten_with_the_newest_is_kept():
+    for shared, kept in ((3, True), (2, False)):
+        hot_set = merged(run(0, range(10)), *(run(number, range(10 - shared, 20 - shared)) for number in (1, 2)))
+        assert (0.0 in {record.started_s for record in hot_set.records}) is kept
+
+
+@given(st.lists(st.lists(st.integers(0, 100), min_size=3, max_size=3), min_size=1, max_size=8))
+def test_blocks_are_planned_by_the_time_that_a_quarter_of_the_runs_needed_them_by(times):
+    records = tuple(
+        Record(float(number), 1000, tuple(Need(FILE, block, at, Found.MISSING) for block, at in enumerate(each)))
+        for number, each in enumerate(times)
+    )
+    early = [sorted(column)[(len(times) - 1) // 4] for column in zip(*times, strict=True)]
+    assert planned(HotSet("image", "workload", records)) == sorted(range(3), key=lambda block: (early[block], block))
 
 
 def test_a_start_is_judged_by_coverage_waste_and_lateness():

@@ -116,6 +116,8 @@ def test_runs_in_the_wrong_order_are_refused():
     document["runs"] = [document["runs"][0], {**document["runs"][0], "started_s": 4.0}]
     with pytest.raises(CorruptError, match="order"):
         parse_hot_set(packed(document))
+    document["runs"][1]["started_s"] = 5.0
+    assert len(parse_hot_set(packed(document)).records) == 2
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,21 @@ def test_the_oldest_runs_are_left_out_when_all_do_not_fit(monkeypatch):
     kept = parse_hot_set(encode_hot_set(whole))
     assert 0 < len(kept.records) < 8
     assert kept.records == whole.records[-len(kept.records) :]
+    monkeypatch.setattr(hotset, "MAX_JSON_BYTES", 200)
+    assert parse_hot_set(encode_hot_set(whole)) == HotSet("image", "workload")
+
+
+def test_the_largest_numbers_and_the_most_files_are_read():
+    document = opened(encode_hot_set(SET))
+    document["files"] = [f"{number:064x}" for number in range(4096)]
+    document["runs"][0].update(block=[2**26 - 1, 0], file=[0, 4095], t_ms=[2**40 - 1, 0], duration_ms=2**40)
+    (record,) = parse_hot_set(packed(document)).records
+    assert record.needs[1] == Need(f"{4095:064x}", 2**26 - 1, 2**40 - 1, Found.MISSING)
+    for change in ({"t_ms": [2**40, 0]}, {"duration_ms": 2**40 + 1}):
+        with pytest.raises(CorruptError):
+            parse_hot_set(packed({**document, "runs": [document["runs"][0] | change]}))
+    with pytest.raises(CorruptError):
+        parse_hot_set(packed({**document, "files": [*document["files"], "ff" * 32]}))
 
 
 def test_more_needs_than_a_run_may_have_are_refused():

@@ -57,17 +57,35 @@ def test_a_workload_that_leaves_the_path_of_the_record_ends_the_trust_at_once():
     assert judged(*shared, *[False] * (SETTINGS.parted_needs - 1 - SETTINGS.suspend_score)).suspended
 
 
-@given(st.lists(st.booleans(), max_size=200))
-def test_only_the_latest_needs_decide(needs):
+SOME_SETTINGS = st.just(SETTINGS) | st.builds(
+    FetchSettings,
+    judged_needs=st.integers(1, 12),
+    judged_window=st.integers(12, 20),
+    parted_needs=st.integers(2, 8),
+    suspend_score=st.integers(-8, -1),
+    trust_score=st.integers(1, 6),
+)
+
+
+@given(st.lists(st.booleans(), max_size=200), SOME_SETTINGS)
+def test_only_the_latest_needs_decide(needs, settings):
     latest: list[int] = []
+    suspended, suspensions = False, 0
+    worth = HotSetTrust(settings)
     for number, covered in enumerate(needs):
-        row = needs[max(0, number + 1 - SETTINGS.parted_needs) : number + 1]
-        if len(row) == SETTINGS.parted_needs and not any(row) and sum(latest) > 0:
+        row = needs[max(0, number + 1 - settings.parted_needs) : number + 1]
+        if len(row) == settings.parted_needs and not any(row) and sum(latest) > 0:
             latest = []
-        latest = [*latest, 1 if covered else -1][-SETTINGS.judged_window :]
-    score = sum(latest)
-    worth = judged(*needs)
-    assert worth.proven == (score >= SETTINGS.trust_score)
-    assert 0 <= worth.allowance(WINDOW) <= WINDOW
-    if score <= SETTINGS.suspend_score:
-        assert worth.suspended
+        latest = [*latest, 1 if covered else -1][-settings.judged_window :]
+        score = sum(latest)
+        if score >= settings.trust_score:
+            suspended = False
+        elif score <= settings.suspend_score or (len(latest) >= settings.judged_needs and score < 0):
+            suspensions += not suspended
+            suspended = True
+        worth.needed(covered)
+        assert (worth.suspended, worth.suspensions) == (suspended, suspensions)
+        assert worth.proven == (score >= settings.trust_score)
+        doubled = settings.min_window_bytes * 2.0**score
+        assert worth.allowance(WINDOW) == (0 if suspended else WINDOW if worth.proven else min(WINDOW, int(doubled)))
+    assert (worth.needs, worth.covered) == (len(needs), sum(needs))

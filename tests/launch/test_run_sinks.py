@@ -30,6 +30,27 @@ def test_a_collector_gets_the_spans_of_the_run(run, more):
         assert server.resources()[0][0]["bootseer.job"] == "exported"
 
 
+def test_a_command_that_ends_before_the_exporter_is_imported_is_exported_too(run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    with collector() as server:
+        words = ["run", "--trace-to", f"otlp={server.url}", "--", "true"]
+        assert run(*words, more={"PYTHONPATH": str(tmp_path)}).returncode == 0
+        assert set(server.spans()) == {"run", "command"}
+
+
+SLOW_IMPORT = """
+import sys, time
+
+class Slow:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "bootseer.trace.otlp_wire":
+            time.sleep(3)
+
+sys.meta_path.insert(0, Slow)
+"""
+
+
 def test_each_run_exports_only_its_own_events(run):
     """Ranks that share a node and an attempt, and an attempt that is started again."""
     with collector() as server:

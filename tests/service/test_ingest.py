@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from bootseer.service import ingest, schema
-from bootseer.service.ingest import gaps_after
+from bootseer.service.upkeep import gaps_after
 from bootseer.trace.event import decode
 from fleet import Fleet
 from running_service import RunningService, running_service
@@ -218,3 +218,9 @@ def test_an_empty_export_gets_an_empty_answer(service):
     data = ExportTraceServiceRequest().SerializeToString()
     answer = service.post("/v1/traces", data, content_type="application/x-protobuf")
     assert ExportTraceServiceResponse.FromString(answer.content) == ExportTraceServiceResponse()
+
+
+def test_where_many_send_each_is_told_to_come_less_often(service, monkeypatch):
+    monkeypatch.setattr(ingest, "_RATE", 1)
+    told = [service.post("/v1/lines", b"", x_bootseer_sender=f"n{n}").headers["x-bootseer-next"] for n in range(5)]
+    assert told == ["2.0", "2.0", "3.0", "4.0", "5.0"]

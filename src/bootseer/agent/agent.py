@@ -83,7 +83,7 @@ class Agent:
         if self._link is None:
             return
         sender = Spools(list(self.settings.spools), self._link)
-        while not stop.wait(pause_s()):
+        while not stop.wait(pause_s(self._link)):
             sender.step()
         sender.close()
 

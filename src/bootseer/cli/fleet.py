@@ -240,7 +240,7 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
     connection = (HTTPSConnection if where.secure else HTTPConnection)(where.host, where.port, timeout=_ANSWER_S)
     try:
         with closing(connection):
-            connection.request("GET", f"{where.path}/api/v1/{question}?{query}", headers=headers)
+            connection.request("GET", f"{where.path}/api/v1/over-time/{question}?{query}", headers=headers)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_MAX_ANSWER + 1)
     except (OSError, HTTPException) as error:

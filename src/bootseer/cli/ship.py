@@ -95,7 +95,7 @@ def _send_spools(sender: Spools, link: Link, ended: threading.Event, until: floa
         now = time.monotonic()
         if now >= until:
             return waiting
-        wait_s = pause_s() if follow else max(0.1, min(link.not_before - now, 1.0))
+        wait_s = pause_s(link) if follow else max(0.1, min(link.not_before - now, 1.0))
         if ended.wait(min(wait_s, until - now)):
             return 0
 

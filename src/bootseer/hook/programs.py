@@ -6,6 +6,7 @@ program ends), the launcher that starts it again (`warm_launcher`), and the warm
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -113,16 +114,18 @@ class Recorder:
         self._folder = folder
         self._path = [os.path.join(os.path.abspath(entry), "") for entry in path if entry]
         self._pid = os.getpid()
+        self._begun_in = os.getcwd()
         self._early: list[str] | None = None
         self._launcher = ""
         self._above: dict[bytes, bytes] = {}
         parent = f"/proc/{os.getppid()}"
         try:
-            if os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
+            self._above = _environment(parent)
+            # `bootseer run` itself may be a Python program too.
+            if os.fsencode(VARIABLE) in self._above and os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
                 with open(f"{parent}/cmdline", "rb") as file:
                     started = parse([os.fsdecode(word) for word in file.read().split(b"\0")])
                 self._launcher = started[1] if started else ""
-                self._above = _environment(parent)
         except OSError:
             pass
 
@@ -132,15 +135,22 @@ class Recorder:
             self._early = self._modules()
 
     def write(self) -> None:
-        """Write the record, unless another process of the same program has."""
+        """Write the record, unless another process of the same program has. Never raises."""
         launcher, self._launcher = self._launcher, ""
         own = parse(sys.orig_argv)
-        if not launcher or own is None or os.getpid() != self._pid:
-            return
-        flags, program, _ = own
+        if launcher and own is not None and os.getpid() == self._pid:
+            with contextlib.suppress(Exception):
+                name = re.sub(r"[^\w.-]", "_", f"{launcher}-{own[1]}")[:100]
+                target = os.path.join(self._folder, f"{RECORD}{name}.json")
+                if not os.path.exists(target):
+                    self._write(target, launcher, *own)
+
+    def _write(self, target: str, launcher: str, flags: Sequence[str], program: str, words: Sequence[str]) -> None:
         import json
 
-        main = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+        is_module = words[0] == "-m"
+        main = sys.modules["__main__"].__file__ if is_module else os.path.join(self._begun_in, words[0])
+        main = os.path.realpath(main or "")
         begun = _environment("/proc/self")
         set_above = {os.fsdecode(name): os.fsdecode(value) for name, value in begun.items() - self._above.items()}
         now = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
@@ -154,11 +164,9 @@ class Recorder:
             "modules": (self._early or []) if touched else self._modules(),
             "native": {name: value for name, value in set_above.items() if native(name)},
             "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
-            "telling": telling(main, sys.path[0])[0],
+            "telling": telling(main, self._begun_in if is_module else os.path.dirname(main))[0],
             "main": main,
         }
-        name = re.sub(r"[^\w.-]", "_", f"{launcher}-{program}")[:100]
-        target = os.path.join(self._folder, f"{RECORD}{name}.json")
         mine = f"{target}.{os.getpid()}"
         with open(mine, "x") as out:
             json.dump(record, out)

@@ -162,6 +162,9 @@ def _differ(imports: Imports) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
     threading = sys.modules.get("threading")
     if threading is not None:
         threading.main_thread()._set_native_id()

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
@@ -33,21 +33,50 @@ class Observers:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._loaded: list[threading.Event] = []
 
-    def start(self, work: Callable[[threading.Event], None], *, awaited: bool = True) -> None:
-        """Run `work(ended)` in a thread of its own. Signals are blocked in it, as they are in ours. One that is not
-        `awaited` ends with the process."""
-        thread = threading.Thread(target=work, args=(self.ended,), daemon=True)
+    def start(
+        self,
+        work: Callable[[threading.Event], None],
+        *,
+        awaited: bool = True,
+        load: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Run `load()` and `work(ended)` in a thread of its own. Signals are blocked in it, as they are in ours. One
+        that is not `awaited` ends with the process."""
+        loaded = threading.Event()
+
+        def run() -> None:
+            try:
+                load()
+            finally:
+                loaded.set()
+            work(self.ended)
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         if awaited:
             self._threads.append(thread)
+            self._loaded.append(loaded)
 
-    def finish(self, timeout_s: float) -> None:
-        """Tell all threads that the command is over, and wait for them together no longer than this."""
+    def finish(self, timeout_s: float) -> bool:
+        """Tell all threads that the command is over, and wait for them together no longer than this; whether all have
+        ended. What a thread loads first is not of this time: a short command is over before a library is imported."""
         self.ended.set()
+        deadline = time.monotonic() + _LOAD_S
+        for loaded in self._loaded:
+            loaded.wait(max(deadline - time.monotonic(), 0))
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def load_exporter() -> None:
+    """Import what sends spans: it takes longer than all the rest of `bootseer run`. Where it is not installed,
+    `export_spool` says so."""
+    with suppress(ImportError):
+        from bootseer.trace import otlp_wire  # noqa: F401
 
 
 def export_spool(
@@ -61,7 +90,7 @@ def export_spool(
 
     The spool is the source: what the collector does not take now is still there later.
     """
-    from bootseer.trace.otlp import CLOSE_S, OtlpExporter  # takes longer than all the rest of `bootseer run`
+    from bootseer.trace.otlp import CLOSE_S, OtlpExporter
 
     try:
         exporter = OtlpExporter(endpoint)
@@ -107,7 +136,7 @@ class Shipping:
         while not ended.wait(wait_s):
             while not ended.is_set() and shipper.step():
                 pass
-            wait_s = pause_s()
+            wait_s = pause_s(link)
         if os.getpid() == 1 and link.last_s is not None:
             while shipper.step():
                 pass
@@ -132,6 +161,7 @@ class Shipping:
 
 
 _LAST_S = 1.0
+_LOAD_S = 30.0
 ENDED = "end"
 _LOOK_EVERY_S = 1.0
 

@@ -134,13 +134,13 @@ class Session:
         )
         if self.otlp is None and self.service is None and not scheduled and not self._more:
             return
-        from bootseer.launch.observers import Observers, Shipping
+        from bootseer.launch.observers import Observers, Shipping, load_exporter
 
         self._observers = Observers()
         for work in self._more:
             self._observers.start(work)
         if self.otlp is not None:
-            self._observers.start(self._export)
+            self._observers.start(self._export, load=load_exporter)
         if self.service is not None:
             self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
             self._observers.start(self._shipping.watch, awaited=False)
@@ -183,8 +183,8 @@ class Session:
         lost = self.tracer.sink.lost
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
-        if self._observers is not None:
-            self._observers.finish(EXIT_FLUSH_S)
+        if self._observers is not None and not self._observers.finish(EXIT_FLUSH_S) and self.otlp:
+            say(f"not all spans reached the collector in {EXIT_FLUSH_S:g} s; the spool keeps the events: {self.folder}")
         if self._shipping is not None:
             self._shipping.finish()
         if lost:

@@ -469,6 +469,8 @@ class Report:
     checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     peers: list[PeersStart] = field(default_factory=list)
+    warm: list[str] = field(default_factory=list)
+    """Lines: how many programs came from a warm parent, and why others did not."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview] = field(default_factory=list)

@@ -30,10 +30,12 @@ from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
+from bootseer.service.derive import Derived
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.metrics import Metrics
 from bootseer.service.over_time import OverTime
+from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
 from bootseer.store.open import is_loopback, open_store
@@ -107,7 +109,8 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
-                on_derived=lambda attempt, derived: self.upkeep.changed(derived.days),
+                on_moment=lambda moment: self.pages.changed(),
+                on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
@@ -115,11 +118,16 @@ class Service:
             self.over_time = OverTime(self.database)
             self.metrics = Metrics(self.database, self.over_time)
             self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
+            self.pages = Pages(self)
             self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
             self._started = 0
         except BaseException:
             self.database.close()
             raise
+
+    def _derived(self, derived: Derived) -> None:
+        self.upkeep.changed(derived.days)
+        self.pages.changed()
 
     def start(self) -> None:
         """Begin what runs beside requests."""
@@ -142,6 +150,7 @@ class Service:
             *self.ingest.routes(),
             *self.over_time.routes(),
             *self.metrics.routes(),
+            *self.pages.routes(),
         ]
 
     def app(self) -> Starlette:

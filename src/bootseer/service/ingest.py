@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -40,6 +40,7 @@ from bootseer.service import schema
 from bootseer.service.access import Grant, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
+from bootseer.service.upkeep import Gap, gaps_after
 from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, encode
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -53,6 +54,11 @@ SENDER, SEQUENCE, KIND, JOB = (f"x-bootseer-{word}" for word in ("sender", "sequ
 """Headers of a batch: who sends it, which of its batches it is, `lines` or `log`, and the job of a log."""
 
 _LOG = logger(__name__)
+NEXT: Final = "x-bootseer-next"
+"""Header of an answer: in how many seconds the sender is to come again, so that many of them make few requests."""
+_RATE = 500
+"""Requests per second that are welcome."""
+_WINDOW_S = 10.0
 _THREADS = 4
 _BODY_S = 30.0
 """How long a body may take to come."""
@@ -76,7 +82,6 @@ class _Head(msgspec.Struct):
 
 _head = msgspec.json.Decoder(_Head)
 Attempt = tuple[str, int]
-Gap = tuple[int, int]
 
 
 class Batch(NamedTuple):
@@ -169,6 +174,7 @@ class Ingest:
         self._raw = raw
         self._registrar = _Registrar(database, arrived)
         self._held = 0
+        self._seen: dict[str, float] = {}
         self._threads: anyio.CapacityLimiter | None = None
 
     def start(self) -> None:
@@ -230,8 +236,18 @@ class Ingest:
         except Refused as refused:
             return self.refuse(refused)
         return JSONResponse(
-            {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new}, 202
+            {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new},
+            202,
+            {NEXT: f"{self._next_s(sender):.1f}"},
         )
+
+    def _next_s(self, sender: str) -> float:
+        now_s = time.monotonic()
+        self._seen.pop(sender, None)
+        self._seen[sender] = now_s  # behind all others
+        while len(self._seen) > _SENDERS or now_s - self._seen[next(iter(self._seen))] > _WINDOW_S:
+            del self._seen[next(iter(self._seen))]
+        return min(max(2.0, len(self._seen) / _RATE), 30.0)
 
     def refuse(self, refused: Refused) -> Response:
         """The answer."""
@@ -433,21 +449,3 @@ class _Registrar:
                 if rows:
                     connection.execute(self._insert(gap).on_conflict_do_nothing(), rows)
         return last
-
-
-def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[list[Gap], int]:
-    """What is missing of a sequence after these numbers came: first and last of each gap, and the highest number.
-
-    `last`: the highest before, -1 when none.
-    """
-    missing = list(gaps)
-    for number in sorted(came):
-        if number > last + 1:
-            missing.append((last + 1, number - 1))
-        elif number <= last:
-            pieces = [(low, high) for low, high in missing if not low <= number <= high]
-            for low, high in set(missing) - set(pieces):
-                pieces += [piece for piece in ((low, number - 1), (number + 1, high)) if piece[0] <= piece[1]]
-            missing = pieces
-        last = max(last, number)
-    return missing, last

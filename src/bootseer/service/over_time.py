@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
@@ -31,6 +32,7 @@ from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import node_day, stage, stage_day
 from bootseer.units import NS_PER_S
 
+ADDRESS: Final = "/api/v1/over-time"
 _BASELINE: Final = 20
 """Starts before the one that is judged."""
 _LEAST: Final = 5
@@ -116,7 +118,7 @@ def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
 def history(connection: Connection, job: str, where: Filter) -> dict[str, Any]:
     """A job's starts, the newest first, each beside those before it: `baseline_s`, the limit of its band, `slower`, and
     for the newest that is slower which stages and which inputs changed."""
-    wanted = Filter(where.since_day, where.until_day, job=job)
+    wanted = replace(where, job=job)
     rows = questions.starts(connection, wanted, limit=_HISTORY)
     judged = _judged(rows)
     changed = None
@@ -199,8 +201,7 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
     for row in questions.open_starts(connection, job):
         moment, late = row["moment"], []
         if moment:
-            number = questions.bucket_number(row["bucket"])
-            late = deadlines.late(moment, number, row["kind"], row["cache_state"])
+            late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
         told = [
             {"node": one.node, "rank": one.rank, "stage": one.stage, "seconds": one.seconds, "limit_s": one.limit_s}
             for one in late
@@ -210,7 +211,7 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
 
 
 class OverTime:
-    """The same as JSON, for the verbs and for everybody else: `/api/v1/fleet`, `/history`, `/now` and `/lemons`."""
+    """The same as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below `ADDRESS`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -232,10 +233,16 @@ class OverTime:
             ("lemons", lambda connection, asked, ns: {"nodes": lemons(connection, _filter(asked, ns))}),
             (
                 "now",
-                lambda connection, asked, ns: {"starts": now(connection, self.deadlines(), asked.get("job") or None)},
+                lambda connection, asked, ns: {
+                    "starts": [
+                        row
+                        for row in now(connection, self.deadlines(), asked.get("job") or None)
+                        if asked.get("team") in (None, "", row["team"])
+                    ]
+                },
             ),
         )
-        return [Route(f"/api/v1/{name}", self._endpoint(name, answer), methods=["GET"]) for name, answer in answers]
+        return [Route(f"{ADDRESS}/{name}", self._endpoint(name, answer), methods=["GET"]) for name, answer in answers]
 
     def _endpoint(self, name: str, answer: Callable[[Connection, Mapping[str, str], int], dict[str, Any]]) -> Any:
         def found(asked: Mapping[str, str]) -> dict[str, Any]:
@@ -245,7 +252,9 @@ class OverTime:
 
         async def endpoint(request: Request) -> Response:
             try:
-                return JSONResponse(await run_in_threadpool(found, request.query_params))
+                team = request.state.grant.team  # a token of a team reads that team's starts
+                asked = {**request.query_params, **({"team": team} if team else {})}
+                return JSONResponse(await run_in_threadpool(found, asked))
             except UsageError as error:
                 return JSONResponse({"error": str(error)}, 400)
             except TransientError as error:

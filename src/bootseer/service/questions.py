@@ -72,11 +72,6 @@ def bucket_name(number: int) -> str:
     return BUCKETS[number][1] if 0 <= number < len(BUCKETS) else ""
 
 
-def bucket_number(name: str) -> int:
-    """The number of a scale's name; -1 where it is not known."""
-    return next((number for number, (_, known, _) in enumerate(BUCKETS) if known == name), -1)
-
-
 def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
     """1. What starts cost, by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
     ran = start.c.run_s.is_not(None)
@@ -132,7 +127,8 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
     found = []
     for row in rows:
         moment = json.loads(row["moment"]) if row["moment"] else None
-        found.append({**row, "bucket": bucket_name(row["bucket"]), "moment": moment})
+        name = bucket_name(row["bucket"])
+        found.append({**row, "bucket": name, "bucket_number": row["bucket"], "moment": moment})
     return found
 
 
@@ -149,7 +145,7 @@ def nodes(connection: Connection, where: Filter, *, least_starts: int = 3, limit
         .where(*where.of(node_day))
         .group_by(node_day.c.node_id)
         .having(func.sum(node_day.c.n) >= least_starts)
-        .order_by(func.sum(node_day.c.delay_s).desc(), node_day.c.node_id)
+        .order_by(func.sum(node_day.c.delay_s).desc(), func.sum(node_day.c.n_last).desc(), node_day.c.node_id)
         .limit(limit)
     )
     rows = connection.execute(sums).all()
@@ -180,8 +176,10 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
     return {number: known[max(by, key=lambda key: by[key])] for number, by in lost.items()}
 
 
-def starts(connection: Connection, where: Filter, *, limit: int = 200, offset: int = 0) -> Rows:
-    """5, 8. The starts themselves, the newest first, each with what tells it from the one before."""
+def starts(
+    connection: Connection, where: Filter, *, attempt: int | None = None, limit: int = 200, offset: int = 0
+) -> Rows:
+    """5, 8. The starts themselves, or those of one attempt, the newest first, each with what tells it from others."""
     columns = [column for column in start.c if column.name not in ("last_node_id", "last_stage_id", "bucket")]
     query = (
         select(
@@ -189,7 +187,7 @@ def starts(connection: Connection, where: Filter, *, limit: int = 200, offset: i
         )
         .outerjoin_from(start, node, node.c.id == start.c.last_node_id)
         .outerjoin(stage, stage.c.id == start.c.last_stage_id)
-        .where(*where.of(start))
+        .where(*where.of(start), *([start.c.attempt == attempt] if attempt is not None else []))
         .order_by(start.c.began_ns.desc(), start.c.id.desc())
     )
     rows = connection.execute(query.limit(limit).offset(offset)).mappings()

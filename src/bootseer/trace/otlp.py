@@ -19,7 +19,7 @@ from bootseer.trace.otlp_spans import Finished, Pairing
 
 MAX_QUEUE: Final = 10_000
 """Spans that wait for delivery; beyond it the oldest are lost."""
-CLOSE_S: Final = 2.0
+CLOSE_S: Final = 1.5
 _PATH = "/v1/traces"
 
 

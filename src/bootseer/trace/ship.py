@@ -107,6 +107,8 @@ class Link:
         """By the monotonic clock: until then nothing is to be sent."""
         self.batches = 0
         """That the service has accepted."""
+        self.next_s = 2.0
+        """In how many seconds the service wants to hear of this sender again."""
         self.last_s: float | None = None
         """What the last request took that the service accepted."""
         self._where = where
@@ -147,6 +149,8 @@ class Link:
             with connection.getresponse() as response:
                 said = response.read(65_536)
                 wait = response.getheader("Retry-After", "")
+                with contextlib.suppress(ValueError):
+                    self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
                 if response.will_close or response.read(1):
                     self.close()
                 return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(said)
@@ -454,6 +458,6 @@ def attempt_folders(place: str, depth: int = 2) -> Iterator[str]:
         yield from attempt_folders(path, depth - 1)
 
 
-def pause_s() -> float:
+def pause_s(link: Link) -> float:
     """Seconds between two looks, not the same on all nodes."""
-    return random.uniform(1.0, 3.0)  # noqa: S311 - spreads load
+    return link.next_s * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load

@@ -33,7 +33,13 @@ from bootseer.report.analysis.prepare import (
 )
 from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
 from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, Piece, cut, stages
-from bootseer.report.analysis.starts import checkpoint_starts, environment_starts, image_starts, peers_starts
+from bootseer.report.analysis.starts import (
+    checkpoint_starts,
+    environment_starts,
+    image_starts,
+    peers_starts,
+    warm_lines,
+)
 from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
 from bootseer.report.foreign.parser import FOREIGN
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
@@ -190,6 +196,7 @@ class _Builder:
             checkpoints=checkpoint_starts(self.startup),
             environments=environment_starts(self.startup),
             peers=peers_starts(self.startup),
+            warm=warm_lines(self.startup),
             facts=facts,
             share=share,
             startups=overviews,

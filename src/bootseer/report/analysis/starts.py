@@ -94,6 +94,22 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
     return found
 
 
+def warm_lines(startup: StartupSpans) -> list[str]:
+    """How many Python programs were copies of a warm parent and what that saved; why others were not, most first."""
+    told = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
+    reasons: dict[str, int] = defaultdict(int)
+    for mark in told:
+        if mark.attrs.get("why_not"):
+            reasons[str(mark.attrs["why_not"])] += 1
+    saved_s = [_number(mark.attrs.get("saved_s")) or 0.0 for mark in told if not mark.attrs.get("why_not")]
+    lines = []
+    if saved_s:
+        which = plural(len(saved_s), "Python program")
+        lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of processor time saved")
+    ordered = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
+    return lines + [f"{plural(reasons[reason], 'program')} not warm: {reason}" for reason in ordered[:_MAX_REASONS]]
+
+
 def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
     """Each node that told of this, by name: the last it said, and all its moments."""
     return [

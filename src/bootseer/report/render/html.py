@@ -21,6 +21,7 @@ from bootseer.report.render.html_starts import (
     environments_section,
     images_section,
     peers_section,
+    warm_section,
 )
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
 from bootseer.report.render.html_text import data_block, esc
@@ -43,8 +44,9 @@ _LINKS = (
 )
 
 
-def render(report: Report) -> str:
-    """The report as one self-contained HTML document."""
+def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> str:
+    """The report as one self-contained HTML document. `above`: HTML in front of it, of a service that shows it;
+    `refresh_s`: how often a browser loads it again."""
     scale, palette = scale_of(report), Palette(report)
     body = "".join(
         (
@@ -60,6 +62,7 @@ def render(report: Report) -> str:
             environments_section(report),
             checkpoints_section(report),
             peers_section(report),
+            warm_section(report),
             lower.facts(report),
             lower.startups(report, palette),
             nodes_section(report),
@@ -73,16 +76,22 @@ def render(report: Report) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        + (f'<meta http-equiv="refresh" content="{refresh_s:d}">' if refresh_s else "")
+        + '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">'
         f"<title>{esc(report.startup.job)}: startup report</title><style>{style}</style></head>\n<body>"
-        f'<a class="skip" href="#timeline">Skip to the timeline</a>{patterns()}'
+        f'<a class="skip" href="#timeline">Skip to the timeline</a>{above}{patterns()}'
         f'{upper.header(report)}<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main>{body}</main>\n'
         f"<footer>BootSeer {esc(__version__)}. This page loads nothing and sends nothing.</footer>"
         f'<div id="tip" role="tooltip" hidden></div>'
         f'<script type="application/json" id="data">{data_block(payload(report, scale, palette))}</script>'
         f"<script>{script}</script></body></html>\n"
     )
+
+
+def policy() -> str:
+    """The content security policy of such a document, for a server that says it too."""
+    return _policy(_asset("report.css"), _asset("report.js"))
 
 
 def _asset(name: str) -> str:

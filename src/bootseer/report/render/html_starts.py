@@ -127,6 +127,12 @@ def peers_section(report: Report) -> str:
     return _section("peers", "What the nodes sent each other", lines, body, note, len(ordered))
 
 
+def warm_section(report: Report) -> str:
+    """How many Python programs started warm, and why others did not; empty without warm parents."""
+    note = "A warm parent has imported what earlier starts imported; see process.md."
+    return _section("warm", "How Python programs started", report.warm, "", note, len(report.warm))
+
+
 def _head(*columns: str | tuple[Column, ...]) -> str:
     names = [[column] if isinstance(column, str) else [name for name, _, _ in column] for column in columns]
     return head(*[name for group in names for name in group])

@@ -1,0 +1,123 @@
+"""What a warm parent saves: eight ranks that import the demo's stack, and a recorded start of the demo's job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, Benchmark, Must, Outcome, alternate
+
+_RANKS = 8
+_RANK = """
+import humanize, numpy, psutil, torch, yaml
+import torch._dynamo, torch.distributed, torch.distributed.checkpoint, torch.distributed.tensor
+from einops import rearrange
+from tqdm import tqdm
+import time
+print(time.monotonic())
+"""
+_LAUNCHER = """
+import json, resource, subprocess, sys, time
+rank = [sys.executable, "-u", sys.argv[1]]
+def cpu_s():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+began = time.monotonic()
+subprocess.run(rank, check=True, stdout=subprocess.DEVNULL)  # from here on the warm parent is ready
+first, before, began = time.monotonic() - began, cpu_s(), time.monotonic()
+ranks = [subprocess.Popen(rank, stdout=subprocess.PIPE) for _ in range(int(sys.argv[2]))]
+imported = max(float(one.communicate()[0]) for one in ranks)
+print(json.dumps([imported - began, time.monotonic() - began, cpu_s() - before, first]))
+"""
+
+
+def measure(quick: bool) -> Outcome:
+    rounds, start_rounds = (1, 1) if quick else (5, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        work = _Work(Path(folder))
+        ranks = alternate({arm: lambda mode=mode: work.ranks(mode) for arm, mode in _arms("8 ranks")}, rounds)
+        starts = alternate({arm: lambda mode=mode: work.start(mode) for arm, mode in _arms("start")}, start_rounds)
+        losses = {"".join(one["losses"]) for of_arm in starts.values() for one in of_arm}
+    if len(losses) != 1:
+        raise RuntimeError("the losses differ between starts")
+    samples = {arm: [one[0] for one in found] for arm, found in ranks.items()}
+    samples |= {arm: [one["seconds"] for one in found] for arm, found in starts.items()}
+    return Outcome(
+        parameters={"rounds": rounds, "rounds_start": start_rounds, "ranks": _RANKS, "ranks_start": 2},
+        samples=samples,
+        unit="s",
+        baselines={"8 ranks, warm": "8 ranks, exec", "start, warm": "start, exec"},
+        must_reach=[
+            Must(
+                "8 ranks have imported the demo's stack, from the first request on",
+                _median(samples["8 ranks, warm"]),
+                0.5,
+                "s",
+            ),
+            Must("the demo's recorded start, to the first step", _median(samples["start, warm"]), 3.5, "s"),
+        ],
+        details={
+            "s_until_8_ranks_ended": {arm: [one[1] for one in found] for arm, found in ranks.items()},
+            "cpu_s_of_8_ranks": {arm: [one[2] for one in found] for arm, found in ranks.items()},
+            "s_until_one_rank_before_them_ended": {arm: [one[3] for one in found] for arm, found in ranks.items()},
+            "losses": sorted(losses),
+        },
+    )
+
+
+def _arms(what: str) -> list[tuple[str, str]]:
+    return [(f"{what}, exec", "off"), (f"{what}, warm", "on")]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+class _Work:
+    """Starts through `bootseer run`, with a cache and spools of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
+        self._env = {**clean, "BOOTSEER_SPOOL": str(folder / "spool"), "BOOTSEER_CACHE": str(folder / "cache")}
+        self._number = 0
+        (folder / "rank.py").write_text(_RANK)
+        (folder / "launcher.py").write_text(_LAUNCHER)
+        self.ranks("on")  # is recorded
+        self.start("on")
+
+    def ranks(self, mode: str) -> list[float]:
+        """Seconds from the first request to the last rank's imports, and to its exit; processor time until then."""
+        words = [sys.executable, str(self._folder / "launcher.py"), str(self._folder / "rank.py"), str(_RANKS)]
+        found: list[float] = json.loads(self._run(mode, [*words])[0].splitlines()[-1])
+        return found
+
+    def start(self, mode: str) -> dict[str, Any]:
+        """One start of the demo's job on two ranks."""
+        checkpoints = self._folder / f"checkpoints-{self._number}"
+        words = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+        words += [str(ROOT / "examples" / "moe" / "train.py"), "--steps", "2", "--checkpoint-mb", "30"]
+        out, job = self._run(mode, [*words, "--checkpoint-dir", str(checkpoints)])
+        report = [sys.executable, "-m", "bootseer", "report", "--json", job]
+        text = subprocess.run(report, env=self._env, capture_output=True, text=True, check=True).stdout
+        losses = [line.split("tokens/s")[0] for line in out.splitlines() if " loss " in line]
+        return {"seconds": json.loads(text)["overhead"]["startup_s"], "losses": losses}
+
+    def _run(self, mode: str, words: list[str]) -> tuple[str, str]:
+        self._number += 1
+        job = f"job-{self._number}"
+        command = [sys.executable, "-m", "bootseer", "run", "--quiet", "--job", job, "--warm", mode, "--", *words]
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        if mode == "on" and "started warm" not in done.stderr and "was recorded" not in done.stderr:
+            raise RuntimeError(f"not warm: {done.stderr}")
+        return done.stdout, job
+
+
+BENCHMARK = Benchmark("warm", "What does a warm parent save when ranks start?", measure)

@@ -1,0 +1,416 @@
+"""What people see: each page is a dict of answers, which a template shows and `/api/v1` gives as JSON.
+
+Pages are made by the server and complete without a script; the script brings changes while they are looked at. Charts
+are SVG. Names of jobs, nodes and teams come from anywhere: templates escape all of them, and the policy of `access`
+allows no script but our own file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlencode
+
+import msgspec
+import zstandard
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from sqlalchemy import Connection, select
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from bootseer import __version__
+from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.report.model import Report
+from bootseer.report.render import html, perfetto
+from bootseer.service import questions, schema
+from bootseer.service.access import Grant
+from bootseer.service.charts import bars
+from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
+from bootseer.service.over_time import exported, lemons
+from bootseer.service.questions import Filter
+from bootseer.service.rows import DAY_NS, day_of
+from bootseer.units import S_PER_H, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from bootseer.service.app import Service
+
+_SINCE: Final = {"1d": 1, "7d": 7, "30d": 30, "90d": 90, "365d": 365}
+_KINDS: Final = ("full", "hot_update", "restart")
+_ROWS: Final = 100
+_LEARN_EVERY_S: Final = 300.0
+_EVENTS_S: Final = 1.0
+_QUIET_S: Final = 15.0
+"""A line for readers that nothing has changed for, so that they and what lies between know the connection."""
+Answer = dict[str, Any]
+
+
+class Pages:
+    """All pages of a service, and their JSON."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._learned: tuple[float, Deadlines] = (float("-inf"), Deadlines(()))
+        self._changes = 0
+        self._templates = Environment(
+            loader=PackageLoader("bootseer.service"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        )
+        self._templates.filters |= {
+            "seconds": lambda value: "–" if value is None else format_seconds(value),
+            "bytes": lambda value: "–" if value is None else format_bytes(value),
+            "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
+            "hours": lambda value: "–" if value is None else f"{value / S_PER_H:,.1f}",
+            "money": lambda value: "–" if value is None else f"{value:,.0f}",
+            "moment": lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            "start_link": start_link,
+            "job_link": lambda job: f"/job/{quote(job, safe='')}",
+        }
+        self._pages: dict[str, tuple[str, Callable[[Connection, Request], Answer]]] = {
+            "fleet": ("/", self._fleet),
+            "now": ("/now", self._now),
+            "job": ("/job/{job:path}", self._job),
+            "nodes": ("/nodes", self._nodes),
+            "caches": ("/caches", self._caches),
+            "compare": ("/compare", self._compare),
+        }
+
+    def changed(self) -> None:
+        """A start has moved on: readers are told."""
+        self._changes += 1
+
+    def routes(self) -> list[Any]:
+        """Addresses of pages, of their JSON, and of the parts of a start."""
+        found: list[Any] = []
+        for name, (path, answer) in self._pages.items():
+            found += [
+                Route(path, self._shown(name, answer), methods=["GET"]),
+                Route(
+                    f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}", self._said(answer), methods=["GET"]
+                ),
+            ]
+        one = "{attempt:int}/{restart:int}/{job:path}"
+        return [
+            *found,
+            Route(f"/start/{one}", self._guarded(self._start)),
+            Route(f"/api/v1/start/{one}", self._guarded(self._start_json)),
+            Route(f"/perfetto/{one}", self._guarded(self._perfetto)),
+            Route("/api/v1/starts", self._said(self._starts)),
+            Route("/api/v1/openapi.json", lambda request: JSONResponse(openapi())),
+            Route("/events", self._events),
+            Mount("/static", StaticFiles(packages=[("bootseer.service", "static")])),
+        ]
+
+    # What pages hold.
+
+    def _fleet(self, connection: Connection, request: Request) -> Answer:
+        where, chosen = filter_of(request)
+        teams = [row["team"] for row in questions.cost(connection, Filter(), "team") if row["team"]]
+        days = questions.by_day(connection, where)
+        return {
+            **chosen,
+            "teams": sorted(teams),
+            "by_team": questions.cost(connection, where, "team"),
+            "by_kind": questions.cost(connection, where, "kind"),
+            "buckets": questions.buckets(connection, where),
+            "stages": questions.stages(connection, where, by_bucket=False)[:15],
+            "jobs": questions.jobs(connection, where, limit=20),
+            "straggling": questions.straggling(connection, where),
+            "queues": questions.queues(connection, where),
+            "failures": questions.failures(connection, where),
+            "days": days,
+            "coverage": questions.coverage(connection, where, time.time_ns()),
+        }
+
+    def _now(self, connection: Connection, request: Request) -> Answer:
+        deadlines, team = self._deadlines(connection), _grant(request).team
+        found = []
+        for row in questions.open_starts(connection):
+            if team and row["team"] != team:
+                continue
+            moment = row["moment"]
+            number = row.pop("bucket_number")
+            late = deadlines.late(moment, number, row["kind"], row["cache_state"]) if moment else []
+            found.append({**row, "late": [asdict(one) for one in late], "words": words(moment, late) if moment else ""})
+        return {"starts": found, "at_ns": time.time_ns()}
+
+    def _job(self, connection: Connection, request: Request) -> Answer:
+        job = request.path_params["job"]
+        where, chosen = filter_of(request, default="365d", job=job)
+        starts = questions.starts(connection, where, limit=_ROWS)
+        if not starts:
+            raise NotFoundError(f"no start of job {job!r} is known, in the days that are asked for")
+        return {
+            **chosen,
+            "job": job,
+            "summary": questions.jobs(connection, where)[0],
+            "starts": starts,
+            "caches": questions.caches(connection, where),
+            "failures": questions.failures(connection, where),
+        }
+
+    def _nodes(self, connection: Connection, request: Request) -> Answer:
+        where, chosen = filter_of(request)
+        found = questions.nodes(connection, where, limit=_ROWS)
+        worst = lemons(connection, where)
+        exclude = exported(worst, "slurm").removeprefix("--exclude=")
+        return {**chosen, "nodes": found, "lemons": [row["node"] for row in worst], "exclude": exclude}
+
+    def _caches(self, connection: Connection, request: Request) -> Answer:
+        where, chosen = filter_of(request)
+        return {
+            **chosen,
+            "caches": questions.caches(connection, where),
+            "days": questions.caches_by_day(connection, where),
+            "origin": questions.origin(connection, where)[-24 * 31 :],
+        }
+
+    def _compare(self, connection: Connection, request: Request) -> Answer:
+        sides = [request.query_params.get(name, "") for name in ("a", "b")]
+        if not all(sides):
+            return {"a": None, "b": None, "stages": [], "changed": []}
+        first, second = (self._found(connection, request, *_identity(side)) for side in sides)
+        took = [
+            {row["stage"]: row["median_s"] for row in questions.stages_of(connection, one["id"])}
+            for one in (first, second)
+        ]
+        rows = []
+        for stage in sorted({*took[0], *took[1]}):
+            before_s, after_s = (one.get(stage) for one in took)
+            more_s = (after_s or 0.0) - (before_s or 0.0)
+            rows.append({"stage": stage, "a_s": before_s, "b_s": after_s, "more_s": more_s})
+        rows.sort(key=lambda row: -abs(row["more_s"]))
+        marks = [one["fingerprint"] for one in (first, second)]
+        changed = [
+            {"what": name, "a": marks[0].get(name), "b": marks[1].get(name)}
+            for name in sorted({*marks[0], *marks[1]})
+            if marks[0].get(name) != marks[1].get(name)
+        ]
+        return {
+            "a": first,
+            "b": second,
+            "stages": sorted(rows, key=lambda row: -abs(row["more_s"])),
+            "changed": changed,
+        }
+
+    def _starts(self, connection: Connection, request: Request) -> Answer:
+        where, chosen = filter_of(request, job=request.query_params.get("job"))
+        offset = _number(request, "offset", 0, 1 << 31)
+        limit = _number(request, "limit", _ROWS, 1000)
+        return {**chosen, "starts": questions.starts(connection, where, limit=limit, offset=offset)}
+
+    def _deadlines(self, connection: Connection) -> Deadlines:
+        at_s, found = self._learned
+        if time.monotonic() - at_s > _LEARN_EVERY_S:
+            of, stage = schema.stage_day, schema.stage
+            columns = (of.c.bucket, of.c.kind, of.c.cache_state, stage.c.name, of.c.hist99)
+            since = of.c.day >= day_of(time.time_ns()) - LEARNED_DAYS
+            rows = connection.execute(select(*columns).join_from(of, stage, stage.c.id == of.c.stage_id).where(since))
+            found = Deadlines(Day(*row[:4], tuple(json.loads(row[4]))) for row in rows)
+            self._learned = (time.monotonic(), found)
+        return found
+
+    # How they are answered.
+
+    def _shown(self, name: str, answer: Callable[[Connection, Request], Answer]) -> Callable[[Request], Response]:
+        def shown(request: Request) -> Response:
+            with self._service.database.read() as connection:
+                found = answer(connection, request)
+            return self._page(name, request, **found)
+
+        return self._guarded(shown)
+
+    def _said(self, answer: Callable[[Connection, Request], Answer]) -> Callable[[Request], Response]:
+        def said(request: Request) -> Response:
+            with self._service.database.read() as connection:
+                return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
+
+        return self._guarded(said)
+
+    def _guarded(self, answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        """The answer, or an error that says why there is none: as JSON where JSON was asked for."""
+
+        def guarded(request: Request) -> Response:
+            try:
+                return answer(request)
+            except BootseerError as error:
+                status = {NotFoundError: 404, UsageError: 400, TransientError: 503}.get(type(error), 500)
+                if request.url.path.startswith("/api/"):
+                    return JSONResponse({"error": str(error)}, status)
+                return self._page("error", request, status=status, error=str(error))
+
+        return guarded
+
+    def _page(self, name: str, request: Request, *, status: int = 200, **values: Any) -> Response:
+        links = [("/", "Fleet"), ("/now", "Now"), ("/nodes", "Nodes"), ("/caches", "Caches"), ("/compare", "Compare")]
+        text = self._templates.get_template(f"{name}.html").render(
+            **values, bars=_bars, links=links, path=request.url.path, version=__version__, since_words=list(_SINCE),
+            kinds=_KINDS, hidden=urlencode({k: v for k, v in request.query_params.items() if k in ("team", "since")}),
+        )  # fmt: skip
+        return HTMLResponse(text, status)
+
+    def _found(self, connection: Connection, request: Request, job: str, attempt: int, restart: int) -> Answer:
+        """A start. Raises `NotFoundError`, for those of other teams too."""
+        team = _grant(request).team or None
+        where = Filter(job=job, team=team)
+        found = [
+            row
+            for row in questions.starts(connection, where, attempt=attempt)
+            if (row["attempt"], row["restart"]) == (attempt, restart)
+        ]
+        if not found:
+            raise NotFoundError(f"no start of job {job!r}, attempt {attempt}, restart {restart} is known")
+        return found[0]
+
+    def _report(self, request: Request) -> tuple[Answer, bytes]:
+        path = request.path_params
+        with self._service.database.read() as connection:
+            start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
+            of = schema.start_report
+            packed = connection.execute(select(of.c.json).where(of.c.start_id == start["id"])).scalar_one()
+        return start, zstandard.decompress(packed)
+
+    def _start(self, request: Request) -> Response:
+        start, told = self._report(request)
+        report = msgspec.json.decode(told, type=Report)
+        above = self._templates.get_template("above.html").render(start=start)
+        page = html.render(report, above=above, refresh_s=5 if start["state"] == schema.OPEN else None)
+        return HTMLResponse(page, headers={"content-security-policy": html.policy()})
+
+    def _start_json(self, request: Request) -> Response:
+        return Response(self._report(request)[1], media_type="application/json")
+
+    def _perfetto(self, request: Request) -> Response:
+        report = msgspec.json.decode(self._report(request)[1], type=Report)
+        headers = {"content-disposition": 'attachment; filename="start.perfetto.json"'}
+        return Response(perfetto.render(report), media_type="application/json", headers=headers)
+
+    async def _events(self, request: Request) -> Response:
+        """Server-sent events: `changed` when a start has moved on."""
+
+        async def told() -> AsyncIterator[str]:
+            seen, quiet_s = self._changes, 0.0
+            yield "retry: 3000\n\n"
+            while not await request.is_disconnected():
+                await asyncio.sleep(_EVENTS_S)
+                quiet_s += _EVENTS_S
+                if (
+                    self._changes != seen or quiet_s >= _QUIET_S
+                ):  # another service of the same database may have changes
+                    seen, quiet_s = self._changes, 0.0
+                    yield "event: changed\ndata: 1\n\n"
+
+        return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def filter_of(request: Request, *, default: str = "30d", job: str | None = None) -> tuple[Filter, Answer]:
+    """Which starts a request is about, and what a page's form shows of it. Raises `UsageError`."""
+    asked = request.query_params
+    since = asked.get("since", default)
+    if since not in _SINCE:
+        raise UsageError(f"since={since}: choose from {', '.join(_SINCE)}")
+    kind = asked.get("kind") or None
+    if kind is not None and kind not in _KINDS:
+        raise UsageError(f"kind={kind}: choose from {', '.join(_KINDS)}")
+    today = day_of(time.time_ns())
+    team = _grant(request).team or asked.get("team") or None
+    # A clock that is ahead of ours must not hide a start.
+    where = Filter(today - _SINCE[since] + 1, today + 1, team=team, job=job, kind=kind)
+    return where, {"since": since, "team": team or "", "kind": kind or ""}
+
+
+def start_link(start: Mapping[str, Any]) -> str:
+    """Where a start is: the same after everything was derived anew."""
+    return f"/start/{start['attempt']}/{start['restart']}/{quote(start['job'], safe='')}"
+
+
+def _identity(text: str) -> tuple[str, int, int]:
+    """JOB, attempt and restart of `ATTEMPT/RESTART/JOB`, with or without `/start/` in front."""
+    attempt, _, rest = text.rpartition("/start/")[2].partition("/")
+    restart, _, job = rest.partition("/")
+    if not (job and attempt.isdecimal() and restart.isdecimal() and len(attempt) < 10 and len(restart) < 10):
+        raise UsageError(f"{text!r} names no start: ATTEMPT/RESTART/JOB, or the link of its page")
+    return job, int(attempt), int(restart)
+
+
+def _grant(request: Request) -> Grant:
+    grant: Grant = request.state.grant
+    return grant
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= most):
+        raise UsageError(f"{name}={text}: not a number up to {most}")
+    return int(text)
+
+
+def _bars(rows: list[Answer], value: str, label: str, unit: float = 1.0) -> Markup:
+    """A chart of a value by day, in this unit; several rows of a day add up."""
+    sums: dict[int, float] = {}
+    for row in rows:
+        sums[row["day"]] = sums.get(row["day"], 0.0) + float(row[value] or 0) / unit
+    named = [(datetime.fromtimestamp(day * DAY_NS / 1e9, UTC).strftime("%Y-%m-%d"), sums[day]) for day in sorted(sums)]
+    return Markup(bars(named, label))  # noqa: S704 - numbers and dates of our own
+
+
+def openapi() -> Answer:
+    """What `/api/v1` answers, as an OpenAPI 3.1 document."""
+    since = {"name": "since", "in": "query", "schema": {"type": "string", "enum": list(_SINCE)}}
+    team = {"name": "team", "in": "query", "schema": {"type": "string"}}
+    kind = {"name": "kind", "in": "query", "schema": {"type": "string", "enum": list(_KINDS)}}
+    counts = [
+        {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": most}}
+        for name, most in (("offset", 1 << 31), ("limit", 1000))
+    ]
+    start = {"type": "string", "pattern": "^[0-9]{1,9}/[0-9]{1,9}/[^\\s]+$", "description": "ATTEMPT/RESTART/JOB"}
+    sides = [{"name": name, "in": "query", "schema": start} for name in ("a", "b")]
+    job = {"name": "job", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    numbers = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        }
+        for name in ("attempt", "restart")
+    ]
+    filters = [since, team, kind]
+    paths: dict[str, tuple[str, list[Answer]]] = {
+        "/api/v1/fleet": ("What starts cost, by team, scale, stage and day", filters),
+        "/api/v1/now": ("Open starts, where their nodes are, and which are late", []),
+        "/api/v1/job/{job}": ("One job's starts", [job, *filters]),
+        "/api/v1/nodes": ("Nodes that hold others back, the worst first", filters),
+        "/api/v1/caches": ("Hits, misses and bytes of images, environments and checkpoints", filters),
+        "/api/v1/compare": ("Two starts side by side", sides),
+        "/api/v1/starts": ("Starts, the newest first", [*filters, *counts]),
+        "/api/v1/start/{attempt}/{restart}/{job}": ("The report of one start", [*numbers, job]),
+    }
+    content = {"application/json": {"schema": {"type": "object"}}}
+    answers = {
+        "200": {"description": "The answer", "content": content},
+        **{status: {"description": why, "content": content} for status, why in _ERRORS.items()},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "BootSeer Stage Analysis Service", "version": __version__},
+        "paths": {
+            path: {"get": {"summary": summary, "parameters": parameters, "responses": answers}}
+            for path, (summary, parameters) in paths.items()
+        },
+    }
+
+
+_ERRORS: Final = {
+    "400": "The request is not valid",
+    "401": "A token is needed",
+    "403": "The token does not allow it",
+    "404": "There is no such start or job",
+    "503": "The database does not answer",
+}

@@ -1,0 +1,28 @@
+// Brings changes into pages that are looked at: when the service says that a start has moved on, the page's own address
+// is asked for again, and its main part replaced. Without a script, and while the service is away, the page stays.
+"use strict";
+if (document.body.hasAttribute("data-live") && "EventSource" in window) {
+  let asking = false, again = false;
+  const refresh = async () => {
+    if (asking) { again = true; return; }
+    asking = true;
+    try {
+      const answer = await fetch(location.href, {headers: {accept: "text/html"}});
+      if (answer.ok) {
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+        const [here, there] = [document.getElementById("main"), page.getElementById("main")];
+        // A form that is being filled in stays.
+        if (there && !here.contains(document.activeElement)) here.replaceChildren(...there.childNodes);
+        else if (there && document.activeElement === here) here.replaceChildren(...there.childNodes);
+      }
+    } catch (error) { /* the service is away: the events come again when it is back */ }
+    asking = false;
+    if (again) { again = false; refresh(); }
+  };
+  new EventSource("/events").addEventListener("changed", refresh);
+}
+document.addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  const places = {f: "/", n: "/now", o: "/nodes", c: "/caches"};
+  if (!typing && !event.ctrlKey && !event.metaKey && !event.altKey && places[event.key]) location.href = places[event.key];
+});

@@ -1,0 +1,93 @@
+"""A real job of torchrun from a warm parent: the same losses, marks and workers as by exec, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
+from hook.test_hook import TORCHRUN, needs_torch
+
+pytestmark = needs_torch
+_JOB = """
+import os, sys
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+import numpy
+
+def tell(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+def main():
+    sys.stderr.write(f"entropy {torch.initial_seed()} {torch.rand(1).item()} {numpy.random.random()}\\n")
+    tell("threads", torch.get_num_threads())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    layers = torch.nn.Linear(16, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(24, 16))
+    for (batch,) in DataLoader(data, batch_size=8, num_workers=1, shuffle=True, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        tell("loss", rank, loss.item().hex())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
+    if rank == 0:
+        for (batch,) in DataLoader(data, batch_size=24, num_workers=1, shuffle=True, multiprocessing_context="spawn"):
+            tell("spawned", batch.sum().item().hex())
+    tell("folders", os.path.basename(os.getcwd()), sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path: Path):
+    (tmp_path / "job.py").write_text(_JOB)
+    env = {**os.environ, "BOOTSEER_SPOOL": str(tmp_path / "spool"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
+
+    def run(number: int) -> tuple[list[str], str]:
+        words = [
+            sys.executable,
+            "-m",
+            "bootseer",
+            "run",
+            "--job",
+            "warm",
+            "--attempt",
+            str(number),
+            "--warm",
+            "on",
+            "--",
+        ]
+        words += [str(TORCHRUN), "--nproc-per-node", "2", "job.py", "saved"]
+        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        return sorted(done.stdout.splitlines()), done.stderr
+
+    by_exec, said = run(0)
+    assert "no earlier start of this command was recorded" in said
+    warm, said = run(1)
+    assert "2 Python programs started warm" in said
+    assert warm == by_exec
+    assert len([line for line in warm if line.startswith("loss")]) == 6
+    first, second = (line.split()[1:] for line in said.splitlines() if line.startswith("entropy"))
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+    events = scan(sources([str(tmp_path / "spool")])).events
+    marks = [{(one.rank, one.stage) for one in events if one.attempt == number and one.rank >= 0} for number in (0, 1)]
+    by_exec_marks, warm_marks = ({mark for mark in of_start if ".import" not in mark[1]} for of_start in marks)
+    assert warm_marks == by_exec_marks
+    assert (1, "model_initialization.import_torch") in marks[0] - marks[1]
+    report = [sys.executable, "-m", "bootseer", "report", str(tmp_path / "spool" / "warm" / "attempt-1")]
+    text = subprocess.run(report, env=env, capture_output=True, text=True, check=True).stdout
+    assert "2 Python programs started warm" in text

@@ -1,0 +1,60 @@
+"""What is kept of a start for the next one's warm parent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bootseer.hook.programs import RECORD, SCHEMA
+from bootseer.launch.warm import Known, Record, merged
+
+RECORDED = Record(
+    launcher="torchrun", program="train.py", flags=("-u",), modules=("json", "torch"), native={}, changed=(),
+    telling="a" * 64, main="/job/train.py",
+)  # fmt: skip
+
+
+def _refused(**facts: object) -> dict[str, object]:
+    return {"program": "train.py", **facts}
+
+
+def test_the_newest_record_of_a_launcher_is_kept_and_the_program_that_imports_most():
+    known = merged(Known(), [RECORDED], [])
+    newer = msgspec.structs.replace(RECORDED, modules=("torch",))
+    other = msgspec.structs.replace(RECORDED, program="log.py", modules=("json",))
+    assert merged(known, [newer], []).launchers["torchrun"].modules == ("torch",)
+    assert merged(known, [other], []) == known
+
+
+def test_a_module_that_did_more_than_define_is_left_out_from_then_on():
+    known = merged(Known(), [RECORDED], [_refused(why_not="it opens files", module="json", unfit=True)])
+    assert known.launchers["torchrun"].cold == {"json": "it opens files"}
+    assert merged(known, [RECORDED], []).launchers["torchrun"].cold == {"json": "it opens files"}
+
+
+def test_a_parent_that_cannot_be_copied_is_not_started_again_until_its_modules_change():
+    known = merged(Known(), [RECORDED], [_refused(why_not="threads", module="", unfit=True)])
+    assert known.launchers["torchrun"].never == "threads"
+    assert merged(known, [RECORDED], []).launchers["torchrun"].never == "threads"
+    newer = msgspec.structs.replace(RECORDED, modules=("torch",))
+    assert merged(known, [newer], []).launchers["torchrun"].never == ""
+
+
+def test_what_concerns_one_start_alone_is_not_learnt():
+    known = merged(Known(), [RECORDED], [_refused(why_not="the variable X differs", module="", unfit=False)])
+    assert known == merged(Known(), [RECORDED], [])
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])
+def test_a_record_that_is_none_costs_a_line_and_no_start(run, env: dict[str, str], tmp_path: Path, text: str):
+    env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
+    (tmp_path / "record").write_text(text)
+    words = ["sh", "-c", f"cp record $BOOTSEER_WARM/{RECORD}x.json"]
+    done = run("run", "--warm", "auto", "--job", "x", "--", *words)
+    assert done.returncode == 0
+    assert "what the program imported is not recorded" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "cache").rglob("*.json"))

@@ -1,0 +1,179 @@
+"""What is acknowledged is never lost and never counted twice: kills, full disks, a database that is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.reading import read_report
+from bootseer.service import schema
+from bootseer.service.app import Settings
+from bootseer.service.upkeep import reconcile
+from bootseer.trace.ship import Link, Shipper, target
+from conftest_launch import BOOTSEER
+from fleet import Fleet
+from postgres import running_postgres
+from registry import free_port, make_certificate
+from running_service import RunningService, running_service
+
+
+class Program:
+    """`bootseer serve` as a process of its own, always at the same address."""
+
+    def __init__(self, env: dict[str, str], data: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}"]
+        self._env = env
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, env=self._env, stderr=subprocess.PIPE)
+        assert self.process.stderr is not None
+        assert b"the service is at" in self.process.stderr.readline()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stderr.close()  # its workers may have it open for a moment
+
+
+def shipped(folder: Path, link: Link) -> None:
+    shipper = Shipper(str(folder), link)
+    until = time.monotonic() + 120
+    while not shipper.all_sent():
+        link.not_before = 0.0
+        if not shipper.step():
+            time.sleep(0.05)
+        assert time.monotonic() < until
+    shipper.close()
+    link.close()
+
+
+def test_a_service_that_is_killed_again_and_again_loses_nothing_and_counts_once(env, tmp_path, monkeypatch):
+    """Four nodes send in small batches meanwhile; the service has what `bootseer report` says of their spools."""
+    monkeypatch.setattr("bootseer.trace.ship.BATCH_BYTES", 1200)
+    fleet = Fleet(4, job="moe")
+    root = tmp_path / "spool" / "moe"
+    by_node: dict[str, list[bytes]] = {}
+    for event, line in zip(fleet.events(), fleet.lines(), strict=True):
+        by_node.setdefault(event.node, []).append(line)
+    for node, lines in by_node.items():
+        (root / node / "attempt-0").mkdir(parents=True)
+        (root / node / "attempt-0" / f"{node}.1.1.events").write_bytes(b"".join(lines))
+    program = Program(env, tmp_path / "data")
+    try:
+        links = [Link(target(program.url, {}), timeout_s=5) for _ in by_node]
+        folders = [root / node / "attempt-0" for node in by_node]
+        threads = [threading.Thread(target=shipped, args=pair) for pair in zip(folders, links, strict=True)]
+        for thread in threads:
+            thread.start()
+        rng = random.Random(1)
+        for _ in range(2):
+            time.sleep(rng.uniform(0.05, 0.3))
+            program.kill()
+            program.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        program.kill()
+    with running_service(tmp_path / "data") as service:
+        assert service.raw_lines() == sorted(line.rstrip() for lines in by_node.values() for line in lines)
+        reconcile(service.service.database, service.service.raw)
+        assert service.rows(schema.sender_gap) == []
+        until = time.monotonic() + 60
+        while [row.done for row in service.rows(schema.batch)] != [True] * len(service.raw()):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        (kept,) = service.rows(schema.start_report)
+        derived = json.loads(zstandard.decompress(kept.json))
+        report = json.loads(read_report([str(root)], Options(), {}).to_text())
+        assert (derived["stages"], derived["nodes"]) == (report["stages"], report["nodes"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_of_the_service_refuses_and_of_the_node_costs_a_repetition(small_disk, tmp_path):
+    with running_service(tmp_path / "data", raw=str(small_disk / "raw")) as service:
+        folder = small_disk / "moe" / "attempt-0"
+        folder.mkdir(parents=True)
+        data = b"".join(Fleet(2).lines())
+        (folder / "node.1.1.events").write_bytes(data)
+        filler = small_disk / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        link = Link(target(service.url, {}))
+        shipper = Shipper(str(folder), link)
+        assert not shipper.step()
+        assert "HTTP 503" in link.problem
+        assert list(service.service.raw.names()) == []
+        filler.unlink()
+        link.not_before = 0.0
+        assert shipper.step()
+        shipper.close()
+        link.close()
+        assert service.raw_lines() == sorted(data.splitlines())
+        assert httpx.get(f"{service.url}/healthz").status_code == 200
+
+
+@pytest.mark.postgres
+def test_lines_are_taken_while_the_database_is_away_and_derived_when_it_is_back(tmp_path):
+    with (
+        running_postgres() as server,
+        running_service(tmp_path / "data", database=server.new_database()) as service,
+    ):
+        server.stop()
+        for number in range(3):
+            data = b"".join(Fleet(2, attempt=number).lines())
+            answer = service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence=str(number))
+            assert answer.status_code == 202
+        server.start()
+        assert {row.attempt for row in service.rows(schema.start, 3)} == {0, 1, 2}
+        assert service.rows(schema.sender_gap) == []
+
+
+def test_lines_over_tls(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make_certificate(key, certificate)
+    settings = Settings(tmp_path / "data", listen=("127.0.0.1", 0), certificate=certificate, key=key)
+    service = RunningService(settings)
+    service.start()
+    try:
+        folder = tmp_path / "spool" / "moe" / "attempt-0"
+        folder.mkdir(parents=True)
+        (folder / "n.1.1.events").write_bytes(b"".join(Fleet(1).lines()))
+        stranger = Link(target(service.url, {}))
+        shipper = Shipper(str(folder), stranger)
+        assert not shipper.step()
+        assert "CERTIFICATE_VERIFY_FAILED" in stranger.problem
+        shipper.close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        link = Link(target(service.url, {}))
+        shipper = Shipper(str(folder), link)
+        assert shipper.step()
+        shipper.close()
+        link.close()
+    finally:
+        service.close()

@@ -1,0 +1,169 @@
+"""The pages: what they say is what the questions answer, in HTML and JSON alike, whatever names come in."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+
+from bootseer.service import schema
+from fleet import EPOCH_NS, INSTALL, NS, Fleet
+from running_service import RunningService, running_service
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'"
+PAGES = ("/", "/now", "/nodes", "/caches", "/compare")
+
+
+def send(service: RunningService, fleet: Fleet, lines: list[bytes] | None = None) -> None:
+    """The lines of a fleet that starts now."""
+    shift_ns = time.time_ns() - EPOCH_NS - 600 * NS
+    data = b"".join(lines or fleet.lines())
+    data = re.sub(rb'"wall_ns":(\d+)', lambda match: b'"wall_ns":%d' % (int(match[1]) + shift_ns), data)
+    answer = service.post("/v1/lines", data, x_bootseer_sender="rack", x_bootseer_kind="lines")
+    assert answer.status_code == 202, answer.text
+
+
+def derived(service: RunningService, num: int) -> None:
+    rows = service.rows(schema.start, num)
+    assert len(rows) >= num
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    with running_service(tmp_path_factory.mktemp("service")) as running:
+        for attempt in range(4):
+            send(running, Fleet(4, job="moe", attempt=attempt, seed=attempt, work_of={(1, INSTALL): 90.0}))
+        send(running, Fleet(2, job=HOSTILE, names=("<b>node</b>", "n'); DROP TABLE start;--")))
+        send(running, Fleet(3, job="dead", killed_in={1: INSTALL}))
+        derived(running, 6)
+        until = time.monotonic() + 60
+        while sum(row.n for row in running.rows(schema.node_day)) < 4 * 4 + 2 + 3:  # the sums of the day
+            assert time.monotonic() < until
+        yield running
+
+
+def get(service: RunningService, path: str, code: int = 200) -> httpx.Response:
+    answer = httpx.get(service.url + path, timeout=30)
+    assert answer.status_code == code, (path, answer.status_code, answer.text[:300])
+    return answer
+
+
+def test_an_empty_service_says_how_to_fill_it(tmp_path: Path) -> None:
+    with running_service(tmp_path) as running:
+        assert "--trace-to service=" in get(running, "/").text
+        for path in PAGES:
+            get(running, path)
+            get(running, f"/api/v1{path if path != '/' else '/fleet'}")
+
+
+def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
+    fleet = get(service, "/api/v1/fleet").json()
+    assert sum(row["starts"] for row in fleet["by_team"]) == fleet["coverage"]["starts"] == 6
+    page = get(service, "/").text
+    assert ">6</dd>" in page
+    nodes = get(service, "/api/v1/nodes").json()
+    assert (nodes["nodes"][0]["node"], nodes["lemons"]) == ("node-0001", ["node-0001"]), nodes["nodes"]
+    assert "sbatch --exclude=node-0001" in get(service, "/nodes").text
+    now = get(service, "/api/v1/now").json()
+    dead = next(one for one in now["starts"] if one["job"] == "dead")
+    assert dead["words"].startswith("2 of 3 at process_group")
+    assert dead["words"] in get(service, "/now").text
+
+
+def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
+    answer = get(service, "/api/v1/start/2/0/moe")
+    for name, lines in service.raw().items():
+        if "/moe/attempt-2/" in name:
+            (tmp_path / "one.events").write_bytes(lines)
+    command = [sys.executable, "-m", "bootseer", "report", "--json", str(tmp_path / "one.events")]
+    assert answer.content == subprocess.run(command, capture_output=True, check=True).stdout
+    page = get(service, "/start/2/0/moe")
+    assert answer.json()["verdict"][:40] in page.text
+    assert "sha256-" in page.headers["content-security-policy"]
+    assert json.loads(get(service, "/perfetto/2/0/moe").content)["traceEvents"]
+    get(service, "/start/9/0/moe", 404)
+    get(service, "/job/none", 404)
+    get(service, "/api/v1/job/none", 404)
+
+
+def test_two_starts_are_compared(service: RunningService) -> None:
+    both = get(service, "/api/v1/compare?a=0/0/moe&b=/start/1/0/moe").json()
+    assert (both["a"]["attempt"], both["b"]["attempt"]) == (0, 1)
+    assert INSTALL in [row["stage"] for row in both["stages"]]
+    assert INSTALL in get(service, "/compare?a=0/0/moe&b=1/0/moe").text
+    get(service, "/compare?a=x&b=y", 400)
+
+
+def test_names_are_shown_as_they_are_and_nothing_more(service: RunningService) -> None:
+    job = quote(HOSTILE, safe="")
+    for path in ("/", f"/job/{job}", f"/start/0/0/{job}", "/nodes", "/now", f"/compare?a=0/0/{job}&b=0/0/moe"):
+        page = get(service, path)
+        assert "<script>alert" not in page.text
+        assert "<b>node" not in page.text
+        assert "script-src" in page.headers["content-security-policy"] or "default-src 'self'" in str(page.headers)
+    assert get(service, f"/api/v1/job/{job}").json()["job"] == HOSTILE
+    assert len(service.rows(schema.start)) == 6
+
+
+@pytest.mark.parametrize("path", ["/?since=1", "/?kind=odd", "/api/v1/starts?limit=-1", "/api/v1/starts?offset=1e9"])
+def test_what_makes_no_sense_is_said_so(service: RunningService, path: str) -> None:
+    answer = get(service, path, 400)
+    assert path.partition("?")[2].partition("=")[0] in answer.text
+
+
+def test_the_api_is_what_its_document_says(service: RunningService) -> None:
+    api = schemathesis.openapi.from_url(f"{service.url}/api/v1/openapi.json")
+    asked = 0
+    for result in api.get_all_operations():
+        operation = result.ok()
+
+        @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy())
+        def check(case: Any) -> None:
+            nonlocal asked
+            asked += 1
+            case.call_and_validate(base_url=service.url)
+
+        check()
+    assert asked >= 50
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium binary in PATH (Debian: apt install chromium)")
+def test_pages_in_a_browser(service: RunningService) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        for path in (*PAGES, "/job/moe", "/start/0/0/moe", f"/job/{quote(HOSTILE, safe='')}"):
+            for width in (390, 1400):
+                page.set_viewport_size({"width": width, "height": 800})
+                page.goto(service.url + path)
+                element = "document.documentElement"
+                assert page.evaluate(f"{element}.scrollWidth - {element}.clientWidth") == 0, (path, width)
+        page.goto(service.url + "/now")
+        page.keyboard.press("o")
+        page.wait_for_url("**/nodes")
+        page.goto(service.url + "/now")
+        lines = Fleet(5, job="live-one").lines()
+        send(service, Fleet(5, job="live-one"), lines[: len(lines) // 2])
+        page.wait_for_selector("text=live-one", timeout=60_000)
+        browser.close()
+        assert [text for text in problems if "favicon" not in text and "404" not in text] == []
