@@ -78,14 +78,15 @@ def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
 def lemons(connection: Connection, where: Filter) -> list[dict[str, Any]]:
     """Nodes that came last far more often than luck has it, with the evidence: worst first.
 
-    If all nodes were alike, each would come last in the same share of its starts. A node is listed when the chance of
-    coming last as often as it did is below one in a thousand for all nodes together.
+    A node is listed when, if it came last as seldom as the other nodes do, the chance of coming last as often as it did
+    were below one in a thousand for all nodes together.
     """
     sums = select(func.sum(node_day.c.n), func.sum(node_day.c.n_last), func.count(node_day.c.node_id.distinct()))
     num, num_last, num_nodes = connection.execute(sums.where(*where.of(node_day))).one()
-    share = int(num_last or 0) / int(num) if num else 0.0
     found = []
     for row in questions.nodes(connection, where, least_starts=_LEAST_LAST):
+        # One more: that the others never came last does not make it impossible.
+        share = (int(num_last) - row["last"] + 1) / (int(num) - row["starts"] + 1)
         chance = _at_least(row["last"], row["starts"], share)
         if row["last"] >= _LEAST_LAST and chance * num_nodes < _CHANCE:
             found.append({**row, "expected_share": share, "chance": chance})
@@ -94,7 +95,7 @@ def lemons(connection: Connection, where: Filter) -> list[dict[str, Any]]:
 
 def _at_least(hits: int, tries: int, share: float) -> float:
     """The chance of so many hits or more."""
-    if share <= 0.0 or share >= 1.0 or hits <= 0:
+    if share >= 1.0 or hits <= 0:
         return 1.0
     logs = math.log(share), math.log1p(-share)
     all_ = math.lgamma(tries + 1)
