@@ -40,7 +40,7 @@ _SIGMAS: Final = 3.0
 _MAD: Final = 1.4826
 _BAND: Final = 0.1
 """A start within so much of its baseline's median is as ever, however alike those were."""
-_CHANCE: Final = 0.01
+_CHANCE: Final = 1e-3
 """Of any node on a list of lemons being there by bad luck."""
 _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
@@ -79,7 +79,7 @@ def lemons(connection: Connection, where: Filter) -> list[dict[str, Any]]:
     """Nodes that came last far more often than luck has it, with the evidence: worst first.
 
     A node is listed when, if it came last as seldom as the other nodes do, the chance of coming last as often as it did
-    were below one in a hundred for all nodes together.
+    were below one in a thousand for all nodes together.
     """
     sums = select(func.sum(node_day.c.n), func.sum(node_day.c.n_last), func.count(node_day.c.node_id.distinct()))
     num, num_last, num_nodes = connection.execute(sums.where(*where.of(node_day))).one()
