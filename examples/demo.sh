@@ -39,3 +39,20 @@ export REQUIREMENTS="$here/moe/requirements.txt" IN_IMAGE=/app/requirements.txt 
 "$here/with_hdfs.sh" "$out" "$checkpoints" -- "$here/starts.sh" "oci:$image/oci:latest" "$out" -- \
   torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb "$mb" \
   --resume "$out/checkpoints" --checkpoint-dir /tmp/checkpoints
+
+# The same starts in a service, to click through; only on a terminal, whose Ctrl-C ends it.
+[[ -t 1 || -n ${DEMO_SERVE:-} ]] || exit 0
+bootseer="$root/.venv/bin/bootseer"
+"$bootseer" serve --data "$out/service" --listen 127.0.0.1:0 2>"$out/service.log" &
+service=$!
+trap 'kill $service 2>/dev/null; wait $service || true' EXIT
+trap 'exit 0' INT TERM
+for _ in {1..150}; do
+  grep -q ' at http' "$out/service.log" && break
+  kill -0 $service 2>/dev/null || { tail -3 "$out/service.log" >&2; exit 1; }
+  sleep 0.2
+done
+address="$(sed -n 's/.* at \(http[^ ]*\).*/\1/p' "$out/service.log")"
+"$bootseer" ship --quiet --to "$address" "$out"/{full-pull,lazy,recorded,hot-update}
+printf '\n==> the four starts in a service: %s (Ctrl-C ends it)\n' "$address" >&2
+wait $service

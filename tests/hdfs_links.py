@@ -59,7 +59,9 @@ class Links:
 
     def inside(self, i: int, command: Sequence[str]) -> list[str]:
         """The command as it runs behind link `i`; its process id is the one of the command itself."""
-        return ["ip", "netns", "exec", self._name(i), *command]
+        # Not `ip netns exec`, which makes a mount namespace: copies of all mounts, as of an image that another test has
+        # just mounted and whose daemon ends with the last of them, would stay as long as the command.
+        return ["nsenter", f"--net=/run/netns/{self._name(i)}", *command]
 
     def set_rate(self, i: int, mbit: int | None) -> None:
         """Limit both directions of link `i`, in Mbit/s; None lifts the limit."""

@@ -102,10 +102,11 @@ def base_layers(tree: Path) -> list[bytes]:
     rng = random.Random(7)
     for name in ("hot", "cold"):
         (tree / name).write_bytes(rng.randbytes(LARGE_BYTES))
-    return [_tar(tree, ["bin", "etc", "home", "tmp"]), _tar(tree, ["work", "hot", "cold"])]
+    return [tar(tree, ["bin", "etc", "home", "tmp"]), tar(tree, ["work", "hot", "cold"])]
 
 
-def _tar(tree: Path, names: list[str]) -> bytes:
+def tar(tree: Path, names: list[str]) -> bytes:
+    """Some files of a tree, as a layer."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in names:

@@ -69,7 +69,7 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
             "on",
             "--",
         ]
-        words += [str(TORCHRUN), "--nproc-per-node", "2", "job.py", "saved"]
+        words += [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", "job.py", "saved"]
         done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
         return sorted(done.stdout.splitlines()), done.stderr

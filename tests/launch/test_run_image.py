@@ -235,6 +235,26 @@ def test_python_in_the_container_finds_the_hook(run: Run, image: str) -> None:
     assert ran.stdout == "/run/bootseer/package/hook/path/sitecustomize.py\n", ran.stderr
 
 
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's python3 to run in the container")
+def test_a_launcher_in_the_container_has_a_warm_parent_there(run: Run, image: str, tmp_path: Path) -> None:
+    """The record goes through the spool; a package of the name that the hook watches for stands for the real one."""
+    (tmp_path / "launch.py").write_text(
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '/job/child.py']))"
+    )
+    (tmp_path / "child.py").write_text("import decimal, safetensors; print(safetensors.__file__)")
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "safetensors.py").touch()
+    names = ("/usr", "/lib", "/lib64")
+    mounts = [word for name in names if Path(name).exists() for word in ("--mount", f"{name}:{name}:ro")]
+    mounts += ["--mount", f"{tmp_path}:/job:ro", "--container-env", "PYTHONPATH=/job/library", "--user", "worker"]
+    tmp_path.chmod(0o755)
+    words = ["run", "--image", image, "--warm", "on", *mounts, "--", "/usr/bin/python3", "/job/launch.py"]
+    first, second = run(*words), run(*words)
+    assert first.stdout == second.stdout == "/job/library/safetensors.py\n", second.stderr
+    assert "no earlier start of this command was recorded" in first.stderr
+    assert "1 Python program started warm" in second.stderr
+
+
 def test_another_user_may_write_events_too(run: Run, image: str, env: dict[str, str]) -> None:
     script = "echo x > ${BOOTSEER_TRACE#spool:}/mine.events && id -u"
     ran = run("run", "-q", "--image", image, "--user", "worker", "--", "sh", "-c", script)

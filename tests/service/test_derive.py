@@ -148,6 +148,24 @@ def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(pl
     until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
 
 
+def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(place: Place, monkeypatch: Any) -> None:
+    """Those beyond one look, and those that a service before this one has derived."""
+    monkeypatch.setattr("bootseer.service.deriver._BATCHES", 1)
+    by_node: dict[str, list[bytes]] = {}
+    fleet = Fleet(5)
+    for event, line in zip(fleet.events(), fleet.lines(), strict=True):
+        by_node.setdefault(event.node, []).append(line)
+    for lines in by_node.values():
+        place.put(lines[:-1])
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    try:
+        until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+        until(lambda: json.loads(place.rows(schema.live)[0].moment)["nodes_heard"] == 5, "not all nodes were told")
+    finally:
+        deriver.close()
+
+
 def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:
     for attempt in range(6):
         place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)

@@ -311,13 +311,13 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
             threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
         _LOG.info("looks after %s, every %g s", settings.cache, settings.every_s)
-        _notify("READY=1")
+        notify("READY=1")
         threading.Thread(target=agent.ship, args=(stop,), name="bootseer-agent-ship", daemon=True).start()
         while not stop.is_set():
             agent.tidy()
             stop.wait(settings.every_s)
     finally:
-        _notify("STOPPING=1")
+        notify("STOPPING=1")
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -360,7 +360,7 @@ def _is_activated() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
 
 
-def _notify(state: str) -> None:
+def notify(state: str) -> None:
     """Tell systemd, where it started us (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path:

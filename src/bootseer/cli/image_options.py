@@ -186,7 +186,7 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
         fallback=values["fallback"],
         signatures=signatures(values, os.environ),
         layer_limits=parse_layer_limits(values.get("layer_limits") or ()),
-        workload=_workload(values.get("workload") or ""),
+        workload=parse_workload(values.get("workload") or ""),
     )
 
 
@@ -196,7 +196,7 @@ def request_of_verb(reference: str, store: str | None, plain_http: bool) -> Requ
     return request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
 
 
-def _workload(name: str) -> str:
+def parse_workload(name: str) -> str:
     import re
 
     if name and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):

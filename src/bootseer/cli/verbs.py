@@ -24,6 +24,7 @@ _VERBS = {
     "history": ("fleet", "A job's starts, and when they became slower."),
     "watch": ("fleet", "Who is missing at a job's start, now."),
     "agent": ("agent", "Look after this node: the cache's limit, figures for Prometheus."),
+    "snapshotter": ("snapshotter", "Lazy images for containerd and Kubernetes: a proxy snapshotter."),
     "doctor": ("doctor", "Say what works on this machine, and why not."),
     "bench": ("run", "Measure the claims on this machine."),
 }

@@ -79,7 +79,7 @@ class WarmLauncher:
             self._undo.append(lambda: setattr(module, name, original))
 
     def _waiting(self, any_child: Callable[[tuple[Any, ...]], bool]) -> Callable[[Any], Any]:
-        """Who waits for any child must not meet ours."""
+        """A wait for any child would take ours for the launcher's own."""
 
         def make(original: Any) -> Any:
             def wait(*args: Any) -> Any:

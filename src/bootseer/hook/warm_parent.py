@@ -66,7 +66,7 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
 
     def __getitem__(self, name: str) -> Any:
         frame: Any = sys._getframe(1)
-        if frame.f_code.co_name != "__iter__":  # one who walks over all of them has been noted
+        if frame.f_code.co_name != "__iter__":  # a walk over all of them has been noted
             while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
                 frame = frame.f_back
             self.reads.setdefault(name, frame.f_globals.get("__name__", "") if frame is not None else "")

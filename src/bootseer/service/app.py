@@ -207,7 +207,7 @@ def _listening(settings: Settings) -> socket.socket:
 def _check_access(settings: Settings, service: Service) -> None:
     if not is_loopback(_bracketed(settings.listen[0])) and not settings.proxies and not service.tokens.any():
         raise UsageError(
-            f"listening on {settings.listen[0]} would serve everybody who reaches it: there is no token",
+            f"listening on {settings.listen[0]} would serve every host that reaches it: there is no token",
             hint="make one with `bootseer serve token add --scope read`, or listen on 127.0.0.1",
         )
 

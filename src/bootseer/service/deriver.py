@@ -228,18 +228,23 @@ class Deriver:
             if not self._claim(attempt):
                 continue
             state = self._state(attempt)
-            new = [name for name in names if name not in state.names]
-            if not new:
-                continue
-            state.names.update(new)
-            state.is_changed, state.came_s = True, time.monotonic()
-            state.live.feed(self._events(attempt, new))
-            moment = state.live.moment(time.time_ns())
-            with self._database.write() as connection:
-                where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
-                values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}
-                connection.execute(update(schema.live).where(where).values(values))
-            self._on_moment(moment)
+            if self._tell(attempt, state, names):
+                state.is_changed, state.came_s = True, time.monotonic()
+
+    def _tell(self, attempt: Attempt, state: _State, names: Sequence[str]) -> bool:
+        """Tell where the nodes are by objects that were not seen yet; whether there were any."""
+        new = [name for name in names if name not in state.names]
+        if not new:
+            return False
+        state.names.update(new)
+        state.live.feed(self._events(attempt, new))
+        moment = state.live.moment(time.time_ns())
+        with self._database.write() as connection:
+            where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
+            values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}
+            connection.execute(update(schema.live).where(where).values(values))
+        self._on_moment(moment)
+        return True
 
     def _events(self, attempt: Attempt, names: Sequence[str]) -> list[Event]:
         events = []
@@ -311,6 +316,8 @@ class Deriver:
             if not batches:
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
+            # The worker will have all that is there now: what this thread has not seen yet would be done unseen.
+            self._tell(attempt, state, [name for name, _ in work])
             state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
 
     def _collect(self) -> None:

@@ -51,7 +51,7 @@ MAX_HELD_BYTES: Final = 64 << 20
 MAX_ATTEMPTS: Final = 256
 """In one batch: a collector may bring those of many jobs."""
 SENDER, SEQUENCE, KIND, JOB = (f"x-bootseer-{word}" for word in ("sender", "sequence", "kind", "job"))
-"""Headers of a batch: who sends it, which of its batches it is, `lines` or `log`, and the job of a log."""
+"""Headers of a batch: its sender, which of the sender's batches it is, `lines` or `log`, and the job of a log."""
 
 _LOG = logger(__name__)
 NEXT: Final = "x-bootseer-next"

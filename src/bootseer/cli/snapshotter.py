@@ -1,0 +1,62 @@
+"""`bootseer snapshotter`: lazy images where containerd asks for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bootseer.cli.command import with_options
+from bootseer.cli.image_options import SOURCE, parse_workload, signatures
+from bootseer.errors import UsageError
+
+_OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", "layer_limits"))
+
+
+@click.command("snapshotter")
+@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH",
+              help="Where containerd calls it (default: snapshotter.sock in the runtime folder).")  # fmt: skip
+@click.option("--root", type=click.Path(path_type=Path), default=Path("/var/lib/bootseer/snapshotter"),
+              show_default=True, metavar="DIR", help="Snapshots and their table; not on overlayfs.")  # fmt: skip
+@click.option("--workload", default="pod", show_default=True, metavar="NAME",
+              help="Which hot set of each image is used and recorded.")  # fmt: skip
+@click.option("--record", "record_s", type=click.FloatRange(1.0, 86_400.0), default=60.0, show_default=True,
+              metavar="S", help="Seconds from an image's first container to the end of its record.")  # fmt: skip
+@with_options(_OPTIONS)
+def snapshotter_command(
+    socket: Path | None, root: Path, workload: str, record_s: float, store: str | None, **values: Any
+) -> None:
+    """Serve containerd's snapshots: converted images lazily, all others as its overlayfs snapshotter does.
+
+    It is a proxy plugin: containerd's configuration names the socket (docs/kubernetes.md, contrib/containerd). A stop
+    or a kill leaves running containers alone.
+
+    \b
+    bootseer snapshotter
+    bootseer snapshotter --store s3://images/train --socket /run/bootseer/snapshotter.sock
+    """
+    from bootseer.artifact.places import STORE, cache_root, runtime_root
+    from bootseer.snapshotter.lazy import Settings
+    from bootseer.snapshotter.service import SOCKET, run_snapshotter
+
+    if os.geteuid() != 0:
+        raise UsageError("containerd's snapshots need root", hint="run it as root, or from its systemd unit")
+    runtime = runtime_root(os.environ, os.getuid())
+    settings = Settings(
+        cache=str(cache_root(os.environ, os.getuid())),
+        runtime=str(runtime),
+        store=store or os.environ.get(STORE, ""),
+        plain_http=values["plain_http"],
+        loading=values["loading"],
+        workload=parse_workload(workload),
+        trusted_keys=signatures(values, os.environ).trusted,
+        record_s=record_s,
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    run_snapshotter(root.absolute(), (socket or runtime / SOCKET).absolute(), settings, stop)

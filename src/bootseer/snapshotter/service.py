@@ -1,0 +1,194 @@
+"""containerd's snapshots API v1 over gRPC on a Unix socket: the messages, the errors, and the life of the server.
+
+The messages are those of containerd's `api/services/snapshots/v1/snapshots.proto`, a dozen fields in all, which are
+read and written by number (`hdfs.protobuf`): no generated code. grpcio is the extra `containerd`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bootseer.agent.agent import notify
+from bootseer.artifact.places import own_folder
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.protobuf import MalformedError, Message, field
+from bootseer.io.locks import try_flock
+from bootseer.logs import logger
+from bootseer.snapshotter.lazy import LazyImages, Settings
+from bootseer.snapshotter.records import ACTIVE, VIEW, ExistsError, Record, RefusedError, matching
+from bootseer.snapshotter.snapshots import Mount, Snapshots
+
+_LOG = logger(__name__)
+SERVICE = "containerd.services.snapshots.v1.Snapshots"
+SOCKET = "snapshotter.sock"
+_THREADS = 32
+_STOP_S = 5.0
+_PER_MESSAGE = 50
+_MAX_SOCKET = 107
+
+
+def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threading.Event) -> None:
+    """Serve snapshots below `root` until `stop`. Nothing is unmounted or deleted at the end.
+
+    Raises `UsageError` where grpcio is missing or another snapshotter has the folder, `PermanentError` for folders and
+    sockets that cannot be used.
+    """
+    try:
+        import grpc
+    except ImportError as error:
+        raise UsageError("the snapshotter needs grpcio", hint="pip install 'bootseer[containerd]'") from error
+    if len(os.fsencode(socket)) > _MAX_SOCKET:
+        raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
+    own_folder(root)
+    lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not try_flock(lock):
+        raise UsageError(f"another snapshotter serves {root}", hint="name another folder with --root")
+    snapshots = Snapshots(root, LazyImages(root, settings))
+    own_folder(socket.parent)
+    if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):
+        raise UsageError(f"{socket}: there is a file of this name", hint="name another socket with --socket")
+    socket.unlink(missing_ok=True)
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS, "bootseer-snapshotter"), options=[("grpc.so_reuseport", 0)], handlers=()
+    )
+    server.add_generic_rpc_handlers((_handlers(grpc, snapshots),))
+    before = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{socket}")
+    except RuntimeError as error:
+        raise PermanentError(f"cannot listen on {socket}") from error
+    finally:
+        os.umask(before)
+    server.start()
+    # A mount that hangs must not keep pods of other images from starting.
+    threading.Thread(target=snapshots.remount, name="bootseer-remount", daemon=True).start()
+    _LOG.info("serves %s on %s", root, socket)
+    notify("READY=1")
+    try:
+        stop.wait()
+    finally:
+        notify("STOPPING=1")
+        server.stop(_STOP_S).wait()
+        snapshots.records.close()
+        os.close(lock)
+
+
+def _handlers(grpc: Any, snapshots: Snapshots) -> Any:
+    """The ten calls. `grpc` is the module, which is imported by those that serve alone."""
+    codes = {
+        NotFoundError: grpc.StatusCode.NOT_FOUND,
+        ExistsError: grpc.StatusCode.ALREADY_EXISTS,
+        RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+        AccessError: grpc.StatusCode.PERMISSION_DENIED,
+        TransientError: grpc.StatusCode.UNAVAILABLE,
+        UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+        MalformedError: grpc.StatusCode.INVALID_ARGUMENT,
+    }
+
+    def abort(context: Any, error: Exception) -> None:
+        if not isinstance(error, (BootseerError, MalformedError)):
+            _LOG.exception("a call failed")
+        code = next((found for kind, found in codes.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+        context.abort(code, str(error)[:4000] or type(error).__name__)
+
+    def unary(answer: Callable[[Message], bytes]) -> Any:
+        def call(data: bytes, context: Any) -> bytes:
+            try:
+                return answer(Message(data))
+            except Exception as error:
+                abort(context, error)
+                raise  # not reached: `abort` raises
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def listed(data: bytes, context: Any) -> Iterator[bytes]:
+        try:
+            yield from _list(snapshots, Message(data))
+        except (BootseerError, MalformedError) as error:
+            abort(context, error)
+
+    calls: dict[str, Callable[[Message], bytes]] = {
+        "Prepare": lambda request: _mounts(_prepare(snapshots, request, ACTIVE)),
+        "View": lambda request: _mounts(_prepare(snapshots, request, VIEW)),
+        "Mounts": lambda request: _mounts(snapshots.mounts(request.text(2))),
+        "Stat": lambda request: field(1, _info(snapshots.records.get(request.text(2, "")))),
+        "Update": lambda request: field(1, _info(_update(snapshots, request))),
+        "Usage": lambda request: b"".join(
+            field(number, value) for number, value in enumerate(snapshots.usage(request.text(2, "")), 1)
+        ),
+    }
+    changes: dict[str, Callable[[Message], None]] = {
+        "Commit": lambda request: snapshots.commit(request.text(3, ""), request.text(2, ""), _labels(request, 4)),
+        "Remove": lambda request: snapshots.remove(request.text(2, "")),
+        "Cleanup": lambda _: snapshots.cleanup(),
+    }
+    methods = {name: unary(answer) for name, answer in calls.items()}
+    methods |= {name: unary(partial(_changed, change)) for name, change in changes.items()}
+    methods["List"] = grpc.unary_stream_rpc_method_handler(listed)
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def _prepare(snapshots: Snapshots, request: Message, kind: int) -> list[Mount]:
+    return snapshots.prepare(request.text(2, ""), request.text(3, ""), _labels(request, 4), kind=kind)
+
+
+def _update(snapshots: Snapshots, request: Message) -> Record:
+    info = request.message(2)
+    paths = [path.decode() for path in request.message(3).every(1)] if 3 in request else []
+    return snapshots.records.relabel(info.text(1, ""), _labels(info, 6), paths)
+
+
+def _list(snapshots: Snapshots, request: Message) -> Iterator[bytes]:
+    meets = matching([text.decode() for text in request.every(2)])
+    found = [field(1, _info(record)) for record in snapshots.records.all() if meets(record)]
+    for at in range(0, len(found), _PER_MESSAGE):
+        yield b"".join(found[at : at + _PER_MESSAGE])
+
+
+def _labels(message: Message, number: int) -> dict[str, str]:
+    entries = map(Message, message.every(number))
+    return {entry.text(1, ""): entry.text(2, "") for entry in entries}
+
+
+def _mounts(mounts: list[Mount]) -> bytes:
+    return b"".join(
+        field(
+            1,
+            field(1, mount.type) + field(2, mount.source) + b"".join(field(4, option) for option in mount.options),
+        )
+        for mount in mounts
+    )
+
+
+def _info(record: Record) -> bytes:
+    return b"".join(
+        (
+            field(1, record.key),
+            field(2, record.parent),
+            field(3, record.kind),
+            field(4, _time(record.created_s)),
+            field(5, _time(record.updated_s)),
+            *(field(6, entry) for entry in _entries(record.labels)),
+        )
+    )
+
+
+def _entries(labels: Mapping[str, str]) -> Iterator[bytes]:
+    for name, value in labels.items():
+        yield field(1, name) + field(2, value)
+
+
+def _time(seconds: float) -> bytes:
+    return field(1, int(seconds)) + field(2, int(seconds % 1 * 1e9))
+
+
+def _changed(change: Callable[[Message], None], request: Message) -> bytes:
+    change(request)
+    return b""

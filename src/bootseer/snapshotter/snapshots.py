@@ -1,0 +1,178 @@
+"""containerd's snapshots on this node: converted images lazily, everything else as the overlayfs snapshotter has it.
+
+    <root>/state.db                    see `records`
+    <root>/snapshots/<number>/fs       the files of one layer, or what a container has changed
+    <root>/snapshots/<number>/work     overlayfs' own, of those that can be changed
+
+Nothing is mounted here but converted images (`lazy`): containerd and its shims mount what `mounts` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from bootseer.artifact.places import own_folder
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.logs import logger
+from bootseer.snapshotter.lazy import LazyImages
+from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, Record, Records, RefusedError
+
+_LOG = logger(__name__)
+_REF = "containerd.io/snapshot.ref"
+"""The name under which containerd looks for a layer before it fetches it: the chain id."""
+_BLOCK_BYTES = 512
+
+
+class Mount(NamedTuple):
+    """What is to be mounted for a container, in the words of mount(8)."""
+
+    type: str
+    source: str
+    options: list[str]
+
+
+class Snapshots:
+    """All snapshots of a root folder. Calls may come from any thread."""
+
+    def __init__(self, root: Path, images: LazyImages) -> None:
+        """Open the folder. Raises `PermanentError` where it cannot be used."""
+        self._folder = own_folder(own_folder(root) / "snapshots")
+        self.records = Records(root / "state.db")
+        self._images = images
+        index = Path("/sys/module/overlay/parameters/index")
+        self._options = ["index=off"] if index.exists() else []
+
+    def prepare(self, key: str, parent: str, labels: Mapping[str, str], *, kind: int = ACTIVE) -> list[Mount]:
+        """Make a snapshot that can be changed (`VIEW`: one that cannot). Raises as `Records.add`.
+
+        `ExistsError` for a layer of a converted image is the answer that containerd need not fetch it: it is
+        committed under its chain id.
+        """
+        chain = labels.get(_REF, "") if kind == ACTIVE else ""
+        if chain and self.records.find(chain) is None:
+            layer = self._images.layer(chain, labels)
+            if layer is not None:
+                with contextlib.suppress(ExistsError):  # another pull of the same image
+                    self.records.add(chain, parent, COMMITTED, labels, layer.name)
+                raise ExistsError(f"snapshot {chain}: it is shown by the converted image {layer.digest}")
+        record = self.records.add(key, parent, kind, labels)
+        folder = self._folder / str(record.id)
+        try:
+            self._make(folder, record)
+            mounts = self.mounts(key)
+        except (BootseerError, OSError) as error:
+            self.remove(key)
+            if isinstance(error, OSError):
+                raise PermanentError(f"{error.filename or folder}: {error.strerror}") from error
+            raise
+        if not chain and parent and (image := self.records.get(parent).image):
+            self._images.begin(image)
+        return mounts
+
+    def _make(self, folder: Path, record: Record) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of one whose record a power cut took
+        folder.mkdir(mode=0o700)
+        files = folder / "fs"
+        files.mkdir(mode=0o755)
+        files.chmod(0o755)
+        if record.kind == ACTIVE:
+            (folder / "work").mkdir(mode=0o711)
+        parent = self.records.find(record.parent)
+        if parent is not None:
+            status = (self._images.lowers(parent.image)[0] if parent.image else self._files(parent)).stat()
+            os.chown(files, status.st_uid, status.st_gid)
+            if parent.image:  # of other layers the differ writes it
+                files.chmod(status.st_mode & 0o7777)
+
+    def mounts(self, key: str) -> list[Mount]:
+        """What a container of this snapshot mounts. A converted image that is not mounted (after a boot) is mounted.
+
+        Raises `NotFoundError`, and `BootseerError` where a converted image cannot be mounted.
+        """
+        record = self.records.get(key)
+        if record.kind == COMMITTED:
+            raise RefusedError(f"snapshot {key} is committed")
+        lowers: list[str] = []
+        for ancestor in self.records.ancestors(record.parent):
+            if ancestor.image:  # with all layers below it
+                lowers += map(str, self._images.lowers(ancestor.image))
+                break
+            lowers.append(str(self._files(ancestor)))
+        own = self._folder / str(record.id)
+        if not lowers or (record.kind == VIEW and len(lowers) == 1):
+            source = lowers[0] if lowers else str(own / "fs")
+            return [Mount("bind", source, ["ro" if record.kind == VIEW else "rw", "rbind"])]
+        options = [*self._options]
+        if record.kind == ACTIVE:
+            options += [f"workdir={own / 'work'}", f"upperdir={own / 'fs'}"]
+        return [Mount("overlay", "overlay", [*options, f"lowerdir={':'.join(lowers)}"])]
+
+    def commit(self, key: str, name: str, labels: Mapping[str, str]) -> None:
+        """Make a layer of what was written into an active snapshot. Raises as `Records.commit`."""
+        size_bytes, inodes = self.usage(key)
+        self.records.commit(key, name, labels, size_bytes, inodes)
+
+    def usage(self, key: str) -> tuple[int, int]:
+        """Bytes on the disk and inodes of the snapshot alone; of a layer of a converted image what `du` finds: none.
+
+        What its blocks take is in the node's cache, which images share.
+        """
+        record = self.records.get(key)
+        if record.kind == COMMITTED:
+            return record.size_bytes, record.inodes
+        seen: dict[tuple[int, int], int] = {}
+        folders = [self._files(record)]
+        while folders:
+            with contextlib.suppress(FileNotFoundError):  # a container may be changing it
+                status = folders[-1].lstat()
+                seen[status.st_dev, status.st_ino] = status.st_blocks
+            folder = folders.pop()
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        seen[status.st_dev, status.st_ino] = status.st_blocks
+        return sum(seen.values()) * _BLOCK_BYTES, len(seen)
+
+    def remove(self, key: str) -> None:
+        """Forget a snapshot and delete its files; a converted image goes with the last one that shows it."""
+        record = self.records.remove(key)
+        if record.image:
+            self._images.release(record.image, [other.image for other in self.records.all()])
+        else:
+            _delete(self._folder / str(record.id))
+
+    def cleanup(self) -> None:
+        """Delete what no snapshot has: of removals and pulls that were interrupted."""
+        with self.records.change():  # none is being made
+            known = {str(record.id) for record in self.records.all()}
+            left = [folder for folder in self._folder.iterdir() if folder.name not in known]
+        for folder in left:
+            _delete(folder)
+        self._images.release_unknown({record.image for record in self.records.all()})
+
+    def remount(self) -> None:
+        """Mount the converted images of all snapshots again. What fails is logged: it holds nothing else up."""
+        for image in dict.fromkeys(record.image for record in self.records.all() if record.image):
+            try:
+                self._images.lowers(image)
+            except (BootseerError, OSError) as error:
+                _LOG.warning("image %s is not mounted: %s", image, error)
+
+    def _files(self, record: Record) -> Path:
+        return self._folder / str(record.id) / "fs"
+
+
+def _delete(folder: Path) -> None:
+    """With one try more: a shim may be just unmounting."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s is left: %s", path, error[1]))

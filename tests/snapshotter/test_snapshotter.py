@@ -1,0 +1,176 @@
+"""containerd starts pods from converted images without pulling them, and from all others as with overlayfs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="needs grpcio")
+
+from bootseer.hdfs.protobuf import Message, field  # noqa: E402
+from bootseer.mounts import kernel  # noqa: E402
+from containerd import Containerd, containerd  # noqa: E402
+from image_node import Node, node, push, tar  # noqa: E402
+from oci_images import write_layout  # noqa: E402
+
+assert node
+pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
+VIEW, ACTIVE, COMMITTED = 1, 2, 3
+
+
+@pytest.fixture
+def running(node: Node) -> Iterator[Containerd]:
+    with containerd(node.folder / "c", node.env, pause(node)) as found:
+        yield found
+
+
+def pause(node: Node) -> str:
+    """The image of sandboxes, whose only process has to live as long as the pod."""
+    layout = node.folder / "pause"
+    write_layout(layout, [tar(node.folder / "tree", ["bin"])], tag="1", Env=["PATH=/bin"], Cmd=["sleep", "3600"])
+    push(layout, node.registry.host, "team/pause", "1")
+    return f"{node.registry.host}/team/pause:1"
+
+
+def convert(node: Node) -> None:
+    command = [sys.executable, "-P", "-m", "bootseer", "image", "convert", node.reference, "--plain-http"]
+    subprocess.run(command, env={**os.environ, **node.env}, check=True, capture_output=True)
+
+
+def mounts_of(answer: Message) -> list[tuple[str, str, list[str]]]:
+    found = [Message(data) for data in answer.every(1)]
+    return [(m.text(1), m.text(2), [option.decode() for option in m.every(4)]) for m in found]
+
+
+def info_of(data: bytes) -> tuple[str, str, int, dict[str, str]]:
+    info = Message(data)
+    labels = {Message(entry).text(1): Message(entry).text(2, "") for entry in info.every(6)}
+    return info.text(1), info.text(2, ""), info.number(3, 0), labels
+
+
+def failure(call: Any) -> Any:
+    try:
+        call()
+    except grpc.RpcError as error:
+        return error.code()
+    return "accepted"
+
+
+def protocol(node: Containerd, name: str) -> list[Any]:
+    """What a snapshotter answers to a life of two layers, a container and a view, without paths and times."""
+    heard: list[Any] = []
+
+    root = field(4, field(1, "containerd.io/gc.root") + field(2, "now"))  # else it is collected as garbage
+
+    def ask(method: str, *fields: bytes) -> Any:
+        kept = (root,) if method in ("Prepare", "View", "Commit") else ()
+        return node.ask(method, *fields, *kept, snapshotter=name)
+
+    def shape(answer: Message) -> None:
+        heard.append(
+            [
+                (kind, [o.partition("=")[0] + ":" * o.count(":") for o in options])
+                for kind, _, options in mounts_of(answer)
+            ]
+        )
+
+    for number, parent in ((1, ""), (2, "layer-1")):
+        answer = ask("Prepare", field(2, f"extract-{number}"), field(3, parent))
+        shape(answer)
+        kind, source, options = mounts_of(answer)[0]
+        upper = source if kind == "bind" else next(o for o in options if o.startswith("upperdir=")).partition("=")[2]
+        Path(upper, f"file-{number}").write_bytes(b"x" * 10_000)
+        os.link(f"{upper}/file-{number}", f"{upper}/again")
+        usage = ask("Usage", field(2, f"extract-{number}"))
+        heard.append((usage.number(1, 0), usage.number(2, 0)))
+        ask("Commit", field(2, f"layer-{number}"), field(3, f"extract-{number}"))
+        usage = ask("Usage", field(2, f"layer-{number}"))
+        heard.append((usage.number(1, 0), usage.number(2, 0)))
+    shape(ask("Prepare", field(2, "container"), field(3, "layer-2")))
+    shape(ask("Mounts", field(2, "container")))
+    shape(ask("View", field(2, "view"), field(3, "layer-1")))
+    shape(ask("View", field(2, "view-2"), field(3, "layer-2")))
+    heard.append(failure(lambda: ask("Remove", field(2, "layer-1"))))
+    heard.append(failure(lambda: ask("Stat", field(2, "nothing"))))
+    heard.append(failure(lambda: ask("Prepare", field(2, "container"), field(3, "layer-2"))))
+    heard.append(failure(lambda: ask("Prepare", field(2, "of-nothing"), field(3, "nothing"))))
+    label = field(6, field(1, "a.b/c") + field(2, "d"))
+    ask("Update", field(2, field(1, "container") + label), field(3, field(1, "labels.a.b/c")))
+    heard.append(info_of(ask("Stat", field(2, "container")).data(1)))
+    for filters in ((), ("kind==committed",), ('labels."a.b/c"==d',), ("name~=^view", "parent==layer-1"), ("nothing",)):
+        answers = node.ask("List", *(field(2, text) for text in filters), snapshotter=name, stream=True)
+        heard.append(sorted(info_of(data)[:3] for answer in answers for data in answer.every(1)))
+    for key in ("view", "view-2", "container", "layer-2", "layer-1"):
+        ask("Remove", field(2, key))
+    heard.append([data for answer in node.ask("List", snapshotter=name, stream=True) for data in answer.every(1)])
+    return heard
+
+
+def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:
+    assert protocol(running, "bootseer") == protocol(running, "overlayfs")
+    assert not list((running.snapshots / "snapshots").iterdir())
+
+
+def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node) -> None:
+    convert(node)
+    with containerd(node.folder / "c", node.env, pause(node)) as running:
+        before = len(node.requests())
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(running.pull, [node.reference] * 20))
+        blobs = {
+            layer["digest"]
+            for layer in json.loads(
+                (node.folder / "layout/blobs/sha256" / node.digest.removeprefix("sha256:")).read_text()
+            )["layers"]
+        }
+        asked = node.requests()[before:]
+        assert not [path for path in asked if any(digest in path for digest in blobs)], running.logs()
+        pod, container = running.start_pod(
+            node.reference, ["sh", "-c", "sha256sum /hot; echo x > made; cat made"], "one"
+        )
+        assert running.ended(container) == 0, running.logs()
+        expected = subprocess.run(
+            ["sha256sum", node.folder / "tree" / "hot"], capture_output=True, text=True, check=True
+        )
+        assert running.said("one") == [f"{expected.stdout.split()[0]}  /hot", "x"]
+        # A reader that goes on through the death of both.
+        slow, reading = running.start_pod(node.reference, ["sh", "-c", "sleep 3; sha256sum /cold"], "two")
+        running.kill("snapshotter")
+        running.kill("containerd")
+        running.start_snapshotter()
+        running.start_containerd()
+        assert running.ended(reading) == 0
+        third, container = running.start_pod(node.reference, ["sha256sum", "/hot"], "three")
+        assert running.ended(container) == 0
+        for each in (pod, slow, third):
+            running.remove_pod(each)
+        # As after a boot: nothing is mounted.
+        running.kill("containerd")
+        running.kill("snapshotter")
+        for point in reversed([p for p in kernel.mount_points() if p.startswith(f"{node.folder}/")]):
+            kernel.unmount(Path(point), lazy=True)
+        running.start_snapshotter()
+        running.start_containerd()
+        fourth, container = running.start_pod(node.reference, ["sha256sum", "/hot"], "four")
+        assert running.ended(container) == 0, running.logs()
+        running.remove_pod(fourth)
+        running.cri("RemoveImage", field(1, field(1, node.reference)))
+        assert not list((running.snapshots / "images").iterdir())
+
+
+def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node: Node) -> None:
+    running.pull(node.reference)
+    pod, container = running.start_pod(node.reference, ["sha256sum", "/hot"])
+    assert running.ended(container) == 0, running.logs()
+    running.remove_pod(pod)
+    running.cri("RemoveImage", field(1, field(1, node.reference)))
+    running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
+    assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
