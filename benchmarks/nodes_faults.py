@@ -15,6 +15,8 @@ from nodes_claims import Faults, fault_claims
 from nodes_rows import Arm, Fault, Lab, measure
 from nodes_site import Node, Site
 
+_NODES = 4
+"""More would be bound by the processors of a small machine, and hide what a slow link costs."""
 _BAD = 1
 """The node that has the fault."""
 _MIDST_BYTES = 30_000_000
@@ -22,14 +24,14 @@ _MIDST_BYTES = 30_000_000
 
 
 def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
-    yield from measure(quick, 4 if quick else 8, _arms, fault_claims, rounds)
+    yield from measure(quick, _NODES, _arms, fault_claims, rounds)
 
 
 def _arms(lab: Lab) -> list[Arm]:
-    number, rates = 4 if lab.quick else 8, lab.rates
+    rates = lab.rates
 
     def arm(name: str, fault: Fault, without: str = "") -> Arm:
-        return Arm(name, number, partial(bootseer, techniques=Techniques(peers=True), without=without), fault)
+        return Arm(name, _NODES, partial(bootseer, techniques=Techniques(peers=True), without=without), fault)
 
     def kill(running: Sequence[Node]) -> None:
         running[_BAD].kill()

@@ -44,6 +44,13 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _retention_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for name, days, what in (("--span-days", 90, "spans"), ("--raw-days", 14, "raw lines")):
+        stay = f"Days of {what} that stay."
+        function = click.option(name, type=click.IntRange(1), default=days, show_default=True, help=stay)(function)
+    return function
+
+
 def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
     """The settings of a service at this place. Raises `UsageError` where its libraries are not installed."""
     try:
@@ -76,6 +83,7 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 )
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
+@_retention_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
 @click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
@@ -91,6 +99,8 @@ def serve_command(
     tls_key: Path | None,
     workers: int,
     alert_to: tuple[str, ...],
+    raw_days: int,
+    span_days: int,
     proxy_from: tuple[str, ...],
     proxy_header: str,
 ) -> None:
@@ -118,13 +128,14 @@ def serve_command(
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
+    from bootseer.service.upkeep import Retention
 
     def ready(address: str) -> None:
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
-    hooks = tuple(webhook(one) for one in alert_to)
-    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks), ready)
+    hooks, retention = tuple(webhook(one) for one in alert_to), Retention(raw_days, span_days)
+    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention), ready)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -155,8 +166,7 @@ def reindex_command(data: Path | None, database: str | None, raw: str | None, ou
 
 @click.command("prune")
 @place_options
-@click.option("--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days of raw lines that stay.")
-@click.option("--span-days", type=click.IntRange(1), default=90, show_default=True, help="Days of spans that stay.")
+@_retention_options
 @json_option("bootseer.serve-prune/1")
 def prune_command(
     data: Path | None, database: str | None, raw: str | None, raw_days: int, span_days: int, output: Output
