@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = _changed(request.headers, fault.send)
         body = _flipped(request.body, fault.corrupt_request_at)
         if self.upstream is None:
-            self.upstream = http.client.HTTPConnection(self.server.proxy._upstream, timeout=60)
+            self.upstream = http.client.HTTPConnection(self.server.proxy._upstream, timeout=300)
         self.upstream.request(request.method, request.path, body or None, headers)
         with self.upstream.getresponse() as answer:
             sent = {key: value for key, value in answer.getheaders() if key.lower() != "transfer-encoding"}

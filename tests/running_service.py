@@ -43,7 +43,7 @@ class RunningService:
 
     def post(self, path: str, data: bytes, **headers: str) -> httpx.Response:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.post(self.url + path, content=data, headers=sent, timeout=30)
+        return httpx.post(self.url + path, content=data, headers=sent, timeout=300)
 
     def raw(self) -> dict[str, bytes]:
         """The lines of all objects."""
@@ -54,7 +54,7 @@ class RunningService:
 
     def rows(self, table: object, num: int = 0) -> list[object]:
         """All rows of a table; waits until there are so many."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while True:
             with self.service.database.read() as connection:
                 rows = list(connection.execute(select(table)))

@@ -62,7 +62,7 @@ class S3Server:
 
     def ask(self, method: str, path: str) -> tuple[int, bytes]:
         """One request by hand: status and body."""
-        with closing(http.client.HTTPConnection(self.host, timeout=30)) as connection:
+        with closing(http.client.HTTPConnection(self.host, timeout=300)) as connection:
             # Objects are private; that somebody says who asks is all that moto wants.
             who = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request"
             connection.request(method, path, headers={"Authorization": who})

@@ -53,9 +53,8 @@ def fill_up(disk: Path) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("loading", ["lazy", "auto", "pull"])
-def test_starts_go_on_after_one_that_filled_the_disk(start: Start, loading: str) -> None:
-    for way in ("lazy", loading, loading):
+def test_starts_go_on_after_one_that_filled_the_disk(start: Start) -> None:
+    for way in ("lazy", "lazy", "auto", "auto", "pull", "pull"):
         ran = start(way)
         assert (ran.returncode, ran.stdout) == (0, f"{2 * (6 << 20)}\n"), ran.stderr
 

@@ -135,7 +135,7 @@ def test_the_store_failing_at_any_step_leaves_no_index(store):
             write(store, data, num_stripes=2, threads=2)
         assert block_file.index_name not in store.objects
         assert all(upload.ended for upload in store.uploads)
-        until = time.monotonic() + 30.0
+        until = time.monotonic() + 300
         while threading.active_count() > num_before:  # each ends a moment after its work
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -240,7 +240,7 @@ def test_a_writer_killed_at_any_step_leaves_no_readable_index(tmp_path):
     def run(fatal: int, root: Path) -> subprocess.CompletedProcess[str]:
         root.mkdir()
         return subprocess.run(
-            [sys.executable, "-c", KILLED, root, str(fatal)], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", KILLED, root, str(fatal)], capture_output=True, text=True, timeout=300, check=False
         )
 
     name, num_steps = run(10**6, tmp_path / "whole").stdout.split()

@@ -57,7 +57,7 @@ def fetching(cache, origin, index):
     yield make
     for step in undo:
         step()
-    until = time.monotonic() + 30.0
+    until = time.monotonic() + 300
     while not _threads() <= threads:  # each ends a moment after its work
         assert time.monotonic() < until, _threads() - threads
         time.sleep(0.001)

@@ -196,7 +196,7 @@ def test_a_read_that_was_given_up_makes_room_for_others(cluster: HdfsCluster, cl
         for ticket in tickets:
             ticket.cancel()
         for _ in tickets:
-            assert ended.acquire(timeout=60), "it goes on until the library gives up, or its time is over"
+            assert ended.acquire(timeout=120), "it goes on until the library gives up, or its time is over"
         ((data, outcome),) = read_ranges(other, [(0, 1)], deadline_s=60)
     finally:
         cluster.resume(hung)

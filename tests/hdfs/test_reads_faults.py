@@ -26,7 +26,7 @@ from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 
 _PART = random.Random(17).randbytes(8 * MIB)
 DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # no two blocks are alike, and it is made at once
-EXTRA_S = 20.0
+EXTRA_S = 45.0
 """All that a hung DataNode may cost a whole file with two replicas, on a machine that is busy with other things too.
 Waiting for its answer costs a minute for each block."""
 _CUT_S = 20.0
@@ -68,7 +68,7 @@ def seconds(file: HdfsFile, *, piece: int = 0) -> float:
 
 @pytest.mark.parametrize("piece", [0, MIB])
 @pytest.mark.parametrize("is_warm", [True, False])
-@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("node", [0])  # each has two of three blocks
 @pytest.mark.usefixtures("reads")
 class TestAHungNode:
     pytestmark = needs_hdfs

@@ -146,7 +146,7 @@ def test_a_signal_ends_the_command_and_then_the_mount(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(300) == 128 + number
     nothing_is_mounted(tmp_path)
 
 

@@ -18,7 +18,7 @@ from conftest_launch import BOOTSEER
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def place() -> Iterator[Place]:
 
 def uv(place: Place, *words: str, **more: str) -> None:
     env = {**place.env, "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(place.wheels), **more}
-    subprocess.run([own_uv() or "uv", *words], cwd=place.project, env=env, check=True, timeout=60)
+    subprocess.run([own_uv() or "uv", *words], cwd=place.project, env=env, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock", "pylock.toml"])

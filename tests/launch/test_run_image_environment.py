@@ -166,7 +166,7 @@ def test_an_image_s_python_needs_neither_uv_nor_pip(run: Run, node: Node, tmp_pa
     text = '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.9"\ndependencies = ["alpha"]\n'
     (project / "pyproject.toml").write_text(text + '[tool.uv]\nfind-links = ["wheels"]\nno-index = true\n')
     (project / "requirements.txt").write_text("--no-index\n-f wheels\nalpha\n")
-    subprocess.run([own_uv() or "uv", "lock", "-q"], cwd=project, check=True, timeout=60)
+    subprocess.run([own_uv() or "uv", "lock", "-q"], cwd=project, check=True, timeout=300)
     venv.create(tmp_path / "venv", with_pip=False)
     folders = [folder for folder in (sys.base_prefix, "/lib", "/lib64", "/usr/lib") if Path(folder).exists()]
     mounts = [f"{os.path.realpath(folder)}:{folder}:ro" for folder in folders] + [f"{tmp_path}/venv:{tmp_path}/venv"]
@@ -251,9 +251,8 @@ def test_what_the_command_needs_from_a_scratch_folder_keeps_the_snapshot_away(
 def test_a_replaced_node_mounts_image_and_snapshot_lazily(job: Callable[..., Any], node: Node, tmp_path: Path) -> None:
     words = ("--loading", "lazy", "--", "sh", "-c", "cat /opt/tool/words; wc -c < /hot")
     first, _ = job(*words)
-    for number in range(3):
-        ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / f"node{number}")})
-        assert (ran.stdout, start["mode"]) == (first.stdout, "restored")
+    ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / "other")})
+    assert (ran.stdout, start["mode"]) == (first.stdout, "restored")
 
 
 def test_credentials_of_a_setup_in_an_image_are_in_no_store(job: Callable[..., Any], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Node:
     def end(self) -> str:
         """Let the command end; what the run said."""
         self._end.touch()
-        return self.run.communicate(timeout=60)[1]
+        return self.run.communicate(timeout=300)[1]
 
     @property
     def left(self) -> list[Path]:

@@ -102,7 +102,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         for process in reversed(running):
             process.terminate()
             try:
-                process.wait(60)
+                process.wait(300)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

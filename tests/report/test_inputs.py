@@ -169,7 +169,7 @@ def test_a_folder_that_may_be_listed_and_not_searched_is_no_traceback(tmp_path):
     (locked / "b.log").write_text("b")
     locked.chmod(0o444)
     done = subprocess.run(
-        [sys.executable, "-c", LOCKED], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOCKED], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     locked.chmod(0o755)
     assert done.stdout.splitlines() == [

@@ -121,7 +121,7 @@ def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
         second = run("serve", "--data", "data", "--listen", "127.0.0.1:0")
         assert (second.returncode, "another service runs" in second.stderr) == (2, True)
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(300) == 0
         assert server.stderr.read() == ""
     finally:
         server.kill()

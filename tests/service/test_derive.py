@@ -17,6 +17,7 @@ import pytest
 import zstandard
 from sqlalchemy import func, insert, select
 
+from bootseer.errors import TransientError
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
@@ -25,7 +26,7 @@ from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
 from fleet import INSTALL, Fleet
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 
 class Place:
@@ -106,17 +107,30 @@ def test_batches_in_any_order_and_twice_end_in_the_same_rows(place: Place) -> No
     attempt = Attempt("fleet", 0)
     for first in range(0, len(lines), 40):
         place.put(lines[first : first + 40])
-    derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     once = contents(place)
     for _ in range(3):
         place.put(rng.sample(lines, 60), sender="another")
         rng.shuffle(place.batches)
-        derive_attempt(place.raw, place.database, attempt, place.batches, 0)
+        derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     again = contents(place)
     # The report counts what was read, repetitions included.
     assert once.pop("start_report") != again.pop("start_report")
     assert again == once
     assert place.rows(schema.start)[0].computed_n == 4
+
+
+def test_an_analysis_that_ends_late_does_not_replace_one_of_more_lines(place: Place) -> None:
+    """The worker of a service that was killed goes on, beside that of the next service."""
+    lines, attempt = Fleet(3).lines(), Attempt("fleet", 0)
+    place.put(lines[: len(lines) // 2])
+    before = list(place.batches)
+    place.put(lines[len(lines) // 2 :])
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    whole = contents(place)
+    with pytest.raises(TransientError, match="later lines"):
+        derive_attempt(place.raw, place.database, attempt, before, time.time_ns())
+    assert contents(place) == whole
 
 
 @pytest.fixture

@@ -49,14 +49,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         send(running, Fleet(2, job=HOSTILE, names=("<b>node</b>", "n'); DROP TABLE start;--")))
         send(running, Fleet(3, job="dead", killed_in={1: INSTALL}))
         derived(running, 6)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while sum(row.n for row in running.rows(schema.node_day)) < 4 * 4 + 2 + 3:  # the sums of the day
             assert time.monotonic() < until
         yield running
 
 
 def get(service: RunningService, path: str, code: int = 200) -> httpx.Response:
-    answer = httpx.get(service.url + path, timeout=30)
+    answer = httpx.get(service.url + path, timeout=300)
     assert answer.status_code == code, (path, answer.status_code, answer.text[:300])
     return answer
 

@@ -27,7 +27,7 @@ from bootseer.service.upkeep import (
     roll_up,
 )
 from fleet import EPOCH_NS, INSTALL, Fleet
-from service.test_derive import Place
+from service.test_derive import Place, contents
 
 DAY = EPOCH_NS // DAY_NS
 
@@ -93,7 +93,14 @@ def test_starts_outlive_their_raw_lines(place: Place) -> None:
     derive_all(place)
     forget(place.database, place.raw, Retention(raw_days=1), (DAY + 2) * DAY_NS)
     assert reindex(place.database, place.raw, lambda *done: None)["attempts"] == 0
-    assert len(place.rows(schema.start)) == 1
+    whole = contents(place)
+    # A job of weeks ends: its last line is no start of its own.
+    late_ns = time.time_ns() + 20 * DAY_NS
+    place.put(Fleet(2).lines()[-1:])
+    late = [(place.batches[-1][0], late_ns)]
+    assert derive_attempt(place.raw, place.database, Attempt("fleet", 0), late, late_ns).starts == 0
+    assert contents(place) == whole
+    assert [row.done for row in place.rows(schema.batch)] == [True]
 
 
 def test_what_is_old_is_forgotten_and_its_bytes_come_back(place: Place) -> None:

@@ -45,7 +45,7 @@ class Outside:
         self.registry, self.repository = registry, repository
 
     def ask(self, path: str) -> tuple[int, bytes]:
-        with closing(http.client.HTTPConnection(self.registry.host, timeout=30)) as connection:
+        with closing(http.client.HTTPConnection(self.registry.host, timeout=300)) as connection:
             accept = "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
             connection.request("GET", f"/v2/{self.repository}/{path}", headers={"Accept": accept})
             answer = connection.getresponse()

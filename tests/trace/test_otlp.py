@@ -232,7 +232,7 @@ def test_a_dead_endpoint_does_not_hold_the_end_of_a_process(endpoint: Callable[[
     """Nothing on stderr either: it belongs to the job."""
     with endpoint() as url:
         ended = subprocess.run(
-            [sys.executable, "-c", EXIT, url], capture_output=True, text=True, timeout=30, check=True
+            [sys.executable, "-c", EXIT, url], capture_output=True, text=True, timeout=60, check=True
         )
     assert (ended.stdout, ended.stderr) == ("False 0 1\n", "")
 
@@ -334,7 +334,7 @@ def test_without_the_library_the_user_learns_what_to_install(tmp_path: Path) -> 
     )
     env = {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300, check=True
     )
     assert ended.stdout == (
         "export to OTLP needs OpenTelemetry, which is not installed (opentelemetry) | pip install 'bootseer[otlp]'\n"

@@ -234,7 +234,7 @@ def test_a_run_arrives_with_its_end_and_the_command_sees_no_token(service, run, 
     done = run("run", "--job", "moe", "--trace-to", "service", "--", "sh", "-c", "env", more=more)
     assert done.returncode == 0
     assert token not in done.stdout
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not any(b'"run"' in line and b'"end"' in line for line in service.raw_lines()):
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -252,15 +252,18 @@ def hung() -> Iterator[str]:
 
 @pytest.mark.parametrize("fault", ["hung", "gone", "wrong token", "no address"])
 def test_a_service_that_fails_costs_the_job_nothing_and_the_spool_stays(fault, run, env, hung, tmp_path):
-    """The end of the run waits for nothing: its 10 s request timeout would show."""
+    """The end of the run waits for nothing: its 10 s request timeout would show, beside a run that sends nothing."""
     url = {"hung": hung, "gone": "http://127.0.0.1:9", "no address": "nonsense"}.get(fault, "")
+    began = time.monotonic()
+    run("run", "--job", "plain", "--", "true", more={"BOOTSEER_SPOOL": str(tmp_path / "plain")})
+    plain_s = time.monotonic() - began
     with collector(lambda _: (401, {}, b'{"error":"a token is needed"}')) as server:
         began = time.monotonic()
         words = ["--job", "moe", "--trace-to", f"service={url or server.url}"]
         done = run("run", *words, "--", "sleep", "2" if fault != "gone" else "0.1")
         took_s = time.monotonic() - began
     assert (done.returncode, done.stdout) == (0, "")
-    assert took_s < 9
+    assert took_s < 7 + 3 * plain_s
     said = {"wrong token": "a token is needed", "no address": "not the address"}.get(fault, "bootseer report moe")
     assert said in done.stderr
     assert len(list(Path(env["BOOTSEER_SPOOL"]).rglob("*.events"))) == 1
@@ -295,7 +298,7 @@ def test_following_goes_on_until_a_signal(service, env, tmp_path):
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as sender:
         threading.Event().wait(1)
         _, lines = spool(root)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while service.raw_lines() != lines and time.monotonic() < until:
             time.sleep(0.1)
         sender.terminate()

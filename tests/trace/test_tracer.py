@@ -324,7 +324,7 @@ def test_off_leaves_nothing_and_says_nothing(tmp_path: Path, env: dict[str, str]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("BOOTSEER")}
     env = {key: value.replace("FOLDER", str(tmp_path / "spool")) for key, value in env.items()}
     ended = subprocess.run(
-        [sys.executable, "-c", script], env={**clean, **env}, cwd=tmp_path, capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", script], env={**clean, **env}, cwd=tmp_path, capture_output=True, timeout=300, check=True
     )
     assert (ended.stdout, ended.stderr) == (b"", b"")
     assert list(tmp_path.iterdir()) == []

@@ -46,6 +46,8 @@ _CHANGE_OTHERS = (
 """Modules that change how others are imported, or that open a network when they are."""
 _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 """Through which modules a variable is read."""
+_LOOK_FOR_THEIR_OWN = ("tqdm.utils", "networkx.utils.backends")
+"""They walk over all variables for those that begin with TQDM_ and NETWORKX_, which `programs.native` knows."""
 _libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a fork must
 _libc.syscall.restype = ctypes.c_long
 
@@ -77,7 +79,7 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
         while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
             frame = frame.f_back
         name = frame.f_globals.get("__name__", "") if frame is not None else ""
-        if name != "tqdm.utils":  # which looks for TQDM_ alone
+        if name not in _LOOK_FOR_THEIR_OWN:
             self.reads.setdefault("*", name)
         return super().__iter__()
 
@@ -133,13 +135,13 @@ class Imports:
                 importlib.import_module(name)
             except Exception:  # noqa: S112 - the program's own import tells of it, or finds it elsewhere
                 continue
+            if "*" in _Watched.reads:
+                raise UnfitError(f"{_Watched.reads['*']}, which {name} imports, reads all variables", name)
             for what, value in _state().items():
                 if state.get(what, value) != value:
                     raise UnfitError(f"the import of {name} changes {what}", name)
 
     def _check(self, known: dict[str, Any]) -> None:
-        if "*" in self.reads:
-            raise UnfitError(f"{self.reads['*']} reads all variables when it is imported", self.reads["*"])
         changed = set(known["changed"]) - self.changed.keys()
         name = next((name for name in sorted(changed) if name in self.reads or programs.native(name)), "")
         if name:

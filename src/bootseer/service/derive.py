@@ -13,8 +13,9 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, text, update
 
+from bootseer.errors import TransientError
 from bootseer.logs import logger
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import Analysis
@@ -29,9 +30,12 @@ from bootseer.service.database import Database
 from bootseer.service.raw import RawStore
 from bootseer.service.rows import Rows, rows_of
 from bootseer.trace.event import OK, Event
+from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start, schema.span)
+_CLOCKS_DIFFER_NS: Final = 3600 * NS_PER_S
+"""Of several services' machines, at most; much less than any retention."""
 
 
 class Attempt(NamedTuple):
@@ -57,14 +61,46 @@ def derive_attempt(
 ) -> Derived:
     """Analyse all lines of an attempt and replace its rows. `batches`: each object's name and when it arrived, ns.
 
-    Raises `BootseerError` when the lines cannot be read or the rows not be written: nothing has changed then.
+    Late lines of an attempt change nothing when retention has removed its first ones: rows of a whole start would
+    become those of a part.
+
+    Raises `BootseerError` when the lines cannot be read or the rows not be written, `TransientError` when another
+    process has analysed more of them meanwhile: nothing has changed then.
     """
     rows, closes = _rows(raw, attempt, sorted(batches), now_ns)
     with database.write() as connection:
-        days = _replace(database, connection, attempt, rows, now_ns)
+        _only_one(database, connection, attempt, {name for name, _ in batches})
+        days: set[int] = set()
+        if _has_its_first(connection, attempt, batches):
+            days = _replace(database, connection, attempt, rows, now_ns)
+        else:
+            rows, closes = [], None
+            _LOG.warning("%r, attempt %d: late lines were not analysed, as the earlier ones were removed", *attempt)
         for name, _ in batches:
             connection.execute(update(schema.batch).where(schema.batch.c.raw_key == name).values(done=True))
     return Derived(len(rows), frozenset(days), closes)
+
+
+def _only_one(database: Database, connection: Connection, attempt: Attempt, names: set[str]) -> None:
+    """Let no other process write the attempt's rows, and refuse to replace what was derived from more lines: a worker
+    may outlive the service that began it, and end after one of the next service."""
+    if database.is_postgres:
+        connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:job, :attempt))"), attempt._asdict())
+    batch = schema.batch
+    done = select(batch.c.raw_key).where(
+        batch.c.job == attempt.job, batch.c.attempt == attempt.attempt, batch.c.done.is_(True)
+    )
+    if not names.issuperset(connection.execute(done).scalars()):
+        raise TransientError("another process has analysed later lines of it")
+
+
+def _has_its_first(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]]) -> bool:
+    """Whether there are the lines of which the attempt was derived before: they arrived before that."""
+    start = schema.start
+    computed = select(func.min(start.c.computed_ns)).where(start.c.job == attempt.job)
+    computed_ns = connection.execute(computed.where(start.c.attempt == attempt.attempt)).scalar_one()
+    first_ns = min((received_ns for _, received_ns in batches), default=0)
+    return computed_ns is None or first_ns < computed_ns + _CLOCKS_DIFFER_NS
 
 
 def _rows(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
 
+from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.service.rows import BEGAN
 from bootseer.service.schema import (
@@ -35,10 +36,13 @@ from bootseer.service.schema import (
     technique_start,
 )
 from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
 _HOUR_NS: Final = 3600 * NS_PER_S
+# A start that goes on has come to no end yet, and one whose first step nothing told of may well have trained.
+_FAILED: Final = start.c.outcome.in_((FAILED, TRUNCATED)) & (start.c.state == CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +290,7 @@ def by_day(connection: Connection, where: Filter) -> Rows:
         select(start.c.day, start.c.kind, func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
                func.sum(start.c.cost).label("cost"),
-               func.sum(cast(start.c.outcome != BEGAN, Integer)).label("failed"))
+               func.sum(cast(_FAILED, Integer)).label("failed"))
         .where(*where.of(start)).group_by(start.c.day, start.c.kind).order_by(start.c.day, start.c.kind)
     )  # fmt: skip
     return [dict(row) for row in connection.execute(query).mappings()]
@@ -307,7 +311,7 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
             wait_s=func.sum(start.c.wait_s),
             gpu_s=func.sum(start.c.gpu_s),
             cost=func.sum(start.c.cost),
-            failed=func.sum(cast(start.c.outcome != BEGAN, Integer)),
+            failed=func.sum(cast(_FAILED, Integer)),
             restarts=func.sum(cast(start.c.kind != "full", Integer)),
             latest_ns=func.max(start.c.began_ns),
         )

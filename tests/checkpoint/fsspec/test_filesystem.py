@@ -306,7 +306,7 @@ def test_a_file_system_and_a_child_process_work_after_pickling(tmp_path: Path, s
     assert pickle.loads(pickle.dumps(system)).cat(path) == b"data"  # noqa: S301 - it is our own
     code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).cat(sys.argv[2]).decode())"
     done = subprocess.run(
-        [sys.executable, "-c", code, pickle.dumps(system).hex(), path], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", code, pickle.dumps(system).hex(), path], capture_output=True, timeout=300, check=False
     )
     assert done.stdout == b"data\n", done.stderr.decode()
 

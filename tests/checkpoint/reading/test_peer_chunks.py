@@ -112,11 +112,13 @@ def test_nodes_that_are_killed_while_they_read_are_replaced(cluster, nodes, cont
 
 def test_a_node_that_hangs_holds_nobody_up_for_long(nodes, content):
     nodes[0].begin("file", WHOLE)
-    assert "digest" in nodes[0].ended()
+    healthy = nodes[0].ended()
+    assert "digest" in healthy
     nodes[0].hang()
     ends = all_read(nodes[1:])
     assert {end["digest"] for end in ends} == {digest_of(content, WHOLE)}
-    assert max(end["seconds"] for end in ends) < 60  # 6 on a quiet machine; 60 are what one part of a read has
+    # 6 s on a quiet machine; waiting for a part of a read takes 60.
+    assert max(end["seconds"] for end in ends) < 50 + 4 * healthy["seconds"]
 
 
 def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):

@@ -101,7 +101,7 @@ def test_start_up_files_of_the_environment_have_no_say(python, library, job_env,
     (Path(library[0].record).parent / "sitecustomize.py").write_text("raise SystemExit(9)\n")
     (tmp_path / "csv.py").write_text("raise SystemExit(9)\n")
     done = subprocess.run(
-        compile_command(python.executable, library, 1), env=job_env, cwd=tmp_path, timeout=60, check=False
+        compile_command(python.executable, library, 1), env=job_env, cwd=tmp_path, timeout=300, check=False
     )
     assert done.returncode == 0
 
