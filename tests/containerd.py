@@ -125,6 +125,12 @@ class Containerd:
             stream=stream,
         )
 
+    def collect(self) -> None:
+        """Have containerd collect its garbage: only then it removes snapshots from their snapshotter."""
+        leases = "containerd.services.leases.v1.Leases"
+        self.call(self.folder / "containerd.sock", f"{leases}/Create", f(1, "collect"))
+        self.call(self.folder / "containerd.sock", f"{leases}/Delete", f(1, "collect") + f(2, 1))
+
     def cri(self, name: str, request: bytes = b"") -> Message:
         """A call of kubelet's."""
         service = "Image" if "Image" in name else "Runtime"
@@ -172,7 +178,9 @@ class Containerd:
 
 
 @contextlib.contextmanager
-def containerd(folder: Path, env: Mapping[str, str], pause: str, **more: Any) -> Iterator[Containerd]:
+def containerd(
+    folder: Path, env: Mapping[str, str], pause: str, *, plugin_alone: bool = False, **more: Any
+) -> Iterator[Containerd]:
     """Start both; at the end no process and no mount of theirs is left."""
     for program in ("containerd", "containerd-shim-runc-v2", "runc"):
         if shutil.which(program) is None:
@@ -181,7 +189,8 @@ def containerd(folder: Path, env: Mapping[str, str], pause: str, **more: Any) ->
     node = Containerd(folder, env, pause, **more)
     try:
         node.start_snapshotter()
-        node.start_containerd()
+        if not plugin_alone:
+            node.start_containerd()
         yield node
     finally:
         if "containerd" in node.running:

@@ -73,7 +73,7 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     fleet = get(service, "/api/v1/fleet").json()
     assert sum(row["starts"] for row in fleet["by_team"]) == fleet["coverage"]["starts"] == 6
     page = get(service, "/").text
-    assert ">6</dd>" in page
+    assert '<p class="big">6</p>' in page
     nodes = get(service, "/api/v1/nodes").json()
     assert (nodes["nodes"][0]["node"], nodes["lemons"]) == ("node-0001", ["node-0001"]), nodes["nodes"]
     assert "sbatch --exclude=node-0001" in get(service, "/nodes").text

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import delete, func, select
 
+from bootseer.errors import TransientError
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import Analysis
+from bootseer.report.analysis.spans import unique
 from bootseer.service import schema
 from bootseer.service.derive import Attempt, derive_attempt
-from bootseer.service.rows import DAY_NS
+from bootseer.service.rows import DAY_NS, rows_of
 from bootseer.service.upkeep import (
     CLASSES,
     Retention,
@@ -86,6 +93,68 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     assert seen == [(1, 1)]
     assert sorted(row[1:] for row in place.rows(schema.span)) == sorted(row[1:] for row in whole)
     assert place.rows(schema.stage_day)
+
+
+NUM_PIECES = 6
+STEP = st.tuples(st.sampled_from(["arrives", "arrives without a row", "is derived", "is found", "ends late"]),
+                 st.integers(0, NUM_PIECES - 1))  # fmt: skip
+attempts = itertools.count()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEP, min_size=4, max_size=20))
+def test_each_line_counts_once_whatever_happens(place: Place, steps: list[tuple[str, int]]) -> None:
+    """Batches in any order, repeatedly, from several senders, without the database, and with late workers: in the end
+    the rows are those of the lines as a set."""
+    attempt = Attempt("fleet", next(attempts))
+    fleet = Fleet(2, attempt=attempt.attempt)
+    lines, events = fleet.lines(), fleet.events()
+    came: set[int] = set()
+    before: list[list[tuple[str, int]]] = [[]]
+
+    def derive() -> None:
+        rows = [row for row in place.rows(schema.batch) if row.attempt == attempt.attempt]
+        if all(row.done for row in rows):  # as the deriver does: what is done is looked at no more
+            return
+        before.append([(row.raw_key, row.received_ns) for row in rows])
+        derive_attempt(place.raw, place.database, attempt, before[-1], time.time_ns())
+
+    for number, (step, piece) in enumerate(steps):
+        data = lines[piece::NUM_PIECES]
+        if step == "arrives":
+            place.put(data, attempt=attempt.attempt, sender=f"node-{number}")
+            came.add(piece)
+        elif step == "arrives without a row":
+            place.raw.put(
+                b"".join(data), day=20_000, job="fleet", attempt=attempt.attempt, sender="rack", sequence=piece
+            )
+            came.add(piece)
+        elif step == "is derived":
+            derive()
+        elif step == "is found":
+            reconcile(place.database, place.raw, [20_000])
+        else:
+            with contextlib.suppress(TransientError):
+                derive_attempt(place.raw, place.database, attempt, before[piece % len(before)], time.time_ns())
+    reconcile(place.database, place.raw, [20_000])
+    derive()
+    whole, _ = unique([event for piece in came for event in list(events)[piece::NUM_PIECES]])
+    model = Counter[tuple[str, int, int, int]]()
+    if whole:
+        analysis = Analysis(whole, Options(job="fleet"))
+        for startup in analysis.startups:
+            made = rows_of(analysis.report(startup), startup, is_closed=False, told="")
+            model.update((row["node"], row["rank"], row["begin_ns"], row["dur_ns"]) for row in made.spans)
+    with place.database.read() as connection:
+        span, start, node = schema.span, schema.start, schema.node
+        joined = span.join(start, start.c.id == span.c.start_id).join(node, node.c.id == span.c.node_id)
+        rows = connection.execute(
+            select(node.c.name, span.c.rank, span.c.begin_ns, span.c.dur_ns)
+            .select_from(joined)
+            .where(start.c.attempt == attempt.attempt)
+        )
+        assert Counter(map(tuple, rows)) == model
+    assert all(row.done for row in place.rows(schema.batch))
 
 
 def test_starts_outlive_their_raw_lines(place: Place) -> None:

@@ -17,6 +17,7 @@ grpc = pytest.importorskip("grpc", reason="needs grpcio")
 
 from bootseer.hdfs.protobuf import Message, field  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
+from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
 from image_node import Node, node, push, tar  # noqa: E402
 from oci_images import write_layout  # noqa: E402
@@ -114,8 +115,18 @@ def protocol(node: Containerd, name: str) -> list[Any]:
     return heard
 
 
+def test_the_doctor_says_whether_containerd_would_be_answered(tmp_path: Path) -> None:
+    assert check(tmp_path).status == "missing"
+    with containerd(tmp_path / "c", {"BOOTSEER_RUNTIME": str(tmp_path / "r")}, "none", plugin_alone=True) as node:
+        (tmp_path / SOCKET).symlink_to(node.socket)
+        assert check(tmp_path).found.startswith("0 snapshots")
+        node.kill("snapshotter")
+        assert check(tmp_path).status == "broken"
+
+
 def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:
     assert protocol(running, "bootseer") == protocol(running, "overlayfs")
+    running.collect()
     assert not list((running.snapshots / "snapshots").iterdir())
 
 
@@ -133,6 +144,13 @@ def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node
         }
         asked = node.requests()[before:]
         assert not [path for path in asked if any(digest in path for digest in blobs)], running.logs()
+        # Another namespace of containerd asks for the same layer.
+        listed = running.call(running.socket, f"{SERVICE}/List", b"", stream=True)
+        names = [info_of(data)[:2] for answer in listed for data in answer.every(1)]
+        lowest = next(name for name, parent in names if name.startswith("sha256:") and not parent)
+        again = field(2, "other/1/key") + field(4, field(1, "containerd.io/snapshot.ref") + field(2, lowest))
+        code = failure(lambda: running.call(running.socket, f"{SERVICE}/Prepare", again))
+        assert code == grpc.StatusCode.ALREADY_EXISTS
         pod, container = running.start_pod(
             node.reference, ["sh", "-c", "sha256sum /hot; echo x > made; cat made"], "one"
         )

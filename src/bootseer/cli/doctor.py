@@ -44,15 +44,17 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     bootseer doctor
     bootseer doctor --bundle bug.tar.gz     # secrets are left out; look into it before you send it
     """
-    from bootseer.artifact.places import cache_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.image.mounting import ways
     from bootseer.launch import doctor
+    from bootseer.snapshotter import service
 
     cache = cache_root(os.environ, os.getuid())
     more = [
         (ways.CHECK, ways.check),
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
+        (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
     ]
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)

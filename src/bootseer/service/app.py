@@ -273,6 +273,7 @@ class _Server(uvicorn.Server):
 
     def end(self) -> None:
         self.force_exit = self.should_exit  # asked twice
+        self.config.app.state.ending = True  # type: ignore[union-attr]  # streams of events end now
         self.should_exit = True
 
     @contextlib.contextmanager

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 1352, 180, 72, 24
-_MOST_PX = 60
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 52, 24
+_MOST_PX = 34
 """A bar is no wider, however few there are."""
+_COLOURS = 8
+"""Classes `c2` and on of the report's style."""
 
 
-def bars(rows: Sequence[tuple[str, float]], label: str) -> str:
-    """One bar for each row, with its name and value as a tooltip; `label` is the unit's name."""
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
+    """One bar for each row, made of its parts, with a legend where there are several; `label` is the unit's name."""
     if not rows:
-        return '<p class="none">nothing in these days</p>'
-    most = max(value for _, value in rows) or 1.0
+        return '<p class="empty">Nothing in these days.</p>'
+    names = sorted({name for _, parts in rows for name in parts})
+    css = {name: f"c{2 + number % _COLOURS}" for number, name in enumerate(names)}
+    most = max(sum(parts.values()) for _, parts in rows) or 1.0
     width = min((_WIDTH - _LEFT) / len(rows), _MOST_PX)
-    right = _LEFT + width * len(rows)
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" role="img" aria-label="{escape(label)} by day">',
-        f'<line class="axis" x1="{_LEFT}" y1="{_HEIGHT}" x2="{_WIDTH}" y2="{_HEIGHT}"/>',
-        f'<text x="{_LEFT - 6}" y="14" text-anchor="end">{most:,.4g}</text>',
-        f'<text x="{_LEFT - 6}" y="{_HEIGHT}" text-anchor="end">0</text>',
+    drawn = [
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" role="img" aria-label="{escape(label)} by day">'
     ]
-    for number, (name, value) in enumerate(rows):
-        high = value / most * (_HEIGHT - 10)
-        parts.append(
-            f'<rect x="{_LEFT + number * width:.1f}" y="{_HEIGHT - high:.1f}" width="{max(width - 1, 0.5):.1f}" '
-            f'height="{high:.1f}"><title>{escape(name)}: {value:,.4g} {escape(label)}</title></rect>'
-        )
-    first, last = escape(rows[0][0]), escape(rows[-1][0])
-    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT + 16}">{first}</text>')
-    if len(rows) > 4:
-        parts.append(f'<text x="{right:.0f}" y="{_HEIGHT + 16}" text-anchor="end">{last}</text>')
-    return "".join(parts) + "</svg>"
+    for share in (0.0, 0.5, 1.0):
+        y = _HEIGHT - share * (_HEIGHT - 12)
+        drawn.append(f'<line class="hair" x1="{_LEFT}" y1="{y:g}" x2="{_WIDTH}" y2="{y:g}"/>')
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y + 4:g}" text-anchor="end">{_short(share * most)}</text>')
+    for number, (name, parts) in enumerate(rows):
+        y = float(_HEIGHT)
+        for part in (one for one in names if parts.get(one)):
+            high = parts[part] / most * (_HEIGHT - 12)
+            y -= high
+            of = f" {part}" if part else ""
+            drawn.append(
+                f'<rect class="{css[part]}" x="{_LEFT + number * width:.1f}" y="{y:.1f}" '
+                f'width="{max(width * 0.82, 0.5):.1f}" height="{high:.1f}">'
+                f"<title>{escape(name)}{escape(of)}: {_short(parts[part])} {escape(label)}</title></rect>"
+            )
+    for number in sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) > 8 else [0]:
+        x = _LEFT + (number + 0.41) * width
+        anchor = "middle" if number else "start"
+        anchor = "end" if number and x > _WIDTH - 40 else anchor
+        drawn.append(f'<text x="{x:.0f}" y="{_HEIGHT + 17}" text-anchor="{anchor}">{escape(rows[number][0])}</text>')
+    legend = "".join(
+        f'<li><svg class="sw" width="14" height="14" aria-hidden="true"><rect class="{css[name]}" width="14" '
+        f'height="14" rx="2"/></svg>{escape(name)}</li>'
+        for name in names
+    )
+    return "".join(drawn) + "</svg>" + (f'<ul class="legend">{legend}</ul>' if len(names) > 1 else "")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"

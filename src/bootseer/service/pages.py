@@ -21,6 +21,7 @@ import zstandard
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from sqlalchemy import Connection, select
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -28,8 +29,12 @@ from starlette.staticfiles import StaticFiles
 
 from bootseer import __version__
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.report.analysis.diff import compare
+from bootseer.report.analysis.stages import STAGES
 from bootseer.report.model import Report
 from bootseer.report.render import html, perfetto
+from bootseer.report.render.html_svg import NUM_COLOURS
+from bootseer.report.render.html_text import raw
 from bootseer.service import questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
@@ -51,6 +56,21 @@ _QUIET_S: Final = 15.0
 Answer = dict[str, Any]
 
 
+class _Job(Convertor[str]):
+    """A job's name in an address: any characters, where `path` of Starlette has no line breaks."""
+
+    regex = r"[\s\S]+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("job", _Job())
+
+
 class Pages:
     """All pages of a service, and their JSON."""
 
@@ -68,13 +88,17 @@ class Pages:
             "hours": lambda value: "–" if value is None else f"{value / S_PER_H:,.1f}",
             "money": lambda value: "–" if value is None else f"{value:,.0f}",
             "moment": lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            "count": lambda value: "–" if value is None else f"{value:,.0f}",
+            "words": lambda text: str(text).replace("_", " "),
+            "raw": raw,
+            "colour": _colour,
             "start_link": start_link,
             "job_link": lambda job: f"/job/{quote(job, safe='')}",
         }
         self._pages: dict[str, tuple[str, Callable[[Connection, Request], Answer]]] = {
             "fleet": ("/", self._fleet),
             "now": ("/now", self._now),
-            "job": ("/job/{job:path}", self._job),
+            "job": ("/job/{job:job}", self._job),
             "nodes": ("/nodes", self._nodes),
             "caches": ("/caches", self._caches),
             "compare": ("/compare", self._compare),
@@ -94,7 +118,7 @@ class Pages:
                     f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}", self._said(answer), methods=["GET"]
                 ),
             ]
-        one = "{attempt:int}/{restart:int}/{job:path}"
+        one = "{attempt:int}/{restart:int}/{job:job}"
         return [
             *found,
             Route(f"/start/{one}", self._guarded(self._start)),
@@ -103,7 +127,9 @@ class Pages:
             Route("/api/v1/starts", self._said(self._starts)),
             Route("/api/v1/openapi.json", lambda request: JSONResponse(openapi())),
             Route("/events", self._events),
-            Mount("/static", StaticFiles(packages=[("bootseer.service", "static")])),
+            Mount(
+                "/static", StaticFiles(packages=[("bootseer.service", "static"), ("bootseer.report.render", "assets")])
+            ),
         ]
 
     # What pages hold.
@@ -172,7 +198,7 @@ class Pages:
     def _compare(self, connection: Connection, request: Request) -> Answer:
         sides = [request.query_params.get(name, "") for name in ("a", "b")]
         if not all(sides):
-            return {"a": None, "b": None, "stages": [], "changed": []}
+            return {"a": None, "b": None, "verdict": "", "slower": False, "headlines": [], "stages": [], "changed": []}
         first, second = (self._found(connection, request, *_identity(side)) for side in sides)
         took = [
             {row["stage"]: row["median_s"] for row in questions.stages_of(connection, one["id"])}
@@ -190,9 +216,14 @@ class Pages:
             for name in sorted({*marks[0], *marks[1]})
             if marks[0].get(name) != marks[1].get(name)
         ]
+        reports = [msgspec.json.decode(self._told(connection, one["id"]), type=Report) for one in (first, second)]
+        difference = compare(reports[:1], reports[1:])
         return {
             "a": first,
             "b": second,
+            "verdict": difference.verdict,
+            "slower": difference.slower,
+            "headlines": difference.headlines,
             "stages": sorted(rows, key=lambda row: -abs(row["more_s"])),
             "changed": changed,
         }
@@ -270,9 +301,14 @@ class Pages:
         path = request.path_params
         with self._service.database.read() as connection:
             start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
-            of = schema.start_report
-            packed = connection.execute(select(of.c.json).where(of.c.start_id == start["id"])).scalar_one()
-        return start, zstandard.decompress(packed)
+            return start, self._told(connection, start["id"])
+
+    @staticmethod
+    def _told(connection: Connection, number: int) -> bytes:
+        """The bytes of a start's report."""
+        of = schema.start_report
+        packed = connection.execute(select(of.c.json).where(of.c.start_id == number)).scalar_one()
+        return zstandard.decompress(packed)
 
     def _start(self, request: Request) -> Response:
         start, told = self._report(request)
@@ -295,7 +331,7 @@ class Pages:
         async def told() -> AsyncIterator[str]:
             seen, quiet_s = self._changes, 0.0
             yield "retry: 3000\n\n"
-            while not await request.is_disconnected():
+            while not getattr(request.app.state, "ending", False) and not await request.is_disconnected():
                 await asyncio.sleep(_EVENTS_S)
                 quiet_s += _EVENTS_S
                 if (
@@ -349,13 +385,22 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
     return int(text)
 
 
-def _bars(rows: list[Answer], value: str, label: str, unit: float = 1.0) -> Markup:
-    """A chart of a value by day, in this unit; several rows of a day add up."""
-    sums: dict[int, float] = {}
+def _bars(rows: list[Answer], value: str, label: str, unit: float = 1.0, by: str = "") -> Markup:
+    """A chart of a value by day, in this unit; several rows of a day add up, or are the bar's parts by a column."""
+    sums: dict[int, dict[str, float]] = {}
     for row in rows:
-        sums[row["day"]] = sums.get(row["day"], 0.0) + float(row[value] or 0) / unit
-    named = [(datetime.fromtimestamp(day * DAY_NS / 1e9, UTC).strftime("%Y-%m-%d"), sums[day]) for day in sorted(sums)]
-    return Markup(bars(named, label))  # noqa: S704 - numbers and dates of our own
+        parts = sums.setdefault(row["day"], {})
+        part = str(row[by]).replace("_", " ") if by else ""
+        parts[part] = parts.get(part, 0.0) + float(row[value] or 0) / unit
+    days = range(min(sums), max(sums) + 1) if sums else range(0)
+    named = [(datetime.fromtimestamp(day * DAY_NS / 1e9, UTC).strftime("%Y-%m-%d"), sums.get(day, {})) for day in days]
+    return Markup(bars(named, label))  # noqa: S704 - escaped by `bars`
+
+
+def _colour(stage: str) -> str:
+    """The class of a stage's colour, the same as in reports."""
+    top = stage.partition(".")[0]
+    return f"c{STAGES.index(top) if top in STAGES else NUM_COLOURS - 2}"
 
 
 def openapi() -> Answer:

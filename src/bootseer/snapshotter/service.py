@@ -21,6 +21,7 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
+from bootseer.machine.check import Check
 from bootseer.snapshotter.lazy import LazyImages, Settings
 from bootseer.snapshotter.records import ACTIVE, VIEW, ExistsError, Record, RefusedError, matching
 from bootseer.snapshotter.snapshots import Mount, Snapshots
@@ -28,6 +29,9 @@ from bootseer.snapshotter.snapshots import Mount, Snapshots
 _LOG = logger(__name__)
 SERVICE = "containerd.services.snapshots.v1.Snapshots"
 SOCKET = "snapshotter.sock"
+CHECK = "containerd"
+"""What the doctor's line is called."""
+_CHECK_S = 3.0
 _THREADS = 32
 _STOP_S = 5.0
 _PER_MESSAGE = 50
@@ -78,6 +82,28 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         server.stop(_STOP_S).wait()
         snapshots.records.close()
         os.close(lock)
+
+
+def check(runtime: Path) -> Check:
+    """The doctor's line: whether containerd would be answered on this node's usual socket."""
+    opens, socket = ("pods of converted images that start without a pull",), runtime / SOCKET
+    try:
+        import grpc
+    except ImportError:
+        return Check(CHECK, "missing", "", "grpcio is not installed", "pip install 'bootseer[containerd]'", opens)
+    if not socket.exists():
+        todo = "systemctl start bootseer-snapshotter (docs/kubernetes.md)"
+        return Check(CHECK, "missing", f"grpcio {grpc.__version__}", f"nothing listens on {socket}", todo, opens)
+    try:
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
+            found = list(channel.unary_stream(f"/{SERVICE}/List")(b"", timeout=_CHECK_S))
+    except grpc.RpcError as error:
+        why = f"{socket}: {error.code().name.lower()}"
+        return Check(
+            CHECK, "broken", f"grpcio {grpc.__version__}", why, "systemctl restart bootseer-snapshotter", opens
+        )
+    number = sum(len(Message(data).every(1)) for data in found)
+    return Check(CHECK, "ok", f"{number} snapshots, {socket}", "", "", opens)
 
 
 def _handlers(grpc: Any, snapshots: Snapshots) -> Any:

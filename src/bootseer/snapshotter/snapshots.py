@@ -54,8 +54,11 @@ class Snapshots:
         committed under its chain id.
         """
         chain = labels.get(_REF, "") if kind == ACTIVE else ""
-        if chain and self.records.find(chain) is None:
-            layer = self._images.layer(chain, labels)
+        if chain:
+            known = self.records.find(chain)
+            if known is not None and known.image and known.parent == parent:  # of another namespace of containerd
+                raise ExistsError(f"snapshot {chain}: already exists")
+            layer = self._images.layer(chain, labels) if known is None else None
             if layer is not None:
                 with contextlib.suppress(ExistsError):  # another pull of the same image
                     self.records.add(chain, parent, COMMITTED, labels, layer.name)

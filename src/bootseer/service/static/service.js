@@ -11,9 +11,10 @@ if (document.body.hasAttribute("data-live") && "EventSource" in window) {
       if (answer.ok) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         const [here, there] = [document.getElementById("main"), page.getElementById("main")];
+        const shown = () => { here.replaceChildren(...there.childNodes); document.dispatchEvent(new Event("shown")); };
         // A form that is being filled in stays.
-        if (there && !here.contains(document.activeElement)) here.replaceChildren(...there.childNodes);
-        else if (there && document.activeElement === here) here.replaceChildren(...there.childNodes);
+        if (there && !here.contains(document.activeElement)) shown();
+        else if (there && document.activeElement === here) shown();
       }
     } catch (error) { /* the service is away: the events come again when it is back */ }
     asking = false;

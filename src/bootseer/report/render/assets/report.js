@@ -6,7 +6,8 @@
   window.addEventListener("error", (event) => { root.dataset.error = event.message; });
   document.addEventListener("securitypolicyviolation", (event) => { root.dataset.error = event.violatedDirective; });
 
-  const data = JSON.parse(document.getElementById("data").textContent);
+  // Pages of the service that hold no report have no data.
+  const data = JSON.parse(document.getElementById("data")?.textContent ?? '{"span": [0, 1]}');
   const gantt = document.getElementById("gantt");
   const [low, high] = data.span;
 
@@ -201,7 +202,7 @@
   const startTables = () => {
     for (const table of document.querySelectorAll("table.sortable")) {
       [...table.tHead.rows[0].cells].forEach((head, column) => {
-        if (!head.textContent) return;
+        if (!head.textContent || head.querySelector("button")) return;
         const button = html("button", "", ...head.childNodes);
         button.type = "button";
         button.addEventListener("click", () => sortBy(table, column, head));
@@ -209,7 +210,7 @@
       });
     }
     for (const input of document.querySelectorAll("[data-filter]")) {
-      const body = input.closest("details").querySelector("tbody");
+      const body = input.closest("details, section").querySelector("tbody");
       input.addEventListener("input", () => {
         const wanted = input.value.trim().toLowerCase();
         for (const line of body.rows) line.hidden = !line.textContent.toLowerCase().includes(wanted);
@@ -223,4 +224,5 @@
     startSearch();
   }
   startTables();
+  document.addEventListener("shown", startTables);
 })();

@@ -1,0 +1,48 @@
+"""When a start counts as over, whatever was heard of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.service.closing import AFTER_BEGAN_NS, CAP_NS, QUIET_NS, Seen, closes_ns, is_over
+
+NODES = st.integers(0, 2_000)
+
+
+@st.composite
+def seen(draw: st.DrawFn) -> Seen:
+    first_ns = draw(st.integers(0, 2**62))
+    heard = draw(NODES)
+    return Seen(
+        first_ns=first_ns,
+        latest_ns=first_ns + draw(st.integers(0, 2 * CAP_NS)),
+        nodes_expected=draw(st.none() | NODES),
+        nodes_heard=heard,
+        nodes_began=draw(st.integers(0, heard)),
+        nodes_ended=draw(st.integers(0, heard)),
+    )
+
+
+@given(seen(), st.integers(0, CAP_NS))
+def test_every_start_is_over_once_and_no_later_than_the_cap(one: Seen, more_ns: int) -> None:
+    over_ns = closes_ns(one)
+    assert over_ns <= one.first_ns + CAP_NS
+    assert is_over(one, over_ns + more_ns)
+    assert not is_over(one, over_ns - 1)
+    # A line that comes later never closes it earlier.
+    assert closes_ns(replace(one, latest_ns=one.latest_ns + more_ns)) >= over_ns
+
+
+@given(seen())
+def test_a_quiet_start_waits_for_a_node_that_is_missing(one: Seen) -> None:
+    """Below the cap only two things end it: training began on all nodes, or all commands that began have ended."""
+    began = one.nodes_began == one.nodes_heard > 0 and (one.nodes_expected or 0) <= one.nodes_heard
+    ended = one.nodes_ended == one.nodes_heard > 0
+    left_ns = closes_ns(one) - one.latest_ns
+    if closes_ns(one) < one.first_ns + CAP_NS:
+        assert (began and left_ns == AFTER_BEGAN_NS) or (ended and left_ns == QUIET_NS)
+    else:
+        assert not began or left_ns <= AFTER_BEGAN_NS
