@@ -136,7 +136,7 @@ class Month:
                 text(
                     "INSERT INTO span (start_id, node_id, rank, stage_id, begin_ns, dur_ns, outcome, day) "  # noqa: S608 - numbers
                     f"SELECT s.id, o.node_id, n.n % {GPUS}, n.n % {len(STAGES)} + 1, "
-                    f"s.began_ns + n.n * {NS_PER_S}, {NS_PER_S}, 0, s.day "
+                    f"s.began_ns + CAST(n.n AS BIGINT) * {NS_PER_S}, {NS_PER_S}, 0, s.day "
                     f"FROM start s JOIN node_start o ON o.start_id = s.id, ({numbers}) n WHERE s.day = :day"
                 ),
                 {"day": day},

@@ -75,8 +75,9 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     page = get(service, "/").text
     assert '<p class="big">6</p>' in page
     nodes = get(service, "/api/v1/nodes").json()
-    assert (nodes["nodes"][0]["node"], nodes["lemons"]) == ("node-0001", ["node-0001"]), nodes["nodes"]
-    assert "sbatch --exclude=node-0001" in get(service, "/nodes").text
+    assert nodes["nodes"][0]["node"] == "node-0001"
+    assert nodes["lemons"] == [], "four of five starts of so few nodes may be bad luck"
+    assert "sbatch --exclude" not in get(service, "/nodes").text
     now = get(service, "/api/v1/now").json()
     dead = next(one for one in now["starts"] if one["job"] == "dead")
     assert dead["words"].startswith("2 of 3 at process_group")

@@ -106,7 +106,7 @@ def report_command(
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     of_stages = [of_stage(text) for text in patterns]
-    with _hints(), _watched(follow, as_json, color) as watch:
+    with _hints(), watched(follow, as_json, color) as watch:
         report = read_report(
             logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
         )
@@ -147,7 +147,7 @@ def _hints() -> Iterator[None]:
 
 
 @contextmanager
-def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
+def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
     """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
 
     if not follow:

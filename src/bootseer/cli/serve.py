@@ -81,6 +81,8 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 @click.option(
     "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
 )
+@click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
+              help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_retention_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
@@ -96,6 +98,7 @@ def serve_command(
     tls_cert: Path | None,
     tls_key: Path | None,
     workers: int,
+    alert_to: tuple[str, ...],
     raw_days: int,
     span_days: int,
     proxy_from: tuple[str, ...],
@@ -123,6 +126,7 @@ def serve_command(
     from dataclasses import replace
 
     from bootseer.service.access import networks
+    from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
     from bootseer.service.upkeep import Retention
 
@@ -130,7 +134,8 @@ def serve_command(
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
-    serve(replace(settings, proxies=networks(proxy_from), retention=Retention(raw_days, span_days)), ready)
+    hooks, retention = tuple(webhook(one) for one in alert_to), Retention(raw_days, span_days)
+    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention), ready)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -89,6 +89,12 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
     return reports
 
 
+def read_all(places: Sequence[str], env: Mapping[str, str]) -> Scanned:
+    """The events of all jobs in these places; nothing names all jobs that have run on this machine."""
+    root = spools.default_root(env)
+    return _read(places or ([root] if spools.job_names(root) else []), env)
+
+
 def _read(
     places: Sequence[str],
     env: Mapping[str, str],

@@ -28,10 +28,13 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
+from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
 from bootseer.service.derive import Derived
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
+from bootseer.service.metrics import Metrics
+from bootseer.service.over_time import OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
@@ -63,6 +66,7 @@ class Settings:
     proxies: tuple[Network, ...] = ()
     proxy_header: str = "x-forwarded-user"
     retention: Retention = field(default_factory=Retention)
+    alert_to: tuple[Webhook, ...] = ()
 
     def made(self) -> Settings:
         """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
@@ -111,8 +115,11 @@ class Service:
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
+            self.over_time = OverTime(self.database)
+            self.metrics = Metrics(self.database, self.over_time)
+            self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
             self.pages = Pages(self)
-            self._parts = (self.ingest, self.deriver, self.upkeep)
+            self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
             self._started = 0
         except BaseException:
             self.database.close()
@@ -141,6 +148,8 @@ class Service:
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
             *self.ingest.routes(),
+            *self.over_time.routes(),
+            *self.metrics.routes(),
             *self.pages.routes(),
         ]
 

@@ -6,6 +6,7 @@ or in another order end in the same rows, and so does an analysis that was kille
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC
@@ -22,13 +23,13 @@ from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
 from bootseer.report.foreign.parser import UNKNOWN_JOB
 from bootseer.report.inputs import Source
 from bootseer.report.model import Report
-from bootseer.report.scan import scan
+from bootseer.report.scan import Scanned, scan
 from bootseer.service import schema
 from bootseer.service.closing import Seen, closes_ns
 from bootseer.service.database import Database
 from bootseer.service.raw import RawStore
 from bootseer.service.rows import Rows, rows_of
-from bootseer.trace.event import OK
+from bootseer.trace.event import OK, Event
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
@@ -113,6 +114,26 @@ def _rows(
         for event in found.events
         if event.job == UNKNOWN_JOB or (event.job, event.attempt) == attempt
     ]
+    return _analysed(own, attempt, found, list(arrived.values()), now_ns)
+
+
+def derive_found(database: Database, found: Scanned, now_ns: int) -> frozenset[int]:
+    """Put all starts of logs that were read into a database; the days that they have."""
+    attempts: dict[Attempt, list[Event]] = defaultdict(list)
+    for event in found.events:
+        attempts[Attempt(event.job, event.attempt)].append(event)
+    days: set[int] = set()
+    for attempt, events in attempts.items():
+        times = [event.wall_ns for event in events]
+        rows, _ = _analysed(events, attempt, found, [min(times), max(times)], now_ns)
+        with database.write() as connection:
+            days |= _replace(database, connection, attempt, rows, now_ns)
+    return frozenset(days)
+
+
+def _analysed(
+    own: list[Event], attempt: Attempt, found: Scanned, arrived_ns: Sequence[int], now_ns: int
+) -> tuple[list[Rows], int | None]:
     events, duplicates = unique(own)
     if not events:
         return [], None
@@ -120,7 +141,7 @@ def _rows(
     rows, open_until = [], []
     for startup in analysis.startups:
         report = analysis.report(startup)
-        over_ns = closes_ns(_seen(report, startup, list(arrived.values())))
+        over_ns = closes_ns(_seen(report, startup, arrived_ns))
         is_closed = now_ns >= over_ns
         rows.append(rows_of(report, startup, is_closed=is_closed, told=report.to_text()))
         open_until += [] if is_closed else [over_ns]

@@ -39,6 +39,7 @@ from bootseer.service import questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
 from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
+from bootseer.service.over_time import exported, lemons
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.units import S_PER_H, format_bytes, format_seconds
@@ -183,8 +184,9 @@ class Pages:
     def _nodes(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         found = questions.nodes(connection, where, limit=_ROWS)
-        lemons = [row["node"] for row in found if row["last"] >= 3 and row["last_share"] >= 0.2]
-        return {**chosen, "nodes": found, "lemons": lemons, "exclude": ",".join(lemons)}
+        worst = lemons(connection, where)
+        exclude = exported(worst, "slurm").removeprefix("--exclude=")
+        return {**chosen, "nodes": found, "lemons": [row["node"] for row in worst], "exclude": exclude}
 
     def _caches(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)

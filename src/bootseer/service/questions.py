@@ -101,7 +101,7 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
     """2. What each stage costs, by scale: medians over nodes at 50 and 95 % of the starts, and the sums."""
     key = [stage_day.c.bucket, stage_day.c.stage_id] if by_bucket else [stage_day.c.stage_id]
     columns = (*key, stage_day.c.n, stage_day.c.work_s, stage_day.c.wait_s, stage_day.c.gpu_s, stage_day.c.cost)
-    names, summed = _names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
+    known, summed = names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
     sums: dict[tuple[int, ...], dict[str, Any]] = {}
     for row in connection.execute(select(*columns, stage_day.c.hist).where(*where.of(stage_day))):
         group = tuple(row[: len(key)])
@@ -114,18 +114,18 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
         hist = total.pop("hist")
         place = {"bucket": bucket_name(group[0])} if by_bucket else {}
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
-        found.append({**place, "stage": names[group[-1]], **total, **quantiles})
+        found.append({**place, "stage": known[group[-1]], **total, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
 
 
-def open_starts(connection: Connection) -> Rows:
-    """3. Which starts are open now, and where their nodes are; the newest first."""
+def open_starts(connection: Connection, job: str | None = None) -> Rows:
+    """3. Which starts are open now, of one job or all, and where their nodes are; the newest first."""
     rows = connection.execute(
         select(start.c.id, start.c.job, start.c.attempt, start.c.restart, start.c.kind, start.c.team, start.c.began_ns,
                start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
                start.c.outcome, start.c.overhead_s, live.c.moment)
         .outerjoin_from(start, live, (live.c.job == start.c.job) & (live.c.attempt == start.c.attempt))
-        .where(start.c.state == OPEN)
+        .where(start.c.state == OPEN, *([start.c.job == job] if job is not None else []))
         .order_by(start.c.began_ns.desc())
     ).mappings()  # fmt: skip
     found = []
@@ -171,13 +171,13 @@ def nodes(connection: Connection, where: Filter, *, least_starts: int = 3, limit
 
 
 def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> dict[int, str]:
-    names = _names(connection, stage)
+    known = names(connection, stage)
     lost: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     columns = (node_day.c.node_id, node_day.c.worst_stage_id, node_day.c.delay_s)
     for row in connection.execute(select(*columns).where(*where.of(node_day), node_day.c.node_id.in_(ids))):
         if row.worst_stage_id is not None:
             lost[row.node_id][row.worst_stage_id] += row.delay_s
-    return {number: names[max(by, key=lambda key: by[key])] for number, by in lost.items()}
+    return {number: known[max(by, key=lambda key: by[key])] for number, by in lost.items()}
 
 
 def starts(
@@ -430,7 +430,8 @@ def _grouped(where: Filter, by: ColumnElement[Any], **sums: ColumnElement[Any]) 
     return select(by, func.count().label("starts"), *columns).where(*where.of(start)).group_by(by)
 
 
-def _names(connection: Connection, table: Table) -> Mapping[int, str]:
+def names(connection: Connection, table: Table) -> Mapping[int, str]:
+    """The names of stages or nodes by their numbers."""
     return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name))}
 
 

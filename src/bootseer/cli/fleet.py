@@ -1,0 +1,285 @@
+"""`bootseer fleet`, `history` and `watch`: the starts of many jobs, from a service or a folder of events alike."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.command import json_option
+from bootseer.cli.output import Output, print_json, table, terminal
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.units import S_PER_H, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+
+_ANSWER_S = 30
+_LOOK_EVERY_S = 1.0
+_MAX_ANSWER = 64 << 20
+_service_option = click.option("--service", metavar="URL", envvar="BOOTSEER_SERVICE", show_envvar=True,
+                               help="Ask this service; its token is $BOOTSEER_SERVICE_TOKEN.")  # fmt: skip
+
+
+def _since_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option("--since", default=default, show_default=True, metavar="TIME", help="7d, 4w, or 2026-11-01.")
+
+
+@click.command("fleet")
+@click.argument("logs", nargs=-1, metavar="[FOLDER]...")
+@_service_option
+@_since_option("7d")
+@click.option("--team", metavar="NAME", help="Of this team alone.")
+@click.option("--export", type=click.Choice(["slurm", "kubernetes"]),
+              help="Print nodes that come last too often: sbatch's option, or commands that label them.")  # fmt: skip
+@json_option("bootseer.fleet/1")
+def fleet_command(
+    logs: tuple[str, ...], service: str | None, since: str, team: str | None, export: str | None, output: Output
+) -> None:
+    """Show what starting costs: by team, scale and stage, which caches help, and which nodes hold others back.
+
+    Without FOLDER and --service, the jobs that have run on this machine are told.
+
+    \b
+    bootseer fleet --since 7d --service https://starts.example:8765
+    bootseer fleet --since 4w /shared/spools
+    sbatch $(bootseer fleet --since 4w --export slurm) train.sbatch
+    """
+    found = _ask("fleet", {"since": since, "team": team}, service, logs)
+    if export is not None:
+        from bootseer.service.over_time import exported
+
+        text = exported(found["lemons"], export)
+        output({"nodes": [row["node"] for row in found["lemons"]], "text": text}, *([text] if text else []))
+        return
+    cost = table("team", "starts", "GPU-hours", "share", "cost", right=("starts", "GPU-hours", "share", "cost"))
+    for row in found["teams"]:
+        money = "-" if row["cost"] is None else f"{row['cost']:,.0f}"
+        cost.add_row(row["team"] or "-", f"{row['starts']:,}", _hours(row["gpu_s"]), _share(row["share"]), money)
+    scales = table("GPUs", "starts", "p50", "p95", "p50 before", "paper", right=("starts", "p50", "p95", "paper"))
+    for row in found["buckets"]:
+        then, paper = _seconds(row["p50_before_s"]), _seconds(row["paper_s"])
+        scales.add_row(row["bucket"], f"{row['starts']:,}", _seconds(row["p50_s"]), _seconds(row["p95_s"]), then, paper)
+    stages = table("stage", "starts", "p50", "p95", "GPU-hours", right=("starts", "p50", "p95", "GPU-hours"))
+    for row in found["stages"][:10]:
+        hours = _hours(row["gpu_s"])
+        stages.add_row(row["stage"], f"{row['n']:,}", _seconds(row["p50_s"]), _seconds(row["p95_s"]), hours)
+    caches = table("cache", "hits", "origin", "a miss costs", right=("hits", "origin", "a miss costs"))
+    for row in found["caches"]:
+        origin = format_bytes(row["origin_bytes"])
+        caches.add_row(row["technique"], _share(row["hit_share"]), origin, _seconds(row["miss_costs_s"]))
+    nodes = table("node too often last", "last", "starts", "cost others", "in", right=("last", "starts", "cost others"))
+    for row in found["lemons"][:20]:
+        lost = format_seconds(row["delay_s"])
+        nodes.add_row(row["node"], str(row["last"]), str(row["starts"]), lost, row["stage"])
+    seen = found["coverage"]
+    said = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes were heard"
+    lost = f", {seen['lines_lost']:,} lines lost" if seen["lines_lost"] else ""
+    output(_without_schema(found), said + lost, *_apart(cost, scales, stages, caches, nodes))
+
+
+@click.command("history")
+@click.argument("job")
+@click.argument("logs", nargs=-1, metavar="[FOLDER]...")
+@_service_option
+@_since_option("90d")
+@json_option("bootseer.history/1")
+def history_command(job: str, logs: tuple[str, ...], service: str | None, since: str, output: Output) -> None:
+    """Show a job's starts, the newest first, each beside the usual time of those before it, and what changed when they
+    became slower. Times are without waiting for the scheduler.
+
+    \b
+    bootseer history moe --service https://starts.example:8765
+    bootseer history moe --since 4w /shared/spools
+    """
+    found = _ask("history", {"job": job, "since": since}, service, logs)
+    if not found["starts"]:
+        raise NotFoundError(f"no start of {job!r} since {since}")
+    rows = table(
+        "attempt", "began (UTC)", "kind", "nodes", "took", "usual", "last", "", right=("nodes", "took", "usual")
+    )
+    for row in found["starts"]:
+        number = f"{row['attempt']}.{row['restart']}" if row["restart"] else str(row["attempt"])
+        began = datetime.fromtimestamp(row["began_ns"] / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
+        state = "slower" if row["slower"] else "" if row["outcome"] == "training_began" else row["outcome"] or "open"
+        took, usual = format_seconds(row["own_s"]), _seconds(row["baseline_s"])
+        rows.add_row(number, began, row["kind"], str(row["nodes_heard"]), took, usual, row["last_node"] or "", state)
+    output(_without_schema(found), rows, *_changes(found["changed"], found["starts"]))
+
+
+def _changes(changed: Mapping[str, Any] | None, starts: list[Mapping[str, Any]]) -> Iterator[str]:
+    if changed is None:
+        return
+    number = {row["id"]: row["attempt"] for row in starts}
+    yield f"attempt {number[changed['start']]} was slower than usual; against attempt {number[changed['before']]}:"
+    for one in changed["stages"]:
+        yield f"  {one['stage']}: {format_seconds(one['max_s'])}, before {format_seconds(one['before_s'])}"
+    for name, one in {**changed["inputs"], "cache": changed["cache_state"]}.items():
+        if one["before"] != one["now"]:
+            yield f"  {name}: {one['before'] or '-'} became {one['now'] or '-'}"
+
+
+@click.command("watch")
+@click.argument("job")
+@click.argument("logs", nargs=-1, metavar="[FOLDER]...")
+@_service_option
+@click.option("--wait", is_flag=True, help="Wait for a start that has not begun.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document for each change.")
+def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bool, as_json: bool) -> None:
+    """Show who is missing while a job starts, until training has begun everywhere. Ctrl-C ends it.
+
+    A service also knows who is late: a stage lasts longer there than on 99 % of the nodes of earlier starts.
+
+    \b
+    bootseer watch moe --service https://starts.example:8765
+    bootseer watch moe                  of this machine's spool, as `bootseer report --follow`
+    """
+    if service is None or logs:
+        from bootseer.cli.report import watched
+        from bootseer.report.analysis.prepare import Options
+        from bootseer.report.reading import read_report
+
+        with watched(True, as_json, "auto") as show:
+            read_report(logs or (job,), Options(job=job if logs else None), os.environ, watch=show, wait=wait)
+        return
+    _watch_service(job, service, wait, as_json)
+
+
+def _watch_service(job: str, service: str, wait: bool, as_json: bool) -> None:
+    was_seen, shown = False, ""
+    while True:
+        try:
+            rows = _from_service("now", {"job": job}, service)["starts"]
+        except TransientError as error:  # a service that is started again
+            if not was_seen:
+                raise
+            rows = None
+            sys.stderr.write(f"bootseer: {error}\n")
+        if rows == [] and was_seen:
+            break
+        if rows == [] and not wait:
+            raise NotFoundError(f"no start of {job!r} is open now; --wait waits for one")
+        for row in rows or ():
+            was_seen = True
+            if row["line"] and row["line"] != shown:
+                shown = row["line"]
+                if as_json:
+                    print_json({"schema": "bootseer.watch/1", **row})
+                else:
+                    from bootseer.report.render.fold import clean
+
+                    with terminal() as console:
+                        console.print(clean(f"{job}: {shown}"), soft_wrap=True)
+        time.sleep(_LOOK_EVERY_S)
+    latest = _from_service("history", {"job": job}, service)["starts"][:1]
+    for row in latest if not as_json else ():
+        with terminal() as console:
+            console.print(f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
+
+
+def _ask(question: str, asked: Mapping[str, str | None], service: str | None, logs: tuple[str, ...]) -> dict[str, Any]:
+    """The answer of a service, or of logs."""
+    if service is not None and not logs:
+        return _from_service(question, asked, service)
+    from bootseer.cli.serve import settings_of
+
+    settings_of(Path(), None, None)  # says so where the libraries are missing
+    from bootseer.service import over_time
+    from bootseer.service.questions import Filter
+
+    now_ns = time.time_ns()
+    where = Filter(over_time.since_day(asked["since"] or "", now_ns), team=asked.get("team"))
+    with _filled(logs, now_ns) as connection:
+        if question == "fleet":
+            return over_time.fleet(connection, where, now_ns)
+        return over_time.history(connection, asked["job"] or "", where)
+
+
+@contextmanager
+def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
+    """A database with the starts of these logs, gone afterwards."""
+    import tempfile
+
+    from bootseer.report.reading import read_all
+    from bootseer.service.database import Database, default_url
+    from bootseer.service.derive import derive_found
+    from bootseer.service.upkeep import roll_up
+
+    found = read_all(logs, os.environ)
+    with (
+        tempfile.TemporaryDirectory(prefix="bootseer-") as folder,
+        closing(Database.open(default_url(Path(folder)))) as database,
+    ):
+        for day in derive_found(database, found, now_ns):
+            roll_up(database, day)
+        with database.read() as connection:
+            yield connection
+
+
+def _from_service(question: str, asked: Mapping[str, str | None], service: str) -> dict[str, Any]:
+    """Ask a service. Raises `BootseerError` when it cannot be reached or refuses."""
+    import json
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+    from urllib.parse import urlencode
+
+    from bootseer.trace.ship import target
+
+    where = target(service, os.environ)
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {where.token}"} if where.token else {})
+    shown = f"the service at {where.host}:{where.port}"
+    connection = (HTTPSConnection if where.secure else HTTPConnection)(where.host, where.port, timeout=_ANSWER_S)
+    try:
+        with closing(connection):
+            connection.request("GET", f"{where.path}/api/v1/over-time/{question}?{query}", headers=headers)
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read(_MAX_ANSWER + 1)
+    except (OSError, HTTPException) as error:
+        raise TransientError(f"{shown} does not answer: {error}") from error
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    told = found if isinstance(found, dict) else {}
+    why = str(told.get("error", f"status {status}"))[:500]
+    if status in (401, 403):
+        raise AccessError(f"{shown} refuses: {why}; BOOTSEER_SERVICE_TOKEN must be a token with the scope read")
+    if status in (429, 503):
+        raise TransientError(f"{shown}: {why}")
+    if status == 400:
+        raise UsageError(f"{shown}: {why}")
+    if status != 200 or told.get("schema") != f"bootseer.{question}/1":
+        raise PermanentError(f"{shown} is no service of BootSeer's, or one of another version ({why})")
+    return told
+
+
+def _without_schema(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "schema"}
+
+
+def _apart(*tables: Any) -> Iterator[Any]:
+    for one in tables:
+        if one.row_count:
+            yield ""
+            yield one
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _hours(gpu_s: float | None) -> str:
+    return "-" if gpu_s is None else f"{gpu_s / S_PER_H:,.1f}"

@@ -1,0 +1,273 @@
+"""What a person should look at now: rules that are evaluated every 15 s, kept in the table `alert`, told by a webhook.
+
+An alert has a rule and a key (a job, a node, a cache; empty for the service as a whole). It begins when its rule finds
+it, and ends when the rule no longer does; both are told once, to Slack as one message for all that changed, to
+Alertmanager again and again while it lasts. A webhook that is away is tried again with the next look.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from sqlalchemy import Connection, func, insert, select, text, update
+
+from bootseer.errors import BootseerError, UsageError
+from bootseer.logs import logger
+from bootseer.service import over_time, questions
+from bootseer.service.database import Database
+from bootseer.service.deadlines import Deadlines
+from bootseer.service.questions import Filter
+from bootseer.service.rows import BEGAN, day_of
+from bootseer.service.schema import OPEN, alert, start, technique_start
+from bootseer.units import NS_PER_S, format_seconds
+
+_LOG = logger(__name__)
+SLACK: Final = "slack"
+ALERTMANAGER: Final = "alertmanager"
+FORMS: Final = (SLACK, ALERTMANAGER)
+_EVERY_S: Final = 15.0
+_SLOW_RULES_S: Final = 300.0
+"""How often rules that read weeks are evaluated."""
+_SEND_S: Final = 5.0
+_RECENT_NS: Final = 6 * 3600 * NS_PER_S
+_WEEK: Final = 7
+_MOST: Final = 200
+"""Alerts of a rule; more say no more."""
+_SHOWN: Final = 20
+_TEXT: Final = 500
+
+
+class Webhook(NamedTuple):
+    """Where alerts go. Never shown as a whole: the path of Slack's is a secret."""
+
+    form: str
+    url: str
+
+
+def webhook(given: str) -> Webhook:
+    """`slack=URL` or `alertmanager=URL`. Raises `UsageError` for anything else, without showing the URL."""
+    form, _, url = given.strip().partition("=")
+    try:
+        parts = urlsplit(url)
+        good = form in FORMS and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError("--alert-to is no webhook", hint="slack=https://HOOK or alertmanager=http://HOST:9093")
+    return Webhook(form, url)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the rules find something."""
+
+    share: float = 0.05
+    """Of GPU time, in starts that ended within six hours."""
+    hit_share: float = 0.8
+    heard_share: float = 0.95
+    lag_s: float = 60.0
+    silent_s: float = 3600.0
+    least_uses: int = 20
+    """Of a cache within a day, before its hit rate says anything."""
+
+
+class Finding(NamedTuple):
+    """What a rule found."""
+
+    rule: str
+    key: str
+    text: str
+
+
+def urgent(connection: Connection, deadlines: Deadlines, limits: Limits, now_ns: int) -> list[Finding]:
+    """The rules about what goes on now: late nodes, and whether the service itself sees what it should."""
+    open_starts = over_time.now(connection, deadlines)
+    found = [
+        Finding("nodes_late", f"{row['job']}/{row['attempt']}", f"{row['job']}: {row['line']}")
+        for row in open_starts
+        if row["late"]
+    ]
+    seen = questions.coverage(connection, Filter(day_of(now_ns - _RECENT_NS)), now_ns)
+    if seen["lag_s"] > limits.lag_s:
+        waits = f"{seen['batches_waiting']:,} batches wait for their analysis, the oldest for"
+        found.append(Finding("ingest_lag", "", f"{waits} {format_seconds(seen['lag_s'])}"))
+    if open_starts and (seen["silent_s"] or 0.0) > limits.silent_s:
+        silent = format_seconds(seen["silent_s"])
+        found.append(Finding("silent", "", f"no line for {silent}, while {len(open_starts)} starts are open"))
+    heard = seen["heard_share"]
+    if heard is not None and heard < limits.heard_share:
+        told = f"{seen['nodes_heard']:,} of {seen['nodes_expected']:,} nodes were heard today"
+        found.append(Finding("nodes_not_heard", "", told))
+    return found
+
+
+def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Finding]:
+    """The rules that compare with earlier days: slower jobs, nodes too often last, caches that miss, GPU time lost."""
+    today, found = day_of(now_ns), []
+    recent = [start.c.began_ns >= now_ns - _RECENT_NS, start.c.outcome == BEGAN, start.c.state != OPEN]
+    ran = start.c.run_s.is_not(None)
+    whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*recent, ran)
+    lost, used = connection.execute(whole).one()
+    if lost and used and lost / used > limits.share:
+        told = f"starting took {lost / used:.1%} of the GPU time of commands that ended within six hours"
+        found.append(Finding("share", "", told))
+    for row in connection.execute(select(start.c.job).where(*recent).distinct().limit(_MOST)):
+        newest = over_time.history(connection, row.job, Filter(today - 90))["starts"][:1]
+        for one in newest:
+            if one["slower"]:
+                usual = f"{format_seconds(one['own_s'])} instead of {format_seconds(one['baseline_s'])}"
+                found.append(Finding("slower", row.job, f"{row.job}, attempt {one['attempt']}: {usual}"))
+    for node in over_time.lemons(connection, Filter(today - _WEEK))[:_MOST]:
+        told = (
+            f"{node['node']} was last in {node['last']} of {node['starts']} starts of the last week, in {node['stage']}"
+        )
+        found.append(Finding("node_often_last", node["node"], told))
+    of = technique_start
+    uses = select(of.c.technique, func.sum(of.c.hits).label("hits"), func.sum(of.c.misses).label("misses"))
+    for row in connection.execute(uses.where(of.c.day >= today).group_by(of.c.technique)):
+        hits, num = int(row.hits), int(row.hits) + int(row.misses)
+        if num >= limits.least_uses and hits / num < limits.hit_share:
+            told = f"{row.technique}: ready on {hits / num:.0%} of {num:,} nodes that started today"
+            found.append(Finding("cache_misses", row.technique, told))
+    return found
+
+
+def settle(connection: Connection, rules: Iterable[str] | None, found: Sequence[Finding], now_ns: int) -> None:
+    """Bring the table `alert` to what was found: begin, refresh, end. `rules`: those that were evaluated; None: all."""
+    kept = list(rules) if rules is not None else None
+    where = [alert.c.ended_ns.is_(None), *([alert.c.rule.in_(kept)] if kept is not None else [])]
+    open_alerts = {(row.rule, row.key): row for row in connection.execute(select(alert).where(*where))}
+    seen = {(one.rule, one.key): one for one in found}
+    for key, one in seen.items():
+        row = open_alerts.get(key)
+        if row is None:
+            values = {"rule": one.rule, "key": one.key, "text": one.text[:_TEXT], "since_ns": now_ns}
+            connection.execute(insert(alert).values(values))
+        elif row.text != one.text[:_TEXT]:
+            connection.execute(update(alert).where(alert.c.id == row.id).values(text=one.text[:_TEXT]))
+    for key, row in open_alerts.items():
+        if key not in seen:
+            connection.execute(update(alert).where(alert.c.id == row.id).values(ended_ns=now_ns))
+
+
+URGENT: Final = ("nodes_late", "ingest_lag", "silent", "nodes_not_heard")
+OF_WEEKS: Final = ("share", "slower", "node_often_last", "cache_misses")
+
+
+def body(form: str, rows: Sequence[Any], now_ns: int) -> bytes:
+    """What a webhook of this form gets."""
+    if form == SLACK:
+        lines = [f"{'over' if row.ended_ns is not None else 'alert'} ({row.rule}): {row.text}" for row in rows[:_SHOWN]]
+        lines += [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
+        # Names come from outside: they must be no links or calls for a channel.
+        told = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return json.dumps({"text": told}).encode()
+    alerts = [
+        {
+            "labels": {"alertname": f"bootseer_{row.rule}", "key": row.key, "source": "bootseer"},
+            "annotations": {"summary": row.text},
+            "startsAt": _time(row.since_ns),
+            "endsAt": _time(row.ended_ns if row.ended_ns is not None else now_ns + 300 * NS_PER_S),
+        }
+        for row in rows
+    ]
+    return json.dumps(alerts).encode()
+
+
+def _time(ns: int) -> str:
+    return datetime.fromtimestamp(ns / NS_PER_S, UTC).isoformat()
+
+
+def send(to: Webhook, data: bytes) -> None:
+    """One request. Raises `OSError` or `HTTPException` when it was not taken; redirects are not followed."""
+    parts = urlsplit(to.url)
+    made = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = made(str(parts.hostname), parts.port, timeout=_SEND_S)
+    path = parts.path or "/"
+    if to.form == ALERTMANAGER and not path.endswith("/alerts"):
+        path = f"{path.rstrip('/')}/api/v2/alerts"
+    try:
+        connection.request("POST", path + (f"?{parts.query}" if parts.query else ""), data,
+                           {"Content-Type": "application/json"})  # fmt: skip
+        answer = connection.getresponse()
+        answer.read(4096)
+        if not 200 <= answer.status < 300:
+            raise OSError(f"status {answer.status}")
+    finally:
+        connection.close()
+
+
+class Alerts:
+    """The thread that evaluates the rules and tells what changed. Of several services on one database, one does."""
+
+    def __init__(self, database: Database, known: over_time.OverTime, to: Sequence[Webhook], limits: Limits) -> None:
+        self._database = database
+        self._known = known
+        self._to = tuple(to)
+        self._limits = limits
+        self._weeks_s = float("-inf")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bootseer-alerts", daemon=True)
+        self.problem = ""
+        """Why webhooks are not told at the moment."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a request that is under way is waited for."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            try:
+                self.look(time.time_ns())
+            except BootseerError as error:
+                _LOG.warning("alerts: %s", error)
+
+    def look(self, now_ns: int) -> None:
+        """Evaluate the rules once, and tell what changed."""
+        deadlines = self._known.deadlines()
+        with self._database.read() as connection:
+            rules, found = list(URGENT), urgent(connection, deadlines, self._limits, now_ns)
+            if time.monotonic() - self._weeks_s >= _SLOW_RULES_S:
+                rules, found = [*rules, *OF_WEEKS], [*found, *of_weeks(connection, self._limits, now_ns)]
+                self._weeks_s = time.monotonic()
+        with self._database.write() as connection:
+            if self._database.is_postgres:
+                mine = connection.execute(text("SELECT pg_try_advisory_xact_lock(7012620)")).scalar()
+                if not mine:
+                    return
+            settle(connection, rules, found, now_ns)
+        self._tell(now_ns)
+
+    def _tell(self, now_ns: int) -> None:
+        new = alert.c.sent_ns.is_(None) | (alert.c.ended_ns.is_not(None) & (alert.c.sent_ns < alert.c.ended_ns))
+        open_ = alert.c.ended_ns.is_(None)
+        with self._database.read() as connection:
+            rows = connection.execute(select(alert).where(new | open_).order_by(alert.c.id).limit(_MOST)).all()
+        changed = [row for row in rows if row.sent_ns is None or row.ended_ns is not None]
+        self.problem = ""
+        for to in self._to:
+            told = rows if to.form == ALERTMANAGER else changed
+            if not told:
+                continue
+            try:
+                send(to, body(to.form, told, now_ns))
+            except (OSError, HTTPException) as error:
+                self.problem = f"the webhook of {to.form} was not told: {error}"
+                _LOG.warning("alerts: %s", self.problem)
+        if changed and not self.problem:
+            with self._database.write() as connection:
+                numbers = [row.id for row in changed]
+                connection.execute(update(alert).where(alert.c.id.in_(numbers)).values(sent_ns=now_ns))

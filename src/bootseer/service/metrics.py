@@ -1,0 +1,214 @@
+"""`/metrics` in Prometheus' text form: what starts took and cost, and whether the service sees them.
+
+Labels are bounded: scales, kinds and states of caches are ours; of stages and teams, whose names come from outside, the
+costliest have labels of their own and the rest are `other`. No node and no job is a label. Counters are sums over the
+days of a period of four weeks, computed from the database: they begin at 0 with each period, as after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from sqlalchemy import Connection, case, func, select
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from bootseer.errors import TransientError
+from bootseer.service import questions
+from bootseer.service.database import Database
+from bootseer.service.over_time import OverTime, now
+from bootseer.service.questions import Filter, bucket_name
+from bootseer.service.rows import BEGAN, day_of
+from bootseer.service.schema import alert, stage, stage_day, start, technique_start
+from bootseer.service.upkeep import CLASSES, bound_s
+
+_PERIOD_DAYS: Final = 28
+_FRESH_S: Final = 15.0
+_BOUNDS_S: Final = (10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 3600)
+_EVERY: Final = 4
+"""Classes of `stage_day.hist` in one of ours: bounds double."""
+_STAGES: Final = 24
+_TEAMS: Final = 32
+_OTHER: Final = "other"
+Labels = Mapping[str, str]
+
+
+class _Text:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def family(self, name: str, kind: str, about: str) -> None:
+        self.lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+
+    def value(self, name: str, value: float, **labels: str) -> None:
+        said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        self.lines.append(f"{name}{{{said}}} {value:.10g}" if said else f"{name} {value:.10g}")
+
+    def histogram(
+        self, name: str, bounds: Sequence[float], counts: Sequence[int], sum_: float | None, **labels: str
+    ) -> None:
+        """`counts`: one for each bound and one for what lies above all."""
+        total = 0
+        for bound, count in zip(bounds, counts, strict=False):
+            total += count
+            self.value(f"{name}_bucket", total, **labels, le=f"{bound:.6g}")
+        total = sum(counts)
+        self.value(f"{name}_bucket", total, **labels, le="+Inf")
+        self.value(f"{name}_count", total, **labels)
+        if sum_ is not None:
+            self.value(f"{name}_sum", sum_, **labels)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
+    """All figures."""
+    today = day_of(now_ns)
+    where = Filter(today - today % _PERIOD_DAYS)
+    made = _Text()
+    _starts(made, connection, where)
+    _stages(made, connection, where)
+    _teams(made, connection, where)
+    _caches(made, connection, where)
+    _now(made, connection, over_time, now_ns)
+    return "\n".join(made.lines) + "\n"
+
+
+def _starts(made: _Text, connection: Connection, where: Filter) -> None:
+    own_s = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
+    edges = [-1e18, *_BOUNDS_S]
+    within = [func.sum(case(((own_s > low) & (own_s <= high), 1), else_=0)) for low, high in pairwise(edges)]
+    began = select(start.c.bucket, start.c.kind, func.count(), func.sum(own_s), *within)
+    made.family("bootseer_start_seconds", "histogram", "From the begin of a start to training, without the queue.")
+    for scale, kind, num, total_s, *counts in connection.execute(
+        began.where(*where.of(start), start.c.outcome == BEGAN).group_by(start.c.bucket, start.c.kind)
+    ):
+        numbers = [int(count) for count in counts]
+        above = int(num) - sum(numbers)
+        labels = {"scale": bucket_name(scale), "kind": kind}
+        made.histogram("bootseer_start_seconds", _BOUNDS_S, [*numbers, above], float(total_s), **labels)
+    made.family("bootseer_starts_total", "counter", "Starts by how they ended.")
+    ended = select(start.c.outcome, start.c.kind, func.count()).where(*where.of(start))
+    for outcome, kind, num in connection.execute(ended.group_by(start.c.outcome, start.c.kind)):
+        made.value("bootseer_starts_total", num, outcome=outcome or "open", kind=kind)
+
+
+def _stages(made: _Text, connection: Connection, where: Filter) -> None:
+    of, known = stage_day, questions.names(connection, stage)
+    costs = select(of.c.stage_id, func.sum(of.c.work_s + of.c.wait_s)).where(*where.of(of)).group_by(of.c.stage_id)
+    names = _named({known[row[0]]: row[1] for row in connection.execute(costs)}, _STAGES)
+    hists: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
+    gpu_s: dict[tuple[str, str, str], float] = defaultdict(float)
+    columns = (of.c.stage_id, of.c.bucket, of.c.cache_state, of.c.gpu_s, of.c.hist)
+    for number, scale, cache, seconds, hist in connection.execute(select(*columns).where(*where.of(of))):
+        key = names[known[number]], bucket_name(scale), cache
+        gpu_s[key] += seconds
+        hists[key] = [a + b for a, b in zip(hists[key], json.loads(hist), strict=True)]
+    bounds = [bound_s(number) for number in range(0, CLASSES - 1, _EVERY)]
+    made.family("bootseer_stage_seconds", "histogram", "Medians over a start's nodes.")
+    for (name, scale, cache), hist in hists.items():
+        # The last class holds what lies above all bounds.
+        counts = [hist[0], *(sum(hist[at - _EVERY + 1 : at + 1]) for at in range(_EVERY, CLASSES - 1, _EVERY))]
+        above = sum(hist) - sum(counts)
+        made.histogram("bootseer_stage_seconds", bounds, [*counts, above], None, stage=name, scale=scale, cache=cache)
+    made.family("bootseer_stage_gpu_seconds_total", "counter", "GPU time that passed in stages of starts.")
+    for (name, scale, cache), seconds in gpu_s.items():
+        made.value("bootseer_stage_gpu_seconds_total", seconds, stage=name, scale=scale, cache=cache)
+
+
+def _teams(made: _Text, connection: Connection, where: Filter) -> None:
+    rows = questions.cost(connection, where)
+    names = _named({row["team"]: row["gpu_s"] or 0.0 for row in rows}, _TEAMS)
+    for family, column, about in (
+        ("bootseer_start_gpu_seconds_total", "gpu_s", "GPU time that passed in starts."),
+        ("bootseer_wait_gpu_seconds_total", "wait_gpu_s", "GPU time of it in which nodes waited for others."),
+        ("bootseer_run_gpu_seconds_total", "run_gpu_s", "GPU time of commands that have ended, with their starts."),
+        ("bootseer_ended_start_gpu_seconds_total", "ended_gpu_s", "GPU time in starts of commands that have ended."),
+    ):
+        sums: dict[str, float] = defaultdict(float)
+        for row in rows:
+            sums[names[row["team"]]] += row[column] or 0.0
+        made.family(family, "counter", about)
+        for name, value in sums.items():
+            made.value(family, value, team=name)
+
+
+def _caches(made: _Text, connection: Connection, where: Filter) -> None:
+    of = technique_start
+    columns = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")
+    sums = [func.sum(of.c[name]).label(name) for name in columns]
+    rows = connection.execute(select(of.c.technique, *sums).where(*where.of(of)).group_by(of.c.technique)).all()
+    made.family("bootseer_technique_uses_total", "counter", "Nodes on which image, environment, checkpoint were ready.")
+    for row in rows:
+        for result in ("hits", "misses"):
+            value = float(getattr(row, result))
+            made.value("bootseer_technique_uses_total", value, technique=row.technique, result=result)
+    made.family("bootseer_technique_bytes_total", "counter", "Where the bytes of starts came from.")
+    for row in rows:
+        for source in ("cache", "peer", "origin"):
+            value = float(getattr(row, f"{source}_bytes"))
+            made.value("bootseer_technique_bytes_total", value, technique=row.technique, source=source)
+
+
+def _now(made: _Text, connection: Connection, over_time: OverTime, now_ns: int) -> None:
+    open_starts = now(connection, over_time.deadlines())
+    seen = questions.coverage(connection, Filter(day_of(now_ns)), now_ns)
+    alerts = connection.execute(select(func.count()).where(alert.c.ended_ns.is_(None))).scalar_one()
+    for name, kind, about, value in (
+        ("bootseer_starts_open", "gauge", "Starts that go on.", len(open_starts)),
+        ("bootseer_nodes_late", "gauge", "Nodes of open starts beyond what their stage took on 99 % of nodes.",
+         sum(len(row["late"]) for row in open_starts)),
+        ("bootseer_ingest_lag_seconds", "gauge", "Age of the oldest batch that is not analysed.", seen["lag_s"]),
+        ("bootseer_silent_seconds", "gauge", "Since the last line came.", seen["silent_s"]),
+        ("bootseer_nodes_heard_ratio", "gauge", "Of the nodes that today's starts expect.", seen["heard_share"]),
+        ("bootseer_lines_lost", "gauge", "Lines of today's starts that their senders lost.", seen["lines_lost"]),
+        ("bootseer_alerts", "gauge", "Alerts that last.", alerts),
+    ):  # fmt: skip
+        if value is not None:
+            made.family(name, kind, about)
+            made.value(name, value)
+
+
+def _named(costs: Mapping[str, float], most: int) -> dict[str, str]:
+    """The label of each name: its own for the costliest, `other` for the rest."""
+    ranked: Iterable[str] = sorted(costs, key=lambda name: (-costs[name], name))
+    return {name: (name if number < most else _OTHER) for number, name in enumerate(ranked)}
+
+
+class Metrics:
+    """The address; figures are computed at most every 15 s, however many ask."""
+
+    def __init__(self, database: Database, over_time: OverTime) -> None:
+        self._database = database
+        self._over_time = over_time
+        self._lock = threading.Lock()
+        self._made: tuple[float, str] = (float("-inf"), "")
+
+    def routes(self) -> list[Route]:
+        """`/metrics`."""
+        return [Route("/metrics", self._endpoint, methods=["GET"])]
+
+    def _text(self) -> str:
+        with self._lock:
+            if time.monotonic() - self._made[0] >= _FRESH_S:
+                with self._database.read() as connection:
+                    text = text_of(connection, self._over_time, time.time_ns())
+                self._made = time.monotonic(), text
+            return self._made[1]
+
+    async def _endpoint(self, request: Request) -> Response:
+        try:
+            text: Any = await run_in_threadpool(self._text)
+        except TransientError as error:
+            return PlainTextResponse(f"{error}\n", 503)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -1,0 +1,275 @@
+"""What the questions' answers add up to: a fleet's weeks, a job's history with what became slower, who is late now, and
+nodes that come last too often to be bad luck.
+
+The verbs `fleet`, `history` and `watch` show these documents, from a service or from a folder alike; `/api/v1` and the
+pages have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, select
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from bootseer.errors import TransientError, UsageError
+from bootseer.service import questions
+from bootseer.service.database import Database
+from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
+from bootseer.service.questions import Filter
+from bootseer.service.rows import BEGAN, day_of
+from bootseer.service.schema import node_day, stage, stage_day
+from bootseer.units import NS_PER_S
+
+ADDRESS: Final = "/api/v1/over-time"
+_BASELINE: Final = 20
+"""Starts before the one that is judged."""
+_LEAST: Final = 5
+_SIGMAS: Final = 3.0
+_MAD: Final = 1.4826
+_BAND: Final = 0.1
+"""A start within so much of its baseline's median is as ever, however alike those were."""
+_CHANCE: Final = 1e-3
+"""Of any node on a list of lemons being there by bad luck."""
+_LEAST_LAST: Final = 3
+_MAX_DAYS: Final = 3660
+_HISTORY: Final = 500
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
+_SINCE = re.compile(r"([0-9]{1,4})([hdw])")
+
+
+def since_day(text: str, now_ns: int) -> int:
+    """The first day of `7d`, `4w` or `2026-11-01`. Raises `UsageError` for what is none of them."""
+    if found := _SINCE.fullmatch(text):
+        hours = int(found[1]) * {"h": 1, "d": 24, "w": 168}[found[2]]
+        return max(day_of(now_ns) - min(math.ceil(hours / 24), _MAX_DAYS) + 1, 0)
+    try:
+        return day_of(round(datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()) * NS_PER_S)
+    except ValueError:
+        raise UsageError(f"{text!r} tells no time", hint="as 7d, 4w, 12h or 2026-11-01") from None
+
+
+def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
+    """What starting costs in these days: by team, scale and stage; caches, slow nodes, and what was seen."""
+    stages = questions.stages(connection, where, by_bucket=False)
+    return {
+        "teams": questions.cost(connection, where),
+        "buckets": questions.buckets(connection, where),
+        "stages": stages[:20],
+        "jobs": questions.jobs(connection, where, limit=20),
+        "caches": questions.caches(connection, where),
+        "failures": questions.failures(connection, where)[:20],
+        "lemons": lemons(connection, where),
+        "coverage": questions.coverage(connection, where, now_ns),
+    }
+
+
+def lemons(connection: Connection, where: Filter) -> list[dict[str, Any]]:
+    """Nodes that came last far more often than luck has it, with the evidence: worst first.
+
+    A node is listed when, if it came last as seldom as the other nodes do, the chance of coming last as often as it did
+    were below one in a thousand for all nodes together.
+    """
+    sums = select(func.sum(node_day.c.n), func.sum(node_day.c.n_last), func.count(node_day.c.node_id.distinct()))
+    num, num_last, num_nodes = connection.execute(sums.where(*where.of(node_day))).one()
+    found = []
+    for row in questions.nodes(connection, where, least_starts=_LEAST_LAST):
+        # One more: that the others never came last does not make it impossible.
+        share = (int(num_last) - row["last"] + 1) / (int(num) - row["starts"] + 1)
+        chance = _at_least(row["last"], row["starts"], share)
+        if row["last"] >= _LEAST_LAST and chance * num_nodes < _CHANCE:
+            found.append({**row, "expected_share": share, "chance": chance})
+    return found
+
+
+def _at_least(hits: int, tries: int, share: float) -> float:
+    """The chance of so many hits or more."""
+    if share >= 1.0 or hits <= 0:
+        return 1.0
+    logs = math.log(share), math.log1p(-share)
+    all_ = math.lgamma(tries + 1)
+    return math.fsum(
+        math.exp(all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1) + k * logs[0] + (tries - k) * logs[1])
+        for k in range(hits, tries + 1)
+    )
+
+
+def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
+    """A list of nodes for others: `slurm` (an option of sbatch) or `kubernetes` (commands that label nodes).
+
+    Names that are no host names are left out: they came from outside and would end in a shell.
+    """
+    names = [row["node"] for row in rows if _HOST.fullmatch(row["node"])]
+    if form == "slurm":
+        return f"--exclude={','.join(names)}" if names else ""
+    return "\n".join(f"kubectl label node {name} bootseer.io/slow-start=true --overwrite" for name in names)
+
+
+def history(connection: Connection, job: str, where: Filter) -> dict[str, Any]:
+    """A job's starts, the newest first, each beside those before it: `baseline_s`, the limit of its band, `slower`, and
+    for the newest that is slower which stages and which inputs changed."""
+    wanted = replace(where, job=job)
+    rows = questions.starts(connection, wanted, limit=_HISTORY)
+    judged = _judged(rows)
+    changed = None
+    for number, row in enumerate(judged):
+        if row["slower"]:
+            changed = _changed(connection, row, judged[number + 1 :])
+            break
+    summed = questions.jobs(connection, wanted, limit=1)
+    return {"job": job, "sums": summed[0] if summed else None, "starts": judged, "changed": changed}
+
+
+def _judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    judged: list[dict[str, Any]] = []
+    for number, row in enumerate(rows):
+        own_s = _own_s(row)
+        told = {**row, "own_s": own_s, "baseline_s": None, "limit_s": None, "slower": False}
+        before = [_own_s(other) for other in rows[number + 1 :] if _is_like(other, row)][:_BASELINE]
+        if len(before) >= _LEAST:
+            middle, limit_s = band(before)
+            told |= {"baseline_s": middle, "limit_s": limit_s, "slower": row["outcome"] == BEGAN and own_s > limit_s}
+        judged.append(told)
+    return judged
+
+
+def band(values: Sequence[float]) -> tuple[float, float]:
+    """The median of what starts took, and what one may take and still be as ever: three robust standard deviations, and
+    at least a tenth, above."""
+    middle = median(values)
+    spread = _MAD * median(abs(value - middle) for value in values)
+    return middle, middle + max(_SIGMAS * spread, _BAND * middle)
+
+
+def _own_s(row: Mapping[str, Any]) -> float:
+    """Without waiting for the scheduler, which is not the job's."""
+    return float(row["overhead_s"]) - float(row["queue_s"] or 0.0)
+
+
+def _is_like(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    return (other["outcome"], other["kind"], other["bucket"]) == (BEGAN, row["kind"], row["bucket"])
+
+
+def _changed(connection: Connection, row: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What sets a start apart from the one before that was as ever."""
+    other = next(each for each in before if _is_like(each, row) and not each["slower"])
+    now, then = (
+        {each["stage"]: each["max_s"] or 0.0 for each in questions.stages_of(connection, one["id"])}
+        for one in (row, other)
+    )
+    grown = [{"stage": name, "max_s": now[name], "before_s": then.get(name, 0.0)} for name in now]
+    grown.sort(key=lambda one: one["before_s"] - one["max_s"])
+    names = row["fingerprint"].keys() | other["fingerprint"].keys()
+    pairs = {name: (other["fingerprint"].get(name), row["fingerprint"].get(name)) for name in sorted(names)}
+    return {
+        "start": row["id"],
+        "before": other["id"],
+        "stages": [one for one in grown[:5] if one["max_s"] > one["before_s"]],
+        "inputs": {name: {"before": old, "now": new} for name, (old, new) in pairs.items() if old != new},
+        "cache_state": {"before": other["cache_state"], "now": row["cache_state"]},
+    }
+
+
+def learned(connection: Connection, today: int) -> Deadlines:
+    """What the last four weeks, without today, say of how long stages may take."""
+    names = questions.names(connection, stage)
+    of = stage_day
+    where = (of.c.day >= today - LEARNED_DAYS, of.c.day < today)
+    rows = connection.execute(
+        select(of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id, of.c.hist99).where(*where)
+    )
+    return Deadlines(
+        Day(row.bucket, row.kind, row.cache_state, names[row.stage_id], tuple(json.loads(row.hist99)))
+        for row in rows
+        if row.hist99
+    )
+
+
+def now(connection: Connection, deadlines: Deadlines, job: str | None = None) -> list[dict[str, Any]]:
+    """The open starts, each with where its nodes are (`moment`), those that are `late`, and a line for people."""
+    found = []
+    for row in questions.open_starts(connection, job):
+        moment, late = row["moment"], []
+        if moment:
+            late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
+        told = [
+            {"node": one.node, "rank": one.rank, "stage": one.stage, "seconds": one.seconds, "limit_s": one.limit_s}
+            for one in late
+        ]
+        found.append({**row, "late": told, "line": words(moment, late) if moment else ""})
+    return found
+
+
+class OverTime:
+    """The same as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below `ADDRESS`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._learned: tuple[int, Deadlines] | None = None
+
+    def deadlines(self) -> Deadlines:
+        """Those of today; learned once a day."""
+        today = day_of(time.time_ns())
+        if self._learned is None or self._learned[0] != today:
+            with self._database.read() as connection:
+                self._learned = today, learned(connection, today)
+        return self._learned[1]
+
+    def routes(self) -> list[Route]:
+        """The addresses."""
+        answers: tuple[tuple[str, Callable[[Connection, Mapping[str, str], int], dict[str, Any]]], ...] = (
+            ("fleet", lambda connection, asked, ns: fleet(connection, _filter(asked, ns), ns)),
+            ("history", lambda connection, asked, ns: history(connection, _job(asked), _filter(asked, ns, "90d"))),
+            ("lemons", lambda connection, asked, ns: {"nodes": lemons(connection, _filter(asked, ns))}),
+            (
+                "now",
+                lambda connection, asked, ns: {
+                    "starts": [
+                        row
+                        for row in now(connection, self.deadlines(), asked.get("job") or None)
+                        if asked.get("team") in (None, "", row["team"])
+                    ]
+                },
+            ),
+        )
+        return [Route(f"{ADDRESS}/{name}", self._endpoint(name, answer), methods=["GET"]) for name, answer in answers]
+
+    def _endpoint(self, name: str, answer: Callable[[Connection, Mapping[str, str], int], dict[str, Any]]) -> Any:
+        def found(asked: Mapping[str, str]) -> dict[str, Any]:
+            now_ns = time.time_ns()
+            with self._database.read() as connection:
+                return {"schema": f"bootseer.{name}/1", "now_ns": now_ns, **answer(connection, asked, now_ns)}
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                team = request.state.grant.team  # a token of a team reads that team's starts
+                asked = {**request.query_params, **({"team": team} if team else {})}
+                return JSONResponse(await run_in_threadpool(found, asked))
+            except UsageError as error:
+                return JSONResponse({"error": str(error)}, 400)
+            except TransientError as error:
+                return JSONResponse({"error": str(error)}, 503, {"retry-after": "5"})
+
+        return endpoint
+
+
+def _filter(asked: Mapping[str, str], now_ns: int, since: str = "28d") -> Filter:
+    values = {name: asked.get(name) or None for name in ("team", "queue", "kind")}
+    return Filter(since_day(asked.get("since") or since, now_ns), **values)  # type: ignore[arg-type]
+
+
+def _job(asked: Mapping[str, str]) -> str:
+    if not asked.get("job"):
+        raise UsageError("job= is missing")
+    return asked["job"]

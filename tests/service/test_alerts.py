@@ -1,0 +1,148 @@
+"""Alerts begin, end and are told once; figures for Prometheus are the database's, with bounded labels."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from sqlalchemy import select
+
+from bootseer.errors import UsageError
+from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, webhook
+from bootseer.service.database import Database
+from bootseer.service.metrics import Metrics, text_of
+from bootseer.service.over_time import OverTime
+from bootseer.service.schema import alert, start
+from fleet import Fleet
+from fleet_month import Month
+from running_service import running_service
+
+CONTRIB = Path(__file__).parents[2] / "contrib"
+SAMPLE = re.compile(r'([a-z_]+)(\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*\})? (-?[0-9.e+-]+|\+Inf|NaN)')
+
+
+@pytest.fixture
+def month(database_url: str) -> Any:
+    database = Database.open(database_url)
+    made = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3)
+    made.fill(database, spans=False)
+    yield made, database
+    database.close()
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert SAMPLE.fullmatch(line), line
+            name, _, value = line.rpartition(" ")
+            assert name not in found, f"{name} twice"
+            found[name] = float(value)
+    return found
+
+
+def test_figures_and_rules_of_a_month(month: Any) -> None:
+    made, database = month
+    with database.write() as connection:
+        connection.execute(start.update().where(start.c.id <= 3).values(team='bad"\n{x="\\'))
+    with database.read() as connection:
+        text = text_of(connection, OverTime(database), made.now_ns - 1)
+        found = of_weeks(connection, Limits(), made.now_ns - 1)
+    figures = samples(text)
+    counts = sum(value for name, value in figures.items() if name.startswith("bootseer_start_seconds_count"))
+    assert counts == sum(map(len, made.truth.overheads.values()))
+    infinite = [value for name, value in figures.items() if 'le="+Inf"' in name and "start_seconds" in name]
+    assert sum(infinite) == counts
+    gpu_s = sum(value for name, value in figures.items() if name.startswith("bootseer_start_gpu_seconds_total"))
+    assert gpu_s == pytest.approx(sum(sums["gpu_s"] for sums in made.truth.teams.values()), rel=1e-6)
+    assert figures['bootseer_technique_uses_total{technique="image",result="hits"}'] == made.truth.hits["image"]
+    assert "node-0" not in text
+    assert "job-0" not in text
+    listed = {one.key for one in found if one.rule == "node_often_last"}
+    assert made.name(max(made.truth.last, key=made.truth.last.__getitem__)) in listed
+    assert listed <= {made.name(node) for node in made.lemons}, "none by bad luck"
+
+
+def test_rules_and_dashboard_ask_for_figures_that_there_are(month: Any) -> None:
+    made, database = month
+    with database.read() as connection:
+        names = set(re.findall(r"^bootseer_\w+", text_of(connection, OverTime(database), made.now_ns - 1), re.M))
+    rules = yaml.safe_load((CONTRIB / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
+    board = json.loads((CONTRIB / "grafana" / "bootseer.json").read_text())
+    asked = [rule["expr"] for rule in rules] + [t["expr"] for panel in board["panels"] for t in panel["targets"]]
+    wanted = {name for expr in asked for name in re.findall(r"bootseer_\w+", expr)}
+    assert wanted <= names
+
+
+class Hook(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers["content-length"]))
+        self.server.got.append((self.path, json.loads(data)))  # type: ignore[attr-defined]
+        self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away(tmp_path: Path) -> None:
+    server: Any = HTTPServer(("127.0.0.1", 0), Hook)
+    server.got, server.status = [], 500
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    try:
+        hooks = [webhook(f"slack={address}/secret"), webhook(f"alertmanager={address}")]
+        alerts = Alerts(database, OverTime(database), hooks, Limits())
+        now_ns = time.time_ns()
+        with database.write() as connection:
+            settle(connection, None, [Finding("slower", "moe", "<!channel> moe")], now_ns)
+        alerts._tell(now_ns)
+        assert "500" in alerts.problem
+        server.status, server.got[:] = 200, []
+        alerts._tell(now_ns)
+        alerts._tell(now_ns)
+        slack = [said for path, said in server.got if path == "/secret"]
+        assert slack == [{"text": "alert (slower): &lt;!channel&gt; moe"}]
+        manager = [said for path, said in server.got if path == "/api/v2/alerts"]
+        assert len(manager) == 2, "Alertmanager forgets what it is not told again"
+        assert manager[0][0]["labels"]["alertname"] == "bootseer_slower"
+        server.got[:] = []
+        alerts.look(now_ns + 1)  # its rule finds nothing now
+        alerts._tell(now_ns + 2)
+        assert [said["text"] for path, said in server.got if path == "/secret"] == [
+            "over (slower): &lt;!channel&gt; moe"
+        ]
+        with database.read() as connection:
+            (row,) = connection.execute(select(alert)).all()
+        assert row.ended_ns == now_ns + 1
+    finally:
+        database.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_webhooks_are_checked_and_never_shown() -> None:
+    for wrong in ("slack", "slack=ftp://x", "mail=http://x", "slack=http://", "alertmanager=http://x:99999/secret"):
+        with pytest.raises(UsageError) as error:
+            webhook(wrong)
+        assert "secret" not in str(error.value)
+
+
+def test_a_service_serves_its_figures(tmp_path: Path) -> None:
+    with running_service(tmp_path / "data") as service:
+        assert samples(httpx.get(service.url + "/metrics").text)["bootseer_starts_open"] == 0
+        data = b"".join(Fleet(2, job="moe").lines())
+        service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0")
+        service.rows(start, 1)
+        text = Metrics(service.service.database, service.service.over_time)._text()
+        assert "moe" not in text
+        assert 0 <= samples(text)["bootseer_silent_seconds"] < 60

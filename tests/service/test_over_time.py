@@ -1,0 +1,124 @@
+"""Slower starts, nodes that come last too often and late nodes, from a service and from a folder alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.errors import UsageError
+from bootseer.service.deadlines import Day, Deadlines
+from bootseer.service.over_time import band, exported, now, since_day
+from bootseer.service.rows import DAY_NS
+from bootseer.service.schema import OPEN, live, start
+from bootseer.service.upkeep import CLASSES, class_of, roll_up
+from conftest_launch import BOOTSEER
+from fleet import EPOCH_NS, INSTALL, Fleet
+from running_service import running_service
+
+HOSTILE = "x;reboot"
+
+
+def fleets() -> list[Fleet]:
+    """Eight starts of a job, of which the last is slower; one node is always last."""
+    first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
+    return [
+        Fleet(6, job="moe", attempt=number, seed=number, begin_s=first_s + number * 3600,
+              work_of={(2, INSTALL): 250.0 if number == 7 else 100.0})
+        for number in range(8)
+    ]  # fmt: skip
+
+
+def told(*words: str, **env: str) -> Any:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")}
+    done = subprocess.run(
+        [*BOOTSEER, *words, "--json"], capture_output=True, text=True, check=False, env={**kept, **env}, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    with running_service(tmp_path / "data") as service:
+        for fleet in fleets():
+            data = b"".join(fleet.lines())
+            (folder / f"{fleet.attempt}.events").write_bytes(data)
+            assert (
+                service.post(
+                    "/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence=str(fleet.attempt)
+                ).status_code
+                == 202
+            )
+        service.rows(start, 8)
+        until = time.monotonic() + 30
+        while not service.service.deriver.is_idle() and time.monotonic() < until:
+            time.sleep(0.1)
+        for day in {row.day for row in service.rows(start)}:  # type: ignore[attr-defined]
+            roll_up(service.service.database, day)
+        asked = {"BOOTSEER_SERVICE": service.url}
+        answers = [(told("fleet", **asked), told("history", "moe", **asked))]
+        missing = subprocess.run(
+            [*BOOTSEER, "watch", "never", "--service", service.url], capture_output=True, text=True, check=False
+        )
+        assert (missing.returncode, "--wait" in missing.stderr) == (1, True)
+    answers.append((told("fleet", str(folder)), told("history", "moe", str(folder))))
+    for fleet_, history in answers:
+        assert [row["node"] for row in fleet_["lemons"]] == ["node-0002"]
+        assert [row["attempt"] for row in history["starts"] if row["slower"]] == [7]
+        worst = history["changed"]["stages"][0]
+        assert worst["max_s"] - worst["before_s"] == pytest.approx(150, abs=2)
+        assert worst["stage"].startswith("environment_setup")
+    for name in ("teams", "buckets", "stages", "lemons", "failures"):
+        assert answers[0][0][name] == answers[1][0][name]
+
+
+def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:
+    with running_service(tmp_path / "data") as service:
+        data = b"".join(Fleet(4, job="moe", killed_in={1: INSTALL}).lines())
+        assert service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0").status_code == 202
+        (row,) = service.rows(start, 1)
+        hist = [0] * CLASSES
+        hist[class_of(60.0)] = 20
+        moment = {"barrier": "process_group", "arrived": 3, "expected": 4,
+                  "missing": [{"node": "node-0001", "rank": -1, "stage": INSTALL, "seconds": 101.0}]}  # fmt: skip
+        with service.service.database.write() as connection:
+            connection.execute(start.update().values(state=OPEN))
+            connection.execute(live.update().values(moment=json.dumps(moment)))
+        known = Deadlines([Day(row.bucket, row.kind, row.cache_state, INSTALL, tuple(hist))])  # type: ignore[attr-defined]
+        with service.service.database.read() as connection:
+            (open_start,) = now(connection, known, "moe")
+            assert now(connection, known, "other") == []
+    assert open_start["line"].startswith("3 of 4 at process_group; missing: node-0001 (environment_setup.install, ")
+    assert [late["node"] for late in open_start["late"]] == ["node-0001"]
+
+
+@given(st.lists(st.floats(1, 1e4), min_size=5, max_size=20))
+def test_what_is_usual_lies_within_the_band(values: list[float]) -> None:
+    middle, limit = band(values)
+    assert min(values) <= middle <= max(values)
+    assert limit >= middle * 1.1 * (1 - 1e-9)
+
+
+def test_names_that_are_no_hosts_are_not_exported() -> None:
+    rows = [{"node": name} for name in ("node-1", HOSTILE, "-x", "a b", "node.2", "n\n3")]
+    assert exported(rows, "slurm") == "--exclude=node-1,node.2"
+    assert exported(rows, "kubernetes").count("kubectl") == 2
+    assert exported([{"node": HOSTILE}], "slurm") == ""
+
+
+def test_since() -> None:
+    assert since_day("7d", 20 * DAY_NS + 1) == 14
+    assert since_day("1970-01-03", 0) == 2
+    for wrong in ("", "7", "d7", "1970-13-01", "7d; x"):
+        with pytest.raises(UsageError):
+            since_day(wrong, 0)
