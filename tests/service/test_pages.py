@@ -80,8 +80,8 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     assert "sbatch --exclude" not in get(service, "/nodes").text
     now = get(service, "/api/v1/now").json()
     dead = next(one for one in now["starts"] if one["job"] == "dead")
-    assert dead["words"].startswith("2 of 3 at process_group")
-    assert dead["words"] in get(service, "/now").text
+    assert dead["line"].startswith("2 of 3 at process_group")
+    assert dead["line"] in get(service, "/now").text
 
 
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
@@ -44,6 +44,7 @@ _CHANCE: Final = 1e-3
 """Of any node on a list of lemons being there by bad luck."""
 _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
+_LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
 _SINCE = re.compile(r"([0-9]{1,4})([hdw])")
@@ -182,13 +183,11 @@ def _changed(connection: Connection, row: Mapping[str, Any], before: Sequence[Ma
 
 
 def learned(connection: Connection, today: int) -> Deadlines:
-    """What the last four weeks, without today, say of how long stages may take."""
+    """What the last four weeks say of how long stages may take."""
     names = questions.names(connection, stage)
     of = stage_day
-    where = (of.c.day >= today - LEARNED_DAYS, of.c.day < today)
-    rows = connection.execute(
-        select(of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id, of.c.hist99).where(*where)
-    )
+    columns = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id, of.c.hist99)
+    rows = connection.execute(select(*columns).where(of.c.day >= today - LEARNED_DAYS))
     return Deadlines(
         Day(row.bucket, row.kind, row.cache_state, names[row.stage_id], tuple(json.loads(row.hist99)))
         for row in rows
@@ -203,11 +202,7 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
         moment, late = row["moment"], []
         if moment:
             late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
-        told = [
-            {"node": one.node, "rank": one.rank, "stage": one.stage, "seconds": one.seconds, "limit_s": one.limit_s}
-            for one in late
-        ]
-        found.append({**row, "late": told, "line": words(moment, late) if moment else ""})
+        found.append({**row, "late": [asdict(one) for one in late], "line": words(moment, late) if moment else ""})
     return found
 
 
@@ -216,14 +211,13 @@ class OverTime:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._learned: tuple[int, Deadlines] | None = None
+        self._learned = (float("-inf"), Deadlines(()))
 
     def deadlines(self) -> Deadlines:
-        """Those of today; learned once a day."""
-        today = day_of(time.time_ns())
-        if self._learned is None or self._learned[0] != today:
+        """Those of now, learned every few minutes."""
+        if time.monotonic() - self._learned[0] > _LEARN_EVERY_S:
             with self._database.read() as connection:
-                self._learned = today, learned(connection, today)
+                self._learned = time.monotonic(), learned(connection, day_of(time.time_ns()))
         return self._learned[1]
 
     def routes(self) -> list[Route]:

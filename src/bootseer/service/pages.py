@@ -8,10 +8,8 @@ allows no script but our own file.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
@@ -38,8 +36,7 @@ from bootseer.report.render.html_text import raw
 from bootseer.service import questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
-from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
-from bootseer.service.over_time import exported, lemons
+from bootseer.service.over_time import exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.units import S_PER_H, format_bytes, format_seconds
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
 _SINCE: Final = {"1d": 1, "7d": 7, "30d": 30, "90d": 90, "365d": 365}
 _KINDS: Final = ("full", "hot_update", "restart")
 _ROWS: Final = 100
-_LEARN_EVERY_S: Final = 300.0
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
 """A line for readers that nothing has changed for, so that they and what lies between know the connection."""
@@ -77,7 +73,6 @@ class Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._learned: tuple[float, Deadlines] = (float("-inf"), Deadlines(()))
         self._changes = 0
         self._templates = Environment(
             loader=PackageLoader("bootseer.service"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -155,16 +150,8 @@ class Pages:
         }
 
     def _now(self, connection: Connection, request: Request) -> Answer:
-        deadlines, team = self._deadlines(connection), _grant(request).team
-        found = []
-        for row in questions.open_starts(connection):
-            if team and row["team"] != team:
-                continue
-            moment = row["moment"]
-            number = row.pop("bucket_number")
-            late = deadlines.late(moment, number, row["kind"], row["cache_state"]) if moment else []
-            found.append({**row, "late": [asdict(one) for one in late], "words": words(moment, late) if moment else ""})
-        return {"starts": found, "at_ns": time.time_ns()}
+        team, open_starts = _grant(request).team, now(connection, self._service.over_time.deadlines())
+        return {"starts": [row for row in open_starts if team in ("", row["team"])], "at_ns": time.time_ns()}
 
     def _job(self, connection: Connection, request: Request) -> Answer:
         job = request.path_params["job"]
@@ -235,17 +222,6 @@ class Pages:
         offset = _number(request, "offset", 0, 1 << 31)
         limit = _number(request, "limit", _ROWS, 1000)
         return {**chosen, "starts": questions.starts(connection, where, limit=limit, offset=offset)}
-
-    def _deadlines(self, connection: Connection) -> Deadlines:
-        at_s, found = self._learned
-        if time.monotonic() - at_s > _LEARN_EVERY_S:
-            of, stage = schema.stage_day, schema.stage
-            columns = (of.c.bucket, of.c.kind, of.c.cache_state, stage.c.name, of.c.hist99)
-            since = of.c.day >= day_of(time.time_ns()) - LEARNED_DAYS
-            rows = connection.execute(select(*columns).join_from(of, stage, stage.c.id == of.c.stage_id).where(since))
-            found = Deadlines(Day(*row[:4], tuple(json.loads(row[4]))) for row in rows)
-            self._learned = (time.monotonic(), found)
-        return found
 
     # How they are answered.
 
