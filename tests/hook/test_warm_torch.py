@@ -13,7 +13,7 @@ from hook.test_hook import TORCHRUN, needs_torch
 
 pytestmark = needs_torch
 _JOB = """
-import os, sys
+import gc, os, sys
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +44,10 @@ def main():
         for (batch,) in DataLoader(data, batch_size=24, num_workers=1, shuffle=True, multiprocessing_context="spawn"):
             tell("spawned", batch.sum().item().hex())
     tell("folders", os.path.basename(os.getcwd()), sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]))
+    # As the last owner of the process group, the model would wait for gloo's thread with the interpreter's lock held, and
+    # that thread for the lock.
+    del model, optimizer, loss
+    gc.collect()
     dist.destroy_process_group()
 
 if __name__ == "__main__":
