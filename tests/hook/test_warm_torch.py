@@ -44,8 +44,8 @@ def main():
         for (batch,) in DataLoader(data, batch_size=24, num_workers=1, shuffle=True, multiprocessing_context="spawn"):
             tell("spawned", batch.sum().item().hex())
     tell("folders", os.path.basename(os.getcwd()), sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]))
-    # As the last owner of the process group, the model would wait for gloo's thread with the interpreter's lock held, and
-    # that thread for the lock.
+    # As the last owner of the process group, the model would wait for gloo's thread with the interpreter's lock held,
+    # and that thread for the lock.
     del model, optimizer, loss
     gc.collect()
     dist.destroy_process_group()
