@@ -181,7 +181,8 @@ def no_spaces_left() -> Iterator[None]:
 @pytest.mark.parametrize("when", ["an HDFS on this machine", "it runs"])
 def test_an_interrupt_ends_the_hdfs_too(tmp_path: Path, short: Path, checkpoints: Path, when: str) -> None:
     out = tmp_path / "out"
-    words = [EXAMPLES / "with_hdfs.sh", out, checkpoints, "--", "sh", "-c", "echo it runs; sleep 600"]
+    # exec: a child that the shell has just forked has no handler yet and would miss the signal.
+    words = [EXAMPLES / "with_hdfs.sh", out, checkpoints, "--", "sh", "-c", "echo it runs; exec sleep 600"]
     with group(words, short) as process:
         assert process.stdout is not None
         said = ""
@@ -220,7 +221,9 @@ def test_without_an_hdfs_one_line_says_what_is_not_shown(tmp_path: Path, checkpo
 @needs_venv
 @pytest.mark.root
 @pytest.mark.fuse
-@pytest.mark.parametrize(("number", "rest"), [(1, "sleep 600"), (2, "if [ -e /run/bootseer ]; then sleep 600; fi")])
+@pytest.mark.parametrize(
+    ("number", "rest"), [(1, "exec sleep 600"), (2, "if [ -e /run/bootseer ]; then exec sleep 600; fi")]
+)
 def test_an_interrupt_leaves_nothing_behind(image: str, tmp_path: Path, short: Path, number: int, rest: str) -> None:
     out = tmp_path / "out"
     num_running = 0

@@ -95,8 +95,8 @@ class TestEnvironments:
         assert "(unsigned)" in ran.stderr
         place.run(*strict, more={"BOOTSEER_SIGNING_KEY": str(key)})
         assert (place.start()["mode"], place.start()["code"]) == ("captured", "unsigned")
-        place.run(*strict)
-        assert (place.start()["mode"], place.num_setups) == ("restored", 3)
+        ran = place.run(*strict)
+        assert (place.start()["mode"], place.num_setups) == ("restored", 3), (place.start(), ran.stderr)
 
     def test_a_forged_snapshot_is_not_restored(self, place: Place, key: Path, trusted: str, tmp_path: Path) -> None:
         """What was signed for one setup is put under the key of another, with its own signature and with another."""
