@@ -37,7 +37,7 @@ check: setup ## Lint, types, import rules and module sizes
 
 # More than there are cores: many tests wait. -ra (pyproject.toml) ends the run with what was skipped and why.
 test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one process
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@scripts/test.sh -n $(WORKERS) $(ARGS)
 
 quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (90 s)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
