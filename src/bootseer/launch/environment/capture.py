@@ -246,12 +246,13 @@ class _Judge:
     def publication(self, decision: Decision, division: Division) -> Publication:
         """The snapshot that is to be made of it."""
         unknown = self._unaccounted(self.changes) if self.reads.complete else ()
-        pid_files = {path for daemon in self.daemons for path in daemon.pid_files}
+        # What daemons write at each start: it would be in the next restore's way.
+        theirs = {path for daemon in self.daemons for path in (*daemon.pid_files, daemon.output)}
         trust, unaccounted_for = trust_of(self.reads, unknown)
         return Publication(
             key=self._key,
             decision=decision,
-            changes=[change for change in self.changes if change.path not in pid_files],
+            changes=[change for change in self.changes if change.path not in theirs],
             root=self._view.root,
             division=division,
             done=self.done,

@@ -39,7 +39,9 @@ _SETTLED_S = 0.1
 """So long must one run that nothing else shows to be ready."""
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 20.0, 600.0
 _GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL; `Background.stop` waits longer."""
+"""Between SIGTERM and SIGKILL."""
+_END_S = 60.0
+"""For all of that on a busy node: without its keeper nothing would end them."""
 _MAX_WHY = 4096
 _NOT_STARTED = 127
 # By Python or by `background`; a daemon finds them as the setup's did.
@@ -97,7 +99,7 @@ class Relaunched:
 
     def close(self) -> None:
         """End them, and what they started."""
-        self._background.stop()
+        self._background.stop(_END_S)
 
 
 def mark(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
@@ -240,6 +242,8 @@ def _become(one: _Start, uid: int, report: int) -> NoReturn:
                 os.setgroups([daemon.gid])
             os.setgid(daemon.gid)
             os.setuid(daemon.uid)
+        # Behind the change of rights, where the kernel forgets it.
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
         for path in (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /"))):
             # No snapshot keeps these folders.
             if path.startswith(tuple(f"{folder}/" for folder in PASSING)):
