@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from bootseer.env.document import Daemon
-from bootseer.env.processes import listening, pid_in
+from bootseer.env.processes import listening, pid_in, processes, sockets_of
 from bootseer.launch.environment.daemons import Relaunched
 from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.environment.view import NotShown
@@ -70,8 +71,6 @@ class Daemons:
         self.port, self.slow = free_ports(2)
         self.at = place.outside / "agent" / "socket"
         self.pid_file = place.outside / "agent" / "server.pid"
-        self.none = place.outside / "none"
-        """Where this is, the setup starts nothing."""
         # Not in the setup's text: what that names and is there counts as its input.
         places = {"AT": str(self.at), "PID_FILE": str(self.pid_file), "PORT": self.port, "SLOW": self.slow}
         text = "".join(f"{name} = {value!r}\n" for name, value in places.items())
@@ -79,7 +78,6 @@ class Daemons:
         place.write("ask.py", text + ASK)
         place.outside.mkdir(parents=True)
         self.script = place.counting_script(
-            f"[ ! -e {self.none} ] || exit 0\n"
             f"mkdir -p {self.at.parent}\n"
             "SAYS=hello python server.py unix </dev/null >/dev/null 2>&1 &\n"
             f"python server.py daemon {self.port} </dev/null >~/agent.out 2>&1\n"
@@ -92,6 +90,16 @@ class Daemons:
     @property
     def addresses(self) -> set[str]:
         return {f"unix {self.at}", f"tcp 127.0.0.1:{self.port}", f"tcp 127.0.0.1:{self.slow}"}
+
+    def end(self) -> None:
+        """End what a setup left whose start notes nothing."""
+        waiting = {number for number, address in listening().items() if address in self.addresses}
+        for pid in processes():
+            if waiting & sockets_of((pid,)):
+                os.kill(pid, signal.SIGKILL)
+        awaited(lambda: self.addresses.isdisjoint({*listening().values()}))
+        self.at.unlink()
+        self.pid_file.unlink()
 
     def gone(self) -> bool:
         """Whether nothing listens any more and nothing is in the next one's way."""
@@ -138,15 +146,14 @@ def test_what_a_setup_leaves_running_is_started_again_on_another_node(place: Pla
 def test_what_cannot_be_started_again_makes_the_setup_run(place: Place) -> None:
     daemons = Daemons(place)
     place.run(*daemons.ask)
-    daemons.none.touch()
-    daemons.pid_file.write_text("4194304\n")
     stale = f"{daemons.pid_file}, the pid file of python, is there already and is stale"
     for number, (why, *more) in enumerate(((stale,), ("does not want them", "--env-daemons", "refuse")), 2):
+        daemons.pid_file.write_text("4194304\n")  # no process has this number
         ran = place.run(*more, *daemons.words, "true")
         assert why in ran.stderr
         assert (place.start()["mode"], place.start()["code"]) == ("installed", "daemons")
         assert place.num_setups == number
-        assert {*listening().values()}.isdisjoint(daemons.addresses)
+        daemons.end()
 
 
 DAEMON = Daemon(
