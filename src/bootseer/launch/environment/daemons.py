@@ -272,11 +272,13 @@ def _bring_up(starts: Sequence[_Start], deadline_s: float, uid: int, tell: Tell)
     """Until all are ready. Raises `PermanentError`."""
     until = time.monotonic() + deadline_s
     while not all(one.ready for one in starts):
+        # In this order: how those have ended that the first no longer shows.
+        family = below(os.getpid(), processes())
         ended = dict(_ended())
         for one in starts:
             if one.pid in ended:
                 one.ended = _how(one, ended[one.pid])
-        family, waiting = below(os.getpid(), processes()), listening()
+        waiting = listening()
         own = {waiting[number] for number in sockets_of(family) & waiting.keys()}
         for number, one in enumerate(starts):
             if not one.ready and not one.ended and _is_ready(one, family, own):
