@@ -106,6 +106,8 @@ class Ticket:
     error: BootseerError | None = None
     node: str = ""
     """The DataNode that served its latest piece."""
+    extensions: int = 0
+    """How often its deadline was put off, because what is read before it came."""
 
     def cut(self, piece_bytes: int) -> None:
         """Make its pieces."""
@@ -272,6 +274,8 @@ class NodeQueue:
         """A block that it has, to probe it with."""
         self.bytes = self.requests = self.failures = 0
         self.seconds = 0.0
+        self.served_s = -math.inf
+        """When bytes came last."""
         self._urgent: deque[Piece] = deque()
         self._later: deque[Piece] = deque()
         self._by_start: dict[tuple[int, int, bool, bool], Piece] = {}
@@ -402,10 +406,14 @@ class Deadlines:
     def add(self, ticket: Ticket, now_s: float) -> None:
         """A ticket begins."""
         self._num_open += 1
-        heapq.heappush(self._until, (now_s + ticket.deadline_s, next(self._numbers), ticket))
+        self.extend(ticket, now_s)
         if len(self._until) > 2 * self._num_open + _MANY:
             self._until = [entry for entry in self._until if entry[2].num_left]
             heapq.heapify(self._until)
+
+    def extend(self, ticket: Ticket, now_s: float) -> None:
+        """From now on it has all of its time."""
+        heapq.heappush(self._until, (now_s + ticket.deadline_s, next(self._numbers), ticket))
 
     def ended(self) -> None:
         """One of them has ended: its `num_left` is 0."""
