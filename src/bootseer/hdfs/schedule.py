@@ -38,9 +38,6 @@ _NO_REPLICA_S: Final = 10.0
 """For so long no DataNode is expected to have a block that none had when the NameNode was asked."""
 _WORTH_S: Final = 0.1
 """Another DataNode must be so much earlier, that a request is taken away from one that serves it."""
-_MAX_EXTENSIONS: Final = 4
-"""A read that waits for a slow link, not for a silent DataNode, has so many times its deadline more: 64 MiB under way
-at 400 KB/s, a small share of an origin's link, take three minutes."""
 _ANSWER_HOLDS_S: Final = 1.0
 """A NameNode that was just asked for a file knows nothing new."""
 
@@ -265,25 +262,12 @@ class Schedule:
     def tick(self, now_s: float) -> None:
         """What only time brings about. To be called ten times a second while there are pieces."""
         for ticket in self._deadlines.over(now_s):
-            if ticket.extensions < _MAX_EXTENSIONS and self._advances(ticket, now_s):
-                ticket.extensions += 1
-                self._deadlines.extend(ticket, now_s)
-            else:
+            if not self._deadlines.extended(ticket, now_s, now_s - self._settings.reconnect_s):
                 self.fail(ticket, overrun(ticket), at_once=True)
         self.queues.poke_all()
         for run in list(self.runs):
             if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:
                 self._relieve(run, now_s)
-
-    def _advances(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether all that it lacks is on DataNodes that send: their link is slow, or what is read before is much."""
-        since_s = now_s - self._settings.reconnect_s
-        for piece in ticket.pieces:
-            if piece.state is not State.ENDED:
-                queues = [piece.run.queue] if piece.run is not None else piece.queues
-                if not any(queue.served_s >= since_s for queue in queues):
-                    return False
-        return True
 
     def delay_s(self, source: HdfsSource, offset: int, length: int, now_s: float) -> float:
         """Seconds until a range would be here if it was asked for now; infinity when no DataNode is expected to give
