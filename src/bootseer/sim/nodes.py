@@ -32,28 +32,18 @@ Think = tuple[float, int, Sequence[int]]
 """Seconds of computing, then a read of blocks of a file."""
 
 
-@dataclass(frozen=True, slots=True)
 class BlockFile:
     """A file in blocks of one size, all compressed equally well. A `Geometry`."""
 
-    identity: str
-    num_blocks: int
-    block_bytes: int
-    ratio: float = 1.0
-    """Bytes in the store for each of the file."""
-
-    @property
-    def stored_block_bytes(self) -> int:
-        return max(int(self.block_bytes * self.ratio), 1)
-
-    @property
-    def stripes(self) -> Sequence[Stripe]:
-        return (Stripe("stripe", self.num_blocks * self.stored_block_bytes),)
-
-    def place(self, block: int, /) -> Place:
-        """See `Geometry.place`."""
-        size = self.stored_block_bytes
-        return Place(0, block * size, size, ZSTD)
+    def __init__(self, identity: str, num_blocks: int, block_bytes: int, ratio: float = 1.0) -> None:
+        """`ratio`: bytes in the store for each of the file."""
+        self.identity = identity
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.stored_block_bytes = size = max(int(block_bytes * ratio), 1)
+        self.stripes = (Stripe("stripe", num_blocks * size),)
+        self._places = [Place(0, block * size, size, ZSTD) for block in range(num_blocks)]
+        self.place = self._places.__getitem__
 
 
 class Store:
@@ -96,7 +86,6 @@ class Guards:
     patience: bool = True
     """Whether an owner that fills counts as alive. Without, a request is given up after 0.5 s and any node may ask the
     store."""
-    hot_first: bool = True
 
 
 @dataclass
@@ -173,10 +162,10 @@ class Job:
         members = [Peer(node.name, ("",), racks.get(id(node.rack), "")) for node in nodes]
         for at, node in enumerate(nodes):
             own = Members(members, node.name) if peers else None
-            node.loaders = [Loader(self, node, own, settings, Random(f"{seed}/{at}").random)]
+            node.loaders = [Loader(self, node, own, settings, Random(f"{seed}/{at}").random)]  # noqa: S311
             if own is not None:
                 fills = replace(settings, max_hedges=0)
-                node.service = Loader(self, node, own, fills, Random(f"{seed}/{at}/s").random, is_service=True)
+                node.service = Loader(self, node, own, fills, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
                 node.loaders.append(node.service)
 
     @property
@@ -193,23 +182,24 @@ class Job:
 class _Routes:
     """The routes of one file, as one process has them: `fetch.routed.Routes`."""
 
-    def __init__(self, loader: Loader, file: BlockFile, levels: frozenset[Level]) -> None:
+    def __init__(self, loader: Loader, members: Members, file: BlockFile, levels: frozenset[Level]) -> None:
         self._loader = loader
+        self._members = members
         self._identity = file.identity
-        self._levels = levels
+        self._levels = levels if len(levels) < len(Level) else None
         self.run_blocks = max(run_bytes(file.num_blocks * file.block_bytes) // file.block_bytes, 1)
 
     @property
     def turn(self) -> float:
-        members = self._loader.members
-        return members.index / max(len(members.peers), 1) if members is not None else 0.0
+        return self._members.index / max(len(self._members.peers), 1)
 
     def route(self, block: int, now: float) -> Route:
         loader = self._loader
-        assert loader.members is not None
         absent = loader.health.absent(now, self._identity)
-        route = loader.members.route(self._identity, block // self.run_blocks, absent)
-        steps = tuple(step for step in route.steps if step.level in self._levels)
+        route = self._members.route(self._identity, block // self.run_blocks, absent)
+        if self._levels is None and loader.job.guards.patience:
+            return route
+        steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
         return Route(steps, route.may_ask_origin or not loader.job.guards.patience)
 
 
@@ -238,7 +228,7 @@ class Loader:
         *,
         is_service: bool = False,
     ) -> None:
-        self.job, self.node, self.members = job, node, members
+        self.job, self.node = job, node
         self.health = Health()
         self.scheduler = RoutedScheduler(settings, jitter)
         self._engine = job.engine
@@ -252,7 +242,7 @@ class Loader:
                 if members is None or (is_service and at == 0):
                     self.scheduler.add(file, STORE)
                 else:
-                    self.scheduler.add(file, "peers", STORE, routes=_Routes(self, file, levels))
+                    self.scheduler.add(file, "peers", STORE, routes=_Routes(self, members, file, levels))
 
     # What readers want
 
@@ -374,7 +364,7 @@ class Loader:
         request.asked = asked = self.health.asked(peer.name, self._engine.now, num_bytes)
 
         def connected() -> None:
-            if request.over or not peer.alive:
+            if request.over or not peer.alive or peer.service is None:
                 return
             self.health.connected(asked, self._engine.now)
             missing = [block for block in request.mine if (file_number, block) not in peer.here]
@@ -382,7 +372,6 @@ class Loader:
                 send()
                 return
             request.fills = True
-            assert peer.service is not None
             at = file_number + (self._num_files if step.level is Level.RACK else 0)
             peer.service.read(at, missing, send)
 
@@ -396,9 +385,7 @@ class Loader:
             self.health.filling(asked, self._engine.now)
             peer.sent_bytes += num_bytes
             request.known_left = num_bytes
-            request.flow = self._engine.start(
-                self.node.way_from(peer), num_bytes, lambda: self._arrived(request)
-            )
+            request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._arrived(request))
 
         self._engine.after(self.job.latency_s, connected)
         self._engine.after(_FILLS_EVERY_S, lambda: self._look(request, peer))

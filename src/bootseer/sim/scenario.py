@@ -25,7 +25,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="keb
     pass
 
 
-class Links(_Part):
+class Links(_Part, frozen=True):
     """Speeds of links, each in both directions."""
 
     node_gbit: _Positive = 25.0
@@ -44,7 +44,7 @@ class Links(_Part):
     """Of the package index."""
 
 
-class Processors(_Part):
+class Processors(_Part, frozen=True):
     """Of one node, for its start."""
 
     load_mb_s: _Positive = 1000.0
@@ -53,7 +53,7 @@ class Processors(_Part):
     """The same by a runtime that unpacks one layer after the other."""
 
 
-class Image(_Part):
+class Image(_Part, frozen=True):
     """The job's image, as the registry stores it."""
 
     gb: _Positive
@@ -65,7 +65,7 @@ class Image(_Part):
     """A mount, or a container of an image that is there."""
 
 
-class Environment(_Part):
+class Environment(_Part, frozen=True):
     """What the job installs before it starts."""
 
     install_s: _NotNegative
@@ -81,7 +81,7 @@ class Environment(_Part):
     """... for so long."""
 
 
-class Checkpoint(_Part):
+class Checkpoint(_Part, frozen=True):
     """What the nodes read before they train."""
 
     gb: _NotNegative
@@ -93,7 +93,7 @@ class Checkpoint(_Part):
     """Of a striped read, for each node."""
 
 
-class Rest(_Part):
+class Rest(_Part, frozen=True):
     """What BootSeer does not change."""
 
     import_s: _NotNegative = 15.0
@@ -104,7 +104,7 @@ class Rest(_Part):
     """Before the first stage, once for the job."""
 
 
-class Noise(_Part):
+class Noise(_Part, frozen=True):
     """How nodes differ."""
 
     sigma: _NotNegative = 0.08
@@ -114,7 +114,7 @@ class Noise(_Part):
     slow_factor: Annotated[float, Meta(ge=1, le=1000)] = 1.5
 
 
-class Fault(_Part):
+class Fault(_Part, frozen=True):
     """What happens to a node during the start."""
 
     node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
@@ -123,7 +123,7 @@ class Fault(_Part):
     """Its upload from then on; 0: it answers other nodes no more."""
 
 
-class Scenario(_Part):
+class Scenario(_Part, frozen=True):
     """A cluster, and a job on different numbers of its nodes."""
 
     name: str

@@ -7,15 +7,14 @@ streams as a read has stripes; the choice of DataNodes is not simulated. Install
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from random import Random
 from statistics import median
 from typing import Any, Final
 
-from bootseer.errors import BootseerError
 from bootseer.sim.engine import Engine, Link
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
 from bootseer.sim.scenario import Scenario
@@ -85,10 +84,10 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Without the spans."""
-        ready = [spans[-1][2] for spans in self.spans.values()]
+        ready = [spans[-2][2] for spans in self.spans.values()]
         return {
             "arm": self.arm, "nodes": self.nodes, "seed": self.seed, "parameters": self.digest,
-            "startup_s": round(self.began_s, 3), "median_node_s": round(median(ready), 3), "stages": self.stages(),
+            "startup_s": round(self.began_s, 3), "median_ready_s": round(median(ready), 3), "stages": self.stages(),
             "registry_gb": round(self.registry_bytes / 1e9, 3), "peer_gb": round(self.peer_bytes / 1e9, 3),
             "asked_peers": self.asked, "late": self.late,
         }  # fmt: skip
@@ -97,6 +96,7 @@ class Outcome:
         """The lines that such a start would have written."""
         number = 0
         for node, spans in self.spans.items():
+
             def event(at_s: float, stage: str, phase: str, span: int, node: str = node, **more: Any) -> Event:
                 return Event(_EPOCH_NS + int(at_s * 1e9), int(at_s * 1e9) + 10**9, job, node, stage, phase,
                              f"{span:016x}", **more)  # fmt: skip
@@ -121,9 +121,7 @@ class _Start:
         self._engine = engine = Engine(_QUANTUM_S)
         links, image, environment = scenario.links, scenario.image, scenario.environment
         self._index = engine.link("index", links.index_gbit * _GBIT)
-        self._datanodes = [
-            engine.link(f"datanode{at}", links.datanode_gbit * _GBIT) for at in range(links.datanodes)
-        ]
+        self._datanodes = [engine.link(f"datanode{at}", links.datanode_gbit * _GBIT) for at in range(links.datanodes)]
         store = Store(engine, links.registry_gbit * _GBIT, links.registry_latency_ms / 1e3,
                       links.registry_requests_per_s)  # fmt: skip
         self._nodes = list(self._make_nodes(num_nodes))
@@ -131,7 +129,8 @@ class _Start:
             _file("image", image.gb * 1e9, image.ratio),
             _file("environment", environment.gb * 1e9, image.ratio),
         ]
-        self._hot = [_hot(file.num_blocks, part.hot_share) for file, part in zip(files, (image, environment), strict=True)]
+        shares = (image.hot_share, environment.hot_share)
+        self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
         self._job = Job(engine, store, self._nodes, files, peers=self._techniques.peers and num_nodes > 1, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
         self._left = num_nodes
@@ -141,19 +140,23 @@ class _Start:
 
     def _make_nodes(self, num_nodes: int) -> Iterator[Node]:
         links, engine = self._scenario.links, self._engine
-        load_mb_s = self._scenario.processors.load_mb_s if self._techniques.image else self._scenario.processors.unpack_mb_s
+        load_mb_s = (
+            self._scenario.processors.load_mb_s if self._techniques.image else self._scenario.processors.unpack_mb_s
+        )
         racks: list[Rack] = []
         for at in range(num_nodes):
             if links.rack_nodes and num_nodes > links.rack_nodes and at % links.rack_nodes == 0:
                 rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
-                racks.append(Rack(engine.link(f"rack{len(racks)} up", rate), engine.link(f"rack{len(racks)} down", rate)))
+                racks.append(
+                    Rack(engine.link(f"rack{len(racks)} up", rate), engine.link(f"rack{len(racks)} down", rate))
+                )
             name, rate = f"node-{at:04d}", links.node_gbit * _GBIT
             yield Node(engine, name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
                        engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
         for at, node in enumerate(self._nodes):
-            _NodeStart(self, at, node, Random(f"{self._outcome.seed}/{at}"))
+            _NodeStart(self, at, node, Random(f"{self._outcome.seed}/{at}"))  # noqa: S311
         self._engine.run()
         outcome, job = self._outcome, self._job
         outcome.registry_bytes = job.store_bytes
@@ -168,7 +171,7 @@ class _Start:
             rest, ranks = self._scenario.rest, len(self._nodes) * self._scenario.gpus_per_node
             connect_s = rest.connect_s + rest.connect_s_per_1000_ranks * ranks / 1000
             for spans in self._outcome.spans.values():
-                spans.append(("connection_setup", spans[-1][2], self._engine.now + connect_s))
+                spans.append(("connection_setup", self._engine.now, self._engine.now + connect_s))
             self._outcome.began_s = self._engine.now + connect_s
             self._engine.halt()
 
@@ -268,7 +271,7 @@ def _file(name: str, stored_bytes: float, ratio: float) -> BlockFile:
 def _hot(num_blocks: int, share: float) -> Sequence[int]:
     """What starts read, in their order: spread over the whole file."""
     blocks = list(range(num_blocks))
-    Random(0).shuffle(blocks)
+    Random(0).shuffle(blocks)  # noqa: S311
     return blocks[: max(round(share * num_blocks), 1)]
 
 
