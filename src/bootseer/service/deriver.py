@@ -189,6 +189,10 @@ class Deriver:
                     _LOG.warning("nothing is derived: %s", error)
                 self.problem = str(error)
                 self._ended.wait(_LEAST_S)
+            except Exception as error:  # a server of workers that was killed, for one: the next look may do
+                _LOG.exception("nothing is derived")
+                self.problem = f"{type(error).__name__}: {error}"
+                self._ended.wait(_LEAST_S)
             self._woken.wait(_LOOK_EVERY_S)
             self._woken.clear()
 

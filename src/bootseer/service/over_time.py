@@ -7,18 +7,20 @@ pages have the same.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
 
+import anyio
+import anyio.to_thread
 from sqlalchemy import Connection, func, select
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -46,6 +48,8 @@ _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
 _LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
+_THREADS: Final = 4
+"""More would wait for each other's interpreter lock, and keep batches waiting."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
 _SINCE = re.compile(r"([0-9]{1,4})([hdw])")
 
@@ -206,11 +210,50 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
     return found
 
 
+@dataclass(slots=True)
+class _Asked:
+    """An answer that is being made, or was made last."""
+
+    lock: asyncio.Lock
+    users: int = 0
+    began_s: float = float("-inf")
+    answer: Response | None = None
+
+
+class Answers:
+    """Makes answers in a few threads, once for all that ask for the same at a time: an answer that was begun after a
+    request came is as new as one of its own. So what 200 readers cost is bounded by what one answer costs.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, str, str], _Asked] = {}
+        self._threads: anyio.CapacityLimiter | None = None
+
+    async def of(self, request: Request, make: Callable[[Request], Response]) -> Response:
+        """What `make` answers to the request, or has answered to the same one."""
+        came_s = time.monotonic()
+        self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
+        key = (request.url.path, request.url.query, request.state.grant.team)
+        asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
+        asked.users += 1
+        try:
+            async with asked.lock:
+                if asked.answer is None or asked.began_s < came_s:
+                    asked.began_s = time.monotonic()
+                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                return asked.answer
+        finally:
+            asked.users -= 1
+            if not asked.users:
+                del self._asked[key]
+
+
 class OverTime:
     """The same as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below `ADDRESS`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, answers: Answers | None = None) -> None:
         self._database = database
+        self._answers = answers or Answers()
         self._learned = (float("-inf"), Deadlines(()))
 
     def deadlines(self) -> Deadlines:
@@ -245,17 +288,20 @@ class OverTime:
             with self._database.read() as connection:
                 return {"schema": f"bootseer.{name}/1", "now_ns": now_ns, **answer(connection, asked, now_ns)}
 
-        async def endpoint(request: Request) -> Response:
+        def endpoint(request: Request) -> Response:
             try:
                 team = request.state.grant.team  # a token of a team reads that team's starts
                 asked = {**request.query_params, **({"team": team} if team else {})}
-                return JSONResponse(await run_in_threadpool(found, asked))
+                return JSONResponse(found(asked))
             except UsageError as error:
                 return JSONResponse({"error": str(error)}, 400)
             except TransientError as error:
                 return JSONResponse({"error": str(error)}, 503, {"retry-after": "5"})
 
-        return endpoint
+        async def shared(request: Request) -> Response:
+            return await self._answers.of(request, endpoint)
+
+        return shared
 
 
 def _filter(asked: Mapping[str, str], now_ns: int, since: str = "28d") -> Filter:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
+from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, literal, select
 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.verdict import BUCKETS
@@ -35,7 +35,7 @@ from bootseer.service.schema import (
     storage_day,
     technique_start,
 )
-from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.service.upkeep import CLASSES, class_of, quantile_s
 from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S
 
@@ -56,19 +56,28 @@ class Filter:
     job: str | None = None
     bucket: int | None = None
     kind: str | None = None
+    words: str = ""
+    """In the names of jobs; upper and lower case are the same."""
 
     def of(self, table: Table) -> list[ColumnElement[bool]]:
         """The conditions that this table's columns know."""
-        wanted = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
-        known = [table.c[name] == value for name, value in wanted.items() if value is not None and name in table.c]
+        known = [table.c[name] == value for name, value in self._wanted() if name in table.c]
+        if self.words and "job" in table.c:
+            known.append(table.c.job.icontains(self.words, autoescape=True))
         return [table.c.day >= self.since_day, table.c.day <= self.until_day, *known]
+
+    def needs_starts(self, table: Table) -> bool:
+        """Whether a condition is about the start that a row of this table belongs to."""
+        return any(name not in table.c for name, _ in self._wanted()) or bool(self.words)
+
+    def _wanted(self) -> list[tuple[str, str | int]]:
+        named = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
+        return [(name, value) for name, value in named.items() if value is not None]
 
     def before(self) -> Filter:
         """The same for as many days before."""
         days = self.until_day - self.since_day + 1
-        return Filter(
-            self.since_day - days, self.since_day - 1, self.team, self.queue, self.job, self.bucket, self.kind
-        )
+        return replace(self, since_day=self.since_day - days, until_day=self.since_day - 1)
 
 
 def bucket_name(number: int) -> str:
@@ -99,16 +108,26 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
 
 def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> Rows:
     """2. What each stage costs, by scale: medians over nodes at 50 and 95 % of the starts, and the sums."""
-    key = [stage_day.c.bucket, stage_day.c.stage_id] if by_bucket else [stage_day.c.stage_id]
-    columns = (*key, stage_day.c.n, stage_day.c.work_s, stage_day.c.wait_s, stage_day.c.gpu_s, stage_day.c.cost)
+    # The sums of days know no teams, queues and jobs: those are summed from the rows of starts.
+    of = stage_start if where.needs_starts(stage_day) else stage_day
+    key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
     known, summed = names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
     sums: dict[tuple[int, ...], dict[str, Any]] = {}
-    for row in connection.execute(select(*columns, stage_day.c.hist).where(*where.of(stage_day))):
+    if of is stage_day:
+        rows = connection.execute(select(*key, *(of.c[name] for name in summed), of.c.hist).where(*where.of(of)))
+    else:
+        each = select(*key, literal(1), *(func.coalesce(of.c[name], 0.0) for name in summed[1:]), of.c.median_s)
+        rows = connection.execute(each.join_from(of, start).where(*where.of(start)))
+    for row in rows:
         group = tuple(row[: len(key)])
         total = sums.setdefault(group, {**dict.fromkeys(summed, 0), "hist": [0] * CLASSES})
-        for name in summed:
-            total[name] += getattr(row, name)
-        total["hist"] = [a + b for a, b in zip(total["hist"], json.loads(row.hist), strict=True)]
+        for name, value in zip(summed, row[len(key) : -1], strict=True):
+            total[name] += value
+        hist = total["hist"]
+        if of is stage_day:
+            total["hist"] = [a + b for a, b in zip(hist, json.loads(row[-1]), strict=True)]
+        elif row[-1] is not None:
+            hist[class_of(row[-1])] += 1
     found = []
     for group, total in sums.items():
         hist = total.pop("hist")
@@ -243,7 +262,10 @@ def caches(connection: Connection, where: Filter) -> Rows:
     longer starts of the same scale take that miss, by their medians."""
     of, names = technique_start, ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
     sums = [func.sum(of.c[name]).label(name) for name in names]
-    grouped = select(of.c.technique, *sums).where(*where.of(of)).group_by(of.c.technique).order_by(of.c.technique)
+    grouped = select(of.c.technique, *sums).group_by(of.c.technique).order_by(of.c.technique)
+    grouped = (
+        grouped.join_from(of, start).where(*where.of(start)) if where.needs_starts(of) else grouped.where(*where.of(of))
+    )
     stored = select(storage_day.c.technique, func.max(storage_day.c.stored_bytes).label("bytes"))
     stored = stored.where(*where.of(storage_day)).group_by(storage_day.c.technique)
     stored_bytes = {row.technique: int(row.bytes) for row in connection.execute(stored)}
@@ -269,7 +291,7 @@ def _miss_costs(connection: Connection, where: Filter, technique: str) -> float 
     of = technique_start
     each = select(start.c.bucket, of.c.misses, start.c.overhead_s).join_from(of, start)
     for number, misses, took_s in connection.execute(
-        each.where(*where.of(of), of.c.technique == technique, start.c.outcome == BEGAN)
+        each.where(*where.of(start), of.c.technique == technique, start.c.outcome == BEGAN)
     ):
         took[number, misses > 0].append(took_s)
     both = [(median(took[number, True]), median(took[number, False]), len(took[number, True]))
