@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bootseer.service.app import Settings
     from bootseer.service.database import Database
 
+_LEAST_TOKEN = 32
 _VERBS = {
     "reindex": ("serve", "Derive everything anew from the raw lines."),
     "prune": ("serve", "Forget what is old, and give its bytes back."),
@@ -65,9 +66,10 @@ def settings_of(data: Path | None, database: str | None, raw: str | None, **more
 
 def opened_database(data: Path | None, database: str | None, raw: str | None) -> Database:
     """The database at this place; its caller closes it."""
+    settings = settings_of(data, database, raw)
     from bootseer.service.database import Database
 
-    return Database.open(settings_of(data, database, raw).made().database_url)
+    return Database.open(settings.made().database_url)
 
 
 @click.group("serve", cls=Group, verbs=_VERBS, invoke_without_command=True)
@@ -199,18 +201,35 @@ def token_command() -> None:
 @click.option("--scope", type=click.Choice(["ingest", "read", "admin"]), required=True, help="What it allows.")
 @click.option("--team", default="", metavar="NAME", help="Whose jobs send with it.")
 @click.option("--note", default="", metavar="TEXT", help="What it is for.")
+@click.option("--from", "file", type=click.File(encoding="ascii", errors="replace"), metavar="FILE",
+              help="Take the token in this file instead; nothing changes where it is known.")  # fmt: skip
 @json_option("bootseer.token/1")
 def add_command(
-    data: Path | None, database: str | None, raw: str | None, scope: str, team: str, note: str, output: Output
+    data: Path | None,
+    database: str | None,
+    raw: str | None,
+    scope: str,
+    team: str,
+    note: str,
+    file: IO[str] | None,
+    output: Output,
 ) -> None:
     """Make a token and print it. It cannot be shown again: the database has its digest alone."""
+    given = file.read(4096).strip() if file is not None else ""
+    if file is not None and not (len(given) >= _LEAST_TOKEN and given.isprintable() and "\ufffd" not in given):
+        raise UsageError(
+            f"{file.name}: a token has at least {_LEAST_TOKEN} printable characters", hint="openssl rand -hex 32"
+        )
     place = opened_database(data, database, raw)
     from bootseer.service.access import Tokens
 
     try:
-        number, secret = Tokens(place).add(scope, team, note)
+        number, secret = Tokens(place).add(scope, team, note, given)
     finally:
         place.close()
+    if given:
+        output({"id": number, "scope": scope, "team": team}, f"token {number}, scope {scope}")
+        return
     if not output.as_json:
         sys.stderr.write(f"token {number}, scope {scope}; keep it, it is not shown again:\n")
     output({"id": number, "scope": scope, "team": team, "token": secret}, secret)

@@ -34,7 +34,7 @@ from bootseer.service.derive import Derived
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.metrics import Metrics
-from bootseer.service.over_time import OverTime
+from bootseer.service.over_time import Answers, OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
@@ -109,13 +109,15 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
+                name=str(settings.data),
                 on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
-            self.over_time = OverTime(self.database)
+            self.answers = Answers()
+            self.over_time = OverTime(self.database, self.answers)
             self.metrics = Metrics(self.database, self.over_time)
             self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
             self.pages = Pages(self)
