@@ -148,3 +148,89 @@ def test_pods_of_an_example_find_each_other_by_the_headless_service(name: str, t
         for pod in pods:
             said = pod.communicate("\n", timeout=_DEADLINE_S)
             assert (pod.returncode, "no peers" in said[1]) == (0, False), said
+
+
+def rendered(values: Document) -> list[Document]:
+    """What `helm template` makes of the chart, by Go's templates and Helm's functions as gotpl has them."""
+    from gotpl.exts.helm import HelmTemplateEngine
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    context = {
+        "Values": merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
+        "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
+        "Release": {"Name": "bootseer", "Namespace": "bootseer", "Service": "Helm"},
+    }
+    sources = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    texts = HelmTemplateEngine(sources, strict=True).render({name: context for name in sources if name[0] != "_"})
+    assert texts.pop("NOTES.txt").strip()
+    return [document for text in texts.values() for document in documents(text)]
+
+
+def merged(values: Document, given: Document) -> Document:
+    """As Helm merges: tables key by key, all else replaced."""
+    result = dict(values)
+    for key, value in given.items():
+        result[key] = merged(values.get(key, {}), value) if isinstance(value, dict) else value
+    return result
+
+
+def named(found: list[Document]) -> dict[str, Document]:
+    """Without what only the kustomizations or only the chart have."""
+    for document in found:
+        if document["kind"] != "RuntimeClass":
+            document["metadata"]["namespace"] = "bootseer"
+    text = re.sub(r'"imagePullPolicy": "\w+", |, "imagePullPolicy": "\w+"', "", json.dumps(found))
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in json.loads(text)}
+
+
+@pytest.mark.parametrize("database", ["", "bootseer-database"])
+def test_the_chart_makes_what_the_kustomizations_make(database: str) -> None:
+    service = "service-postgresql" if database else "service"
+    plain = [*kustomized("node"), *kustomized(service), *kustomized("monitoring")]
+    found = rendered({"service": {"databaseSecret": database}, "podMonitor": {"enabled": True}})
+    assert named(found) == named([each for each in plain if each["kind"] != "Namespace"])
+
+
+def test_the_charts_values_reach_the_manifests() -> None:
+    found = rendered({
+        "image": {"tag": "9"},
+        "imagePullSecrets": ["pull"],
+        "node": {
+            "remove": True,
+            "nodeSelector": {"gpu": "yes"},
+            "agent": {"port": 9000, "options": "--cache-limit 500g"},
+            "containerd": {"enabled": False, "restart": False, "baseRuntime": "nvidia"},
+        },
+        "service": {
+            "raw": "s3://b/p",
+            "tlsSecret": "tls",
+            "args": ["--workers=4"],
+            "env": [{"name": "A", "value": "b"}],
+            "volume": {"storageClass": "fast"},
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"operator": "Exists"}],
+        },
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "jobs": {"namespaces": ["a", "b"]},
+    })  # fmt: skip
+    for document in found:
+        if document["kind"] != "PodMonitor":
+            validated(document)
+    kinds = named([each for each in found if each["metadata"].get("namespace") not in ("a", "b")])
+    pod = kinds["DaemonSet/bootseer-node"]["spec"]["template"]["spec"]
+    assert {"--restart=no", "--base-runtime=nvidia", "--no-containerd", "--remove"} <= set(pod["containers"][0]["args"])
+    assert pod["containers"][0]["env"][0]["value"] == "--listen 0.0.0.0:9000 --cache-limit 500g"
+    assert kinds["RuntimeClass/bootseer"]["scheduling"]["nodeSelector"] == pod["nodeSelector"]
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "gpu": "yes"}
+    pod = kinds["Deployment/bootseer-service"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][2:] == [
+        "--raw=s3://b/p",
+        "--tls-cert=/etc/bootseer/tls/tls.crt",
+        "--tls-key=/etc/bootseer/tls/tls.key",
+        "--workers=4",
+    ]
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert [each["metadata"]["namespace"] for each in found if each["kind"] == "Role"] == ["a", "b"]
+    nothing = rendered({"node": {"enabled": False}, "service": {"enabled": False}, "runtimeClass": {"enabled": False}})
+    assert nothing == []

@@ -109,27 +109,35 @@ def test_jobs_are_found_by_a_part_of_their_name_and_filters_narrow_all_of_a_page
     assert len(every["stages"]) > 3
 
 
-def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they_asked() -> None:
+def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they_asked(monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.over_time._LASTS", 1e9)
     begun: list[float] = []
 
     def make(request: Request) -> Response:
         begun.append(time.monotonic())
         return Response(str(begun[-1]))
 
-    async def ask(answers: Answers, query: str) -> None:
+    def asking(query: str) -> Request:
         scope = {"type": "http", "path": "/now", "query_string": query.encode(), "headers": [], "server": ("h", 80)}
-        request = Request({**scope, "state": {"grant": Grant("read")}})
+        return Request({**scope, "state": {"grant": Grant("read")}})
+
+    async def ask(answers: Answers, query: str) -> None:
         asked_s = time.monotonic()
-        answer = await answers.of(request, make)
+        answer = await answers.of(asking(query), make)
         assert float(bytes(answer.body)) >= asked_s, query
 
     async def all_of_them() -> None:
         answers = Answers()
         await asyncio.gather(*(ask(answers, query) for query in ["a"] * 50 + ["b"]))
         assert not answers._asked
+        for number in range(100):
+            await answers.of(asking(f"c{number % 50}"), make, of_weeks=True)
+        assert len(answers._asked) == 32, "those of 50 that were not forgotten"
+        first = await answers.of(asking("c49"), make, of_weeks=True)
+        assert await answers.of(asking("c49"), make, of_weeks=True) is first
 
     asyncio.run(all_of_them())
-    assert len(begun) == 3, "one for the first, one for the 49 that came meanwhile, and the other one"
+    assert len(begun) == 3 + 100, "one for the first, one for the 49 that came meanwhile, one for b; then each of c"
 
 
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:

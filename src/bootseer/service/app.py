@@ -109,6 +109,7 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
+                name=str(settings.data),
                 on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )

@@ -131,10 +131,13 @@ class Deriver:
         raw_uri: str,
         *,
         workers: int = 1,
+        name: str = "",
         on_moment: Callable[[Moment], None] = lambda moment: None,
         on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
     ) -> None:
-        """`on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
+        """`name`: of this service, the same after a restart, so that it goes on at once with what it had begun.
+
+        `on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
         rows were replaced."""
         self._database = database
         self._places = (raw_uri, database_url)
@@ -142,7 +145,7 @@ class Deriver:
         self._workers = workers
         self._on_moment = on_moment
         self._on_derived = on_derived
-        self._name = f"{socket.gethostname()}.{os.getpid()}"
+        self._name = f"{socket.gethostname()}:{name or os.getpid()}"
         self._states: dict[Attempt, _State] = {}
         self._woken = threading.Event()
         self._ended = threading.Event()
@@ -278,7 +281,8 @@ class Deriver:
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
         here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
-        free = (live.c.owner == self._name) | (live.c.owned_until_ns < now_ns)
+        # A claim that lasts longer than any is of before the clock was set back.
+        free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
         with self._database.write() as connection:
             taken = connection.execute(
                 update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)

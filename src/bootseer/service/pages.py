@@ -139,11 +139,10 @@ class Pages:
 
     def _fleet(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
-        teams = [row["team"] for row in questions.cost(connection, Filter(), "team") if row["team"]]
         days = questions.by_day(connection, where)
         return {
             **chosen,
-            "teams": sorted(teams),
+            "teams": questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
             "by_kind": questions.cost(connection, where, "kind"),
             "buckets": questions.buckets(connection, where),
@@ -182,8 +181,9 @@ class Pages:
 
     def _nodes(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
-        found = questions.nodes(connection, where, limit=_ROWS)
-        worst = lemons(connection, where)
+        sums = questions.node_sums(connection, where)
+        found = questions.nodes(connection, where, limit=_ROWS, sums=sums)
+        worst = lemons(connection, where, sums)
         exclude = exported(worst, "slurm").removeprefix("--exclude=")
         return {**chosen, "nodes": found, "lemons": [row["node"] for row in worst], "exclude": exclude}
 
@@ -243,16 +243,16 @@ class Pages:
                 found = answer(connection, request)
             return self._page(name, request, **found)
 
-        return self._guarded(shown)
+        return self._guarded(shown, of_weeks=name != "now")
 
     def _said(self, answer: _Find) -> _Endpoint:
         def said(request: Request) -> Response:
             with self._service.database.read() as connection:
                 return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
 
-        return self._guarded(said)
+        return self._guarded(said, of_weeks=answer != self._now)
 
-    def _guarded(self, answer: Callable[[Request], Response]) -> _Endpoint:
+    def _guarded(self, answer: Callable[[Request], Response], *, of_weeks: bool = False) -> _Endpoint:
         """The answer, or an error that says why there is none: as JSON where JSON was asked for."""
 
         def guarded(request: Request) -> Response:
@@ -265,7 +265,7 @@ class Pages:
                 return self._page("error", request, status=status, error=str(error))
 
         async def shared(request: Request) -> Response:
-            return await self._service.answers.of(request, guarded)
+            return await self._service.answers.of(request, guarded, of_weeks=of_weeks)
 
         return shared
 

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, literal, select
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.verdict import BUCKETS
@@ -111,29 +112,25 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
     # The sums of days know no teams, queues and jobs: those are summed from the rows of starts.
     of = stage_start if where.needs_starts(stage_day) else stage_day
     key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
-    known, summed = names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
-    sums: dict[tuple[int, ...], dict[str, Any]] = {}
+    known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
+    columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
+    hists: dict[tuple[int, ...], list[list[int]]] = defaultdict(lambda: [[0] * CLASSES])
     if of is stage_day:
-        rows = connection.execute(select(*key, *(of.c[name] for name in summed), of.c.hist).where(*where.of(of)))
+        totals = select(*columns, func.sum(of.c.n).label("n")).where(*where.of(of))
+        for *group, hist in connection.execute(select(*key, of.c.hist).where(*where.of(of))):
+            hists[tuple(group)].append(msgspec.json.decode(hist))
     else:
-        each = select(*key, literal(1), *(func.coalesce(of.c[name], 0.0) for name in summed[1:]), of.c.median_s)
-        rows = connection.execute(each.join_from(of, start).where(*where.of(start)))
-    for row in rows:
-        group = tuple(row[: len(key)])
-        total = sums.setdefault(group, {**dict.fromkeys(summed, 0), "hist": [0] * CLASSES})
-        for name, value in zip(summed, row[len(key) : -1], strict=True):
-            total[name] += value
-        hist = total["hist"]
-        if of is stage_day:
-            total["hist"] = [a + b for a, b in zip(hist, json.loads(row[-1]), strict=True)]
-        elif row[-1] is not None:
-            hist[class_of(row[-1])] += 1
+        totals = select(*columns, func.count().label("n")).join_from(of, start).where(*where.of(start))
+        medians = select(*key, of.c.median_s).join_from(of, start)
+        for *group, took_s in connection.execute(medians.where(*where.of(start), of.c.median_s.is_not(None))):
+            hists[tuple(group)][0][class_of(took_s)] += 1
     found = []
-    for group, total in sums.items():
-        hist = total.pop("hist")
-        place = {"bucket": bucket_name(group[0])} if by_bucket else {}
+    for row in connection.execute(totals.group_by(*key)):
+        hist = [sum(counts) for counts in zip(*hists[tuple(row[: len(key)])], strict=True)]
+        place = {"bucket": bucket_name(row.bucket)} if by_bucket else {}
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
-        found.append({**place, "stage": known[group[-1]], **total, **quantiles})
+        added = {name: row._mapping[name] or 0.0 for name in summed}
+        found.append({**place, "stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
 
 
@@ -155,33 +152,58 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
     return found
 
 
-def nodes(connection: Connection, where: Filter, *, least_starts: int = 3, limit: int = 1000) -> Rows:
-    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all."""
-    sums = (
-        select(
-            node_day.c.node_id,
-            func.sum(node_day.c.n).label("n"),
-            func.sum(node_day.c.n_last).label("n_last"),
-            func.sum(node_day.c.delay_s).label("delay_s"),
-            func.count(node_day.c.worst_stage_id).label("days_late"),
-        )
-        .where(*where.of(node_day))
-        .group_by(node_day.c.node_id)
-        .having(func.sum(node_day.c.n) >= least_starts)
-        .order_by(func.sum(node_day.c.delay_s).desc(), func.sum(node_day.c.n_last).desc(), node_day.c.node_id)
-        .limit(limit)
-    )
-    rows = connection.execute(sums).all()
-    known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_([r.node_id for r in rows])))}
-    worst = _worst_stages(connection, where, [row.node_id for row in rows])
+class NodeSums(NamedTuple):
+    """What a node did in some days."""
+
+    node_id: int
+    n: int
+    n_last: int
+    delay_s: float
+    days_late: int
+
+
+def node_sums(connection: Connection, where: Filter) -> list[NodeSums]:
+    """The sums of each node over these days; those that lost most first."""
+    of = node_day.c
+    sums = (func.sum(of.n), func.sum(of.n_last), func.sum(of.delay_s), func.count(of.worst_stage_id))
+    rows = connection.execute(select(of.node_id, *sums).where(*where.of(node_day)).group_by(of.node_id))
+    found = [NodeSums(number, int(n), int(last), float(delay_s), late) for number, n, last, delay_s, late in rows]
+    return sorted(found, key=lambda row: (-row.delay_s, -row.n_last, row.node_id))
+
+
+def nodes(
+    connection: Connection,
+    where: Filter,
+    *,
+    least_starts: int = 3,
+    limit: int = 1000,
+    sums: Sequence[NodeSums] | None = None,
+) -> Rows:
+    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all. `sums`:
+    those of all nodes, where they are known."""
+    sums = node_sums(connection, where) if sums is None else sums
+    often = [row for row in sums if row.n >= least_starts]
+    return named_nodes(connection, where, often[:limit])
+
+
+def teams(connection: Connection) -> list[str]:
+    """The teams that there are."""
+    return sorted(filter(None, connection.execute(select(start.c.team).distinct()).scalars()))
+
+
+def named_nodes(connection: Connection, where: Filter, rows: Sequence[NodeSums]) -> Rows:
+    """These nodes with their names, and the stage in which each lost most."""
+    ids = [row.node_id for row in rows]
+    known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_(ids)))}
+    worst = _worst_stages(connection, where, ids)
     return [
         {
             "node": known[row.node_id].name,
             "rack": known[row.node_id].rack,
-            "starts": int(row.n),
-            "last": int(row.n_last),
-            "last_share": int(row.n_last) / int(row.n),
-            "delay_s": float(row.delay_s),
+            "starts": row.n,
+            "last": row.n_last,
+            "last_share": row.n_last / row.n,
+            "delay_s": row.delay_s,
             "days_late": row.days_late,
             "stage": worst.get(row.node_id, ""),
         }

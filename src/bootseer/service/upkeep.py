@@ -341,6 +341,7 @@ class Upkeep:
         due_s = {"reconcile": 0.0, "forget": time.monotonic() + _FORGET_EVERY_S / 10}
         # A service that was killed has left some to be summed.
         self.changed_since(started_ns - DAY_NS)
+        since: int | None = None
         while not self._ended.wait(_SUM_EVERY_S):
             try:
                 with self._lock:
@@ -349,15 +350,27 @@ class Upkeep:
                     roll_up(self._database, day)
                 now_s, today = time.monotonic(), day_of(time.time_ns())
                 if now_s >= due_s["reconcile"]:
-                    due_s["reconcile"] = now_s + _RECONCILE_EVERY_S
-                    if reconcile(self._database, self._raw, (today - 1, today)):
+                    if since is None:
+                        since = self._latest_day(today)
+                    if reconcile(self._database, self._raw, range(min(since, today - 1), today + 1)):
                         self._found()
+                    since, due_s["reconcile"] = today - 1, now_s + _RECONCILE_EVERY_S
                 if now_s >= due_s["forget"]:
                     due_s["forget"] = now_s + _FORGET_EVERY_S
                     forget(self._database, self._raw, self._retention, time.time_ns())
             except BootseerError as error:
                 self.changed(days)
                 _LOG.warning("upkeep: %s", error)
+            except Exception:  # must not end the thread
+                _LOG.exception("upkeep")
+
+    def _latest_day(self, today: int) -> int:
+        """When the last batch came that has a row: the service may have been killed just after it, days ago."""
+        with self._database.read() as connection:
+            latest = connection.execute(
+                select(func.max(schema.batch.c.day)).where(schema.batch.c.day <= today)
+            ).scalar()
+        return max(latest if latest is not None else today, today - self._retention.raw_days)
 
     def changed_since(self, since_ns: int) -> None:
         """Sum the days of starts that were derived since."""
