@@ -2,23 +2,149 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from bootseer.image.sources.open import this_platform
+from bootseer.trace.event import Event
+from busybox import CONFIG
 from conftest_launch import BOOTSEER, stages
+from fleet import EPOCH_NS, INSTALL, Fleet
+from image_node import base_layers
+from oci_images import write_layout
 from slurm_cluster import MARKS, NODES, Cluster, slurm_cluster
 
 pytestmark = MARKS
 
 
+CONTRIB = Path(__file__).parents[2] / "contrib" / "slurm"
+MODEL = os.urandom(3 << 20)
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    """With our prolog, epilog and health check, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("slurm")
+    lines = (CONTRIB / "slurm.conf").read_text().replace("/etc/slurm/bootseer", str(folder))
+    for path in CONTRIB.glob("*.sh"):
+        shutil.copy2(path, folder)
+    (folder / "spool").mkdir()
+    # Starts of the last hours in which n2 was always the last node.
+    first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
+    for number in range(8):
+        fleet = Fleet(6, job="past", attempt=number, seed=number, begin_s=first_s + number * 3600,
+                      work_of={(2, INSTALL): 100.0})  # fmt: skip
+        lines_ = b"".join(fleet.lines()).replace(b"node-0002", b"n2")
+        (folder / "spool" / f"{number}.events").write_bytes(lines_)
+    settings = {
+        "SLURM_CONF": folder / "slurm.conf",
+        "BOOTSEER": Path(sys.executable).with_name("bootseer"),
+        "BOOTSEER_CACHE": folder / "cache",
+        "BOOTSEER_RUNTIME": folder / "runtime",
+        "BOOTSEER_SLURM_RUN": folder / "run",
+        "BOOTSEER_SLURM_IMAGE_OPTIONS": f"'--store {folder}/store'",
+        "BOOTSEER_FLEET": folder / "spool",
+    }
+    (folder / "bootseer.env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    (folder / "keep-n2").touch()
+    with slurm_cluster(folder, lines.replace("Interval=3600", "Interval=3")) as cluster:
         yield cluster
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+JOB = """#!/bin/sh
+#SBATCH --job-name=moe --nodes=4 --ntasks-per-node=1
+i=0  # the prolog mounts the image
+until [ -e {slurm}/run/$SLURM_JOB_ID/image/hot ]; do i=$((i + 1)); [ $i -lt 3000 ] || exit 9; sleep 0.1; done
+exec srun sh -c '
+  export BOOTSEER_CACHE={folder}/cache-$SLURMD_NODENAME BOOTSEER_RUNTIME={folder}/runtime-$SLURMD_NODENAME
+  exec {bootseer} run -q --image {digest} --store {slurm}/store --setup {folder}/setup.sh \
+    --checkpoint {folder}/checkpoint --checkpoint-read mount --peers slurm --peers-secret {folder}/secret \
+    --trace-to spool --trace-to service={url} --mount {folder}/out:/out \
+    -- sh -c "cat /opt/mark /hot \\$BOOTSEER_CHECKPOINT/model > /out/$SLURMD_NODENAME"
+'
+"""
+
+
+@pytest.mark.fuse
+def test_one_job_of_four_nodes_through_image_snapshot_checkpoint_peers_and_service(
+    slurm: Cluster, env: dict[str, str], events: Callable[[], list[Event]], tmp_path: Path
+) -> None:
+    layers = base_layers(tmp_path / "tree")
+    write_layout(tmp_path / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    store = slurm.folder / "store"
+    done = slurm.run(env, *BOOTSEER, "image", "convert", "--json", f"oci:{tmp_path}/layout:1", store)
+    assert done.returncode == 0, done.stderr
+    digest = json.loads((tmp_path / "layout" / "index.json").read_text())["manifests"][0]["digest"]
+    for name in ("checkpoint", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint" / "model").write_bytes(MODEL)
+    (tmp_path / "secret").write_bytes(os.urandom(32))
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "setup.sh").write_text("mkdir -p /opt && echo ready > /opt/mark\n")
+    serve = slurm.words(*BOOTSEER, "serve", "--data", tmp_path / "data", "--listen", "127.0.0.1:0")
+    with subprocess.Popen(serve, env=slurm.env(env), stderr=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stderr is not None
+            url = re.search(r"http://[^/]+", service.stderr.readline())
+            assert url is not None
+            script = tmp_path / "job.sh"
+            places = {"folder": tmp_path, "bootseer": " ".join(BOOTSEER), "digest": digest, "slurm": slurm.folder}
+            script.write_text(JOB.format(**places, url=url[0]))
+            words = ["sbatch", "--parsable", "--wait", "--comment", f"bootseer-image={digest}"]
+            done = slurm.run(env, *words, "-o", tmp_path / "said", script)
+            said = (tmp_path / "said").read_text()
+            assert done.returncode == 0, said
+            number = done.stdout.strip()
+            job = f"moe-{number}"
+            expected = b"ready\n" + (tmp_path / "tree" / "hot").read_bytes() + MODEL
+            assert {name: (tmp_path / "out" / name).read_bytes() == expected for name in NODES} == dict.fromkeys(
+                NODES, True
+            )
+            found = [event for event in events() if event.job == job]
+            assert {(event.node, event.attempt) for event in found} == {(name, 0) for name in NODES}
+            peers = [event.attrs["peers"] for event in found if event.stage == "peers_start"]
+            assert peers == [4, 4, 4, 4], said
+            assert sum(event.stage == "checkpoint_start" for event in found) == 4
+            assert "queue" in stages(found)
+            heard = ["history", job, "--service", url[0], "--json"]
+
+            def starts() -> list[dict[str, object]]:
+                done = slurm.run(env, *BOOTSEER, *heard)
+                return json.loads(done.stdout)["starts"] if done.returncode == 0 else []
+
+            until(lambda: [start["nodes_heard"] for start in starts()] == [4])
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(300)
+    # The epilog took away what the prolog mounted.
+    until(lambda: not list((slurm.folder / "run").iterdir()))
+
+
+def test_a_node_that_is_often_last_is_drained(slurm: Cluster, env: dict[str, str]) -> None:
+    shown = ("sinfo", "-h", "-N", "-o", "%N %t %E")
+    assert "drain" not in slurm.run(env, *shown).stdout
+    (slurm.folder / "keep-n2").unlink()
+    until(lambda: "n2 drain bootseer: last in 8 of 8 starts" in slurm.run(env, *shown).stdout)
+    assert slurm.run(env, *shown).stdout.count("drain") == 1
+    (slurm.folder / "keep-n2").touch()
+    assert slurm.run(env, "scontrol", "update", "NodeName=n2", "State=RESUME").returncode == 0
 
 
 def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):

@@ -122,13 +122,19 @@ def _at_least(hits: int, tries: int, share: float) -> float:
 
 
 def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
-    """A list of nodes for others: `slurm` (an option of sbatch) or `kubernetes` (commands that label nodes).
+    """A list of nodes for others: `slurm` (an option of sbatch), `drain` (commands after which Slurm gives them no more
+    jobs) or `kubernetes` (commands that label nodes).
 
     Names that are no host names are left out: they came from outside and would end in a shell.
     """
     names = [row["node"] for row in rows if _HOST.fullmatch(row["node"])]
     if form == "slurm":
         return f"--exclude={','.join(names)}" if names else ""
+    if form == "drain":
+        why = {row["node"]: f"last in {row['last']:d} of {row['starts']:d} starts" for row in rows}
+        return "\n".join(
+            f"scontrol update NodeName={name} State=DRAIN Reason='bootseer: {why[name]}'" for name in names
+        )
     return "\n".join(f"kubectl label node {name} bootseer.io/slow-start=true --overwrite" for name in names)
 
 
