@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 
@@ -95,12 +96,16 @@ def test_a_server_that_wants_kerberos_is_not_supported() -> None:
         assert peer.num_connections == 1, "it is remembered"
 
 
-def test_settings_that_want_kerberos_cost_no_question() -> None:
-    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), {}, True, "me"))
+def test_settings_that_want_another_client_cost_no_question() -> None:
+    settings = {"dfs.trustedchannel.resolver.class": "site.Resolver"}
+    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), settings, False, "me"))
     assert isinstance(error_of(namenode), UnsupportedError)
 
 
-def test_a_cluster_that_encrypts_its_data_is_not_supported(peer: FakeNameNode) -> None:
+def test_a_cluster_that_encrypts_its_data_is_not_supported_without_ciphers(
+    peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
     assert isinstance(error_of(asked(peer.port)), UnsupportedError)
 

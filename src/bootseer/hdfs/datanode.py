@@ -24,6 +24,7 @@ from typing import Final
 from bootseer.hdfs import checksums
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, Node
+from bootseer.hdfs.protection import Aes, Channel, Messages, Protection
 from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
 from bootseer.hdfs.requests import MAX_PACKETS
 
@@ -47,7 +48,13 @@ _CLIENT = "bootseer"
 class DataNodeConnection:
     """A connection to one DataNode, once `connect` has made it. Belongs to one thread at a time, but for `stop`."""
 
-    def __init__(self, address: tuple[str, int], *, silent_s: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None
+    ) -> None:  # fmt: skip
+        """`protection`: of a cluster whose DataNodes may want a login."""
+        self._port = address[1]
+        self._protection = protection
+        self._channel: Channel | None = None
         try:
             self._found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
             self._socket = socket.socket(*self._found[0][:3])
@@ -98,10 +105,23 @@ class DataNodeConnection:
         """End it. In a child of a fork it goes on for the parent."""
         self._socket.close()
 
+    def log_in(self, token: bytes, on_silence: Callable[[float], None]) -> None:
+        """Before the first read, with the token of its block. Raises `DataNodeError`."""
+        protection, self._protection = self._protection, None
+        if protection is None:
+            return
+
+        def receive(length: int) -> bytes:
+            data = bytearray(length)
+            self.receive([memoryview(data)], on_silence)
+            return bytes(data)
+
+        self._channel = protection.log_in(self._port, token, self.send, receive)
+
     def send(self, data: bytes) -> None:
         """Send all of a small message."""
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(data if self._channel is None else b"".join(self._channel.seal([data])))
         except OSError as error:
             raise DataNodeError(f"the connection broke: {error}") from error
 
@@ -110,6 +130,8 @@ class DataNodeConnection:
         wait."""
         left = sum(map(len, views))
         while left:
+            if not self._early and isinstance(self._channel, Messages):
+                self._early = self._message(self._channel, on_silence)
             got = self._from_early(views) if self._early else self._some(views, socket.MSG_WAITALL, on_silence)
             left -= got
             if left:
@@ -120,7 +142,10 @@ class DataNodeConnection:
 
         An answer, the header behind it and small data are then one system call, and not one for each."""
         room = memoryview(bytearray(_EARLY_BYTES))
-        self._early = room[: self._some([room], 0, on_silence)]
+        if isinstance(self._channel, Messages):
+            self._early = self._message(self._channel, on_silence)
+        else:
+            self._early = room[: self._some([room], 0, on_silence)]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the next byte. Raises `SilentError`."""
@@ -152,7 +177,17 @@ class DataNodeConnection:
                 raise DataNodeError(f"the connection broke: {error}") from error
             if got == 0:
                 raise DataNodeError("it closed the connection")
+            if isinstance(self._channel, Aes):
+                self._channel.open_in_place(views, got)
             return got
+
+    def _message(self, channel: Messages, on_silence: Callable[[float], None]) -> memoryview:
+        """The next bytes where they come in messages."""
+        while True:
+            data = bytearray(channel.missing())
+            got = self._some([memoryview(data)], socket.MSG_WAITALL, on_silence)
+            if opened := channel.open(bytes(data[:got])):
+                return memoryview(opened)
 
     def finish(self, status: int) -> None:
         """The read has ended well: tell it, so that the connection serves another one."""
@@ -190,6 +225,7 @@ class BlockRead:
         base = field(1, read) + field(2, block.token)
         header = field(1, base) + field(2, _CLIENT)
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
+        connection.log_in(block.token, on_silence)
         connection.send(_READ_BLOCK + delimited(request))
         if patience_s is not None:
             connection.wait(patience_s)
@@ -367,8 +403,9 @@ _MAX_IDLE: Final = 64
 class ConnectionPool:
     """Idle connections. `by_hostname`: DataNodes are called by their names."""
 
-    def __init__(self, *, silent_s: float, by_hostname: bool) -> None:
+    def __init__(self, *, silent_s: float, by_hostname: bool, protection: Protection | None = None) -> None:
         self._silent_s = silent_s
+        self._protection = protection
         self._by_hostname = by_hostname
         self._lock = threading.Lock()
         self._idle: deque[tuple[str, DataNodeConnection]] = deque()
@@ -387,7 +424,7 @@ class ConnectionPool:
         """One that is to be connected. Raises `DataNodeError` for a name that leads nowhere."""
         host, _, port = node.host_port.rpartition(":")
         address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
-        return DataNodeConnection(address, silent_s=self._silent_s)
+        return DataNodeConnection(address, silent_s=self._silent_s, protection=self._protection)
 
     def give(self, node: Node, connection: DataNodeConnection) -> None:
         """Keep one whose read has come to its end."""
