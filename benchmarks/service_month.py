@@ -141,14 +141,14 @@ def pages(data: Path, database: str) -> tuple[dict[str, list[float]], dict[str, 
         limits = httpx.Limits(max_connections=_READERS + 8, max_keepalive_connections=_READERS + 8)
         with httpx.Client(base_url=service.url, timeout=300, limits=limits) as client:
 
-            def get(page: str, times: dict[str, list[float]]) -> None:
+            def get(page: str, times: dict[str, list[float]], **more: int) -> None:
                 began_s = time.perf_counter()
-                client.get(page).raise_for_status()
+                client.get(httpx.URL(page).copy_merge_params(more)).raise_for_status()
                 times[page].append(time.perf_counter() - began_s)
 
-            for _ in range(_TIMES):
+            for turn in range(_TIMES):
                 for page in _PAGES:
-                    get(page, alone)
+                    get(page, alone, turn=turn)  # another address, so that it is made anew
 
             def send(number: int) -> None:
                 for attempt in range(_TIMES):

@@ -52,6 +52,12 @@ def _retention_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_pattern_option = click.option(
+    "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
+    help="A stage in logs of jobs without BootSeer, as of `bootseer report`, or a file of them; may be repeated.",
+)  # fmt: skip
+
+
 def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
     """The settings of a service at this place. Raises `UsageError` where its libraries are not installed."""
     try:
@@ -85,6 +91,7 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 )
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
+@_pattern_option
 @_retention_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
@@ -101,6 +108,7 @@ def serve_command(
     tls_key: Path | None,
     workers: int,
     alert_to: tuple[str, ...],
+    patterns: tuple[str, ...],
     raw_days: int,
     span_days: int,
     proxy_from: tuple[str, ...],
@@ -127,6 +135,7 @@ def serve_command(
                            workers=workers, proxy_header=proxy_header)  # fmt: skip
     from dataclasses import replace
 
+    from bootseer.cli.pattern import of_stages
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
@@ -137,7 +146,9 @@ def serve_command(
         sys.stderr.flush()
 
     hooks, retention = tuple(webhook(one) for one in alert_to), Retention(raw_days, span_days)
-    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention), ready)
+    stages = tuple(of_stages(patterns))
+    settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention, patterns=stages)
+    serve(settings, ready)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -149,20 +160,24 @@ def _address(text: str) -> tuple[str, int]:
 
 @click.command("reindex")
 @place_options
+@_pattern_option
 @json_option("bootseer.reindex/1")
-def reindex_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
+def reindex_command(
+    data: Path | None, database: str | None, raw: str | None, patterns: tuple[str, ...], output: Output
+) -> None:
     """Derive starts, reports and sums anew from the raw lines, into an empty database too; end the service first.
 
     Starts whose raw lines were forgotten, tokens and alerts stay as they are.
     """
     settings = settings_of(data, database, raw).made()
     from bootseer.cli.output import Progress
+    from bootseer.cli.pattern import of_stages
     from bootseer.launch.interrupt import interruptible
     from bootseer.service.app import locked, opened
     from bootseer.service.upkeep import reindex
 
     with locked(settings), opened(settings) as (place, lines), interruptible(), Progress("deriving") as progress:
-        found = reindex(place, lines, progress.show)
+        found = reindex(place, lines, progress.show, of_stages(patterns))
     output(found, f"{found['starts']} starts of {found['attempts']} attempts, from {found['batches']} batches")
 
 

@@ -30,7 +30,7 @@ from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
-from bootseer.service.derive import Derived
+from bootseer.service.derive import Derived, Patterns
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.metrics import Metrics
@@ -67,6 +67,8 @@ class Settings:
     proxy_header: str = "x-forwarded-user"
     retention: Retention = field(default_factory=Retention)
     alert_to: tuple[Webhook, ...] = ()
+    patterns: Patterns = ()
+    """Of stages in logs of jobs without BootSeer, which only this site's programs write."""
 
     def made(self) -> Settings:
         """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
@@ -110,6 +112,7 @@ class Service:
                 settings.raw_uri,
                 workers=settings.workers,
                 name=str(settings.data),
+                patterns=settings.patterns,
                 on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )

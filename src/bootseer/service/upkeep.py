@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.derive import Attempt, Patterns, derive_attempt
 from bootseer.service.raw import EVENTS, RawStore, parse_name
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
@@ -239,7 +239,9 @@ def _batch(raw: RawStore, name: str) -> dict[str, Any]:
     }
 
 
-def reindex(database: Database, raw: RawStore, progress: Callable[[int, int], object]) -> dict[str, int]:
+def reindex(
+    database: Database, raw: RawStore, progress: Callable[[int, int], object], patterns: Patterns = ()
+) -> dict[str, int]:
     """Derive anew what there are raw lines of; how many starts, attempts and batches these are. `progress` gets
     attempts done, and all. Starts whose raw lines were forgotten stay as they are.
 
@@ -256,7 +258,7 @@ def reindex(database: Database, raw: RawStore, progress: Callable[[int, int], ob
     days: set[int] = set()
     for done, (attempt, batches) in enumerate(attempts.items(), 1):
         try:
-            derived = derive_attempt(raw, database, attempt, batches, time.time_ns())
+            derived = derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns)
         except TransientError:
             raise
         except Exception as error:  # one that the analysis fails for must not stop all others

@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from bootseer.errors import UsageError
 from bootseer.io.locks import try_flock
@@ -389,6 +389,11 @@ def event_lines(data: bytes) -> Iterator[bytes]:
             with contextlib.suppress(Malformed):
                 decode(line)
                 yield line + b"\n"
+
+
+def of_log(job: str) -> dict[str, str]:
+    """The headers of a batch of a job's own log."""
+    return {"X-Bootseer-Kind": "log", "X-Bootseer-Job": quote(job)}
 
 
 class Spools:
