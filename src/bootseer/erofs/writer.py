@@ -15,9 +15,7 @@ metadata depends on names alone. One thread owns a writer.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
-import os
 import stat
 from array import array
 from collections.abc import Iterator
@@ -258,18 +256,3 @@ class Layout:
             self._links[inode],
         )
         return record + area + tail
-
-
-def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data; the rest of its `size` bytes are holes."""
-    at = 0
-    while at < size:
-        try:
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return  # a hole up to the end
-        at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
-        if begin < at:
-            yield begin, at

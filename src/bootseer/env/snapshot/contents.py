@@ -18,12 +18,12 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from bootseer.artifact.unpacked import data_extents
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import Source, settled, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
-from bootseer.erofs.writer import data_extents
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 

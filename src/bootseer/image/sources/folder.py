@@ -11,7 +11,8 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.erofs.writer import ErofsWriter, Extent, data_extents
+from bootseer.artifact.unpacked import data_extents
+from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree, Lower
 from bootseer.image.conversion.tar import HARD_LINK, Member
