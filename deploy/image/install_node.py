@@ -45,7 +45,6 @@ class Node:
     def __init__(self, root: Path, say: Callable[[str], None]) -> None:
         self.root = root
         self.say = say
-        self.version_changed = False
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a program of the node, in its root folder."""
@@ -75,11 +74,13 @@ class Node:
         """Whether it runs; not so in a folder that becomes the image of a machine."""
         return (self.root / "run/systemd/system").is_dir()
 
-    def write(self, path: str, text: str) -> bool:
-        """Whether a file had to be changed."""
+    def write(self, path: str, text: str, mark: Path | None = None) -> bool:
+        """Whether a file had to be changed. The file `mark` is made before it is."""
         target = self.root / path
         if target.is_file() and not target.is_symlink() and target.read_text(errors="replace") == text:
             return False
+        if mark is not None:
+            mark.touch()
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "w") as file:
@@ -117,9 +118,8 @@ class Node:
 
 def install(node: Node, options: argparse.Namespace) -> None:
     """Bring the node to where it should be. Raises `InstallError`."""
-    _program(node, options.source)
     wanted = [name for name in UNITS if options.containerd or "snapshotter" not in name]
-    changed = [name for name in wanted if node.write(f"{UNIT_FOLDER}/{name}", _unit(name))]
+    services = [name for name in wanted if name.endswith(".service")]
     variables = "".join(
         f'{name}="{os.environ[name]}"\n'
         for name in ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS")
@@ -127,20 +127,25 @@ def install(node: Node, options: argparse.Namespace) -> None:
     )
     if '"' in variables.replace('="', "").replace('"\n', "") or "\\" in variables:
         raise InstallError('options of agent and snapshotter may not hold " and \\')
-    anew = node.write(VARIABLES, variables)
-    if changed:
-        _systemctl(node, "daemon-reload")
+    # What was changed and not taken up yet, now or when an earlier run was stopped in between.
+    unfinished = node.root / FOLDER / ".unfinished"
+    changed = _program(node, options.source, unfinished)
+    for path, text in [(VARIABLES, variables), *((f"{UNIT_FOLDER}/{name}", _unit(name)) for name in wanted)]:
+        changed |= node.write(path, text, unfinished)
     for name in wanted:
-        if name in changed or not _is_enabled(node, name):
+        if not _is_enabled(node, name):
             node.must("systemctl", "enable", name)
-    services = [name for name in wanted if name.endswith(".service")]
-    if anew or changed or node.version_changed:
+    if changed or unfinished.exists():
+        _systemctl(node, "daemon-reload")
         _systemctl(node, "restart", *wanted[:1], *services)
+        unfinished.unlink(missing_ok=True)
     elif node.has_systemd:
         # One that was stopped by hand comes back; one that runs stays as it is.
         node.must("systemctl", "start", *wanted[:1], *services)
-    if options.containerd and _containerd(node, options):
+    unread = node.root / FOLDER / ".unread"
+    if options.containerd and (_containerd(node, options, unread) or unread.exists()):
         _restart_containerd(node, options)
+        unread.unlink(missing_ok=True)
     _forget(node)
 
 
@@ -151,7 +156,8 @@ def _unit(name: str) -> str:
     raise InstallError(f"{name} is not beside this program")
 
 
-def _program(node: Node, source: Path) -> None:
+def _program(node: Node, source: Path, mark: Path) -> bool:
+    """Whether there is another version now."""
     try:
         version = (source / "VERSION").read_text().strip()
     except OSError as error:
@@ -171,9 +177,12 @@ def _program(node: Node, source: Path) -> None:
         new.rename(target)
         node.say(f"installed /{FOLDER}/{version}")
     current = node.root / FOLDER / "current"
-    node.version_changed = not current.is_symlink() or str(current.readlink()) != version
+    changed = not current.is_symlink() or str(current.readlink()) != version
+    if changed:
+        mark.touch()
     node.link(f"{FOLDER}/current", version)
     node.link(PROGRAM, f"/{FOLDER}/current/bin/bootseer")
+    return changed
 
 
 def _forget(node: Node) -> None:
@@ -187,7 +196,11 @@ def _forget(node: Node) -> None:
             continue
         used |= {version.name for version in folder.iterdir() if f"/{FOLDER}/{version.name}/".encode() in text}
     current = folder / "current"
-    keep = used | {"current", ".lock"} | ({str(current.readlink())} if current.is_symlink() else set())
+    keep = (
+        used
+        | {"current", ".lock", ".unfinished", ".unread"}
+        | ({str(current.readlink())} if current.is_symlink() else set())
+    )
     for version in folder.iterdir():
         if version.name not in keep:
             shutil.rmtree(version, ignore_errors=True)
@@ -212,7 +225,7 @@ def _restart_containerd(node: Node, options: argparse.Namespace) -> None:
         _systemctl(node, "restart", options.containerd_unit)
 
 
-def _containerd(node: Node, options: argparse.Namespace) -> bool:
+def _containerd(node: Node, options: argparse.Namespace, mark: Path) -> bool:
     """Let containerd know the snapshotter and the runtime; whether what it reads has changed.
 
     Up to 1.7 a plugin's section in a later file replaces that of the earlier ones, so that ours has to say all of it
@@ -234,7 +247,7 @@ def _containerd(node: Node, options: argparse.Namespace) -> bool:
     if not _per_runtime(after):
         node.say("this containerd has one snapshotter for all pods: images come as before until it is 1.7 or newer")
     earlier = (node.root / path).read_text() if (node.root / path).is_file() else None
-    if not node.write(path, text):
+    if not node.write(path, text, mark):
         return False
     seen = _loaded(options, node.must(options.containerd_program, "--config", options.config, "config", "dump"))
     if "bootseer" in seen.get("proxy_plugins", {}):
@@ -242,6 +255,7 @@ def _containerd(node: Node, options: argparse.Namespace) -> bool:
     node.drop(path)
     if earlier is not None:
         node.write(path, earlier)
+    mark.unlink()
     raise InstallError(
         f'containerd does not read /{path}: put imports = ["{options.drop_in}/*.toml"] at the top of {config},'
         " which is never edited here"
@@ -346,7 +360,7 @@ def _merge(into: Table, other: Table) -> None:
 def _known(config: Table) -> Table:
     """Without what differs by itself: the list of files, fields of a plugin that containerd fills in, and a runtime's
     snapshotter, which containerd 1.6 does not know."""
-    plain = {key: value for key, value in config.items() if key not in ("imports", "proxy_plugins")}
+    plain = {key: deepcopy(value) for key, value in config.items() if key not in ("imports", "proxy_plugins")}
     plain["proxy_plugins"] = {key: value for key, value in config.get("proxy_plugins", {}).items() if key != "bootseer"}
     for section in (CRI1, RUNTIME):
         runtimes = plain.get("plugins", {}).get(section, {}).get("containerd", {}).get("runtimes", {})

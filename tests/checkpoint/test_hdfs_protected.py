@@ -30,6 +30,7 @@ from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import field
 from bootseer.hdfs.reads import HdfsFile
 from bootseer.hdfs.sasl import PRIVACY, PROTECTIONS, Digest, Token
+from bootseer.launch import doctor
 from bootseer.places import open_place
 from bootseer.places.place import Place
 from hdfs.whole_files import read_ranges
@@ -138,9 +139,10 @@ def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
         _assert_goes_there_and_back(place, "coded", source, tmp_path / "out", "erasure-coded")
 
 
-def _conf(folder: Path, protection: str) -> str:
+def _conf(cluster: HdfsCluster, folder: Path, protection: str) -> str:
     """The cluster's configuration for clients that want this protection."""
     settings = {
+        "fs.defaultFS": cluster.uri,
         "hadoop.security.authentication": "kerberos",
         "hadoop.rpc.protection": protection,
         "dfs.data.transfer.protection": protection,
@@ -157,7 +159,7 @@ def _authority(cluster: HdfsCluster) -> str:
 @pytest.fixture
 def logged_in(kdc: Kdc, kerberized: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As alice, who may write in /job."""
-    conf = _conf(tmp_path / "conf", PRIVACY)
+    conf = _conf(kerberized, tmp_path / "conf", PRIVACY)
     for name, value in {**kdc.environment, "HADOOP_CONF_DIR": conf}.items():
         monkeypatch.setenv(name, value)
     kdc.log_in("nn/localhost")
@@ -177,7 +179,7 @@ def test_a_checkpoint_goes_to_a_cluster_with_kerberos_and_back(
     protection: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HADOOP_CONF_DIR", _conf(tmp_path / "own", protection))
+    monkeypatch.setenv("HADOOP_CONF_DIR", _conf(kerberized, tmp_path / "own", protection))
     with closing(open_place(f"{kerberized.uri}/job")) as place:
         _assert_goes_there_and_back(place, protection, source, tmp_path / "out")
         assert place.stat(f"{protection}/step-1").owner == "alice"
@@ -256,17 +258,23 @@ def test_logins_that_fail_say_why(
     assert "GSS initiate failed; the server refuses the ticket: are both clocks right" in said()
     tickets.write_bytes(with_clock(2 * 86400))
     assert "expired; renew the ticket (kinit)" in said()
+    tickets.write_bytes(good)
+    gone = tmp_path / "krb5.conf"
+    gone.write_text(re.sub(r"kdc = \S+", f"kdc = 127.0.0.1:{free_port()}", kdc.conf.read_text()))
+    monkeypatch.setenv("KRB5_CONFIG", str(gone))
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        client.stat("/")  # tickets that are there need no KDC
+    assert doctor.check_hdfs_login().found == f"{kerberized.uri} answers, Kerberos"
+    monkeypatch.setenv("KRB5_CONFIG", str(kdc.conf))
     tickets.unlink()
     assert "is there a ticket (klist, kinit" in said()
+    assert "is there a ticket (klist, kinit" in doctor.check_hdfs_login().why
     kdc.rekey("bob", tmp_path / "old")
     kdc.rekey("bob", tmp_path / "new")
     monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(tmp_path / "old"))
     assert "the keytab has no key, or an old one" in said()
     monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(tmp_path / "new"))
-    monkeypatch.setenv("KRB5_CONFIG", str(tmp_path / "krb5.conf"))
-    (tmp_path / "krb5.conf").write_text(
-        re.sub(r"kdc = \S+", f"kdc = 127.0.0.1:{free_port()}", kdc.conf.read_text())
-    )  # fmt: skip
+    monkeypatch.setenv("KRB5_CONFIG", str(gone))
     assert "check that the KDC of krb5.conf runs" in said()
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "new"))
     assert "is no file of Hadoop tokens" in said()

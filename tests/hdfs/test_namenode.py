@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -154,6 +155,18 @@ def test_addresses_without_a_server_are_not_given_to_another_client() -> None:
         namenode.check_there("/f")
     with FakeNameNode("secure") as peer:
         asked(free_port(), peer.port).check_there("/f")
+
+
+def test_a_login_is_refused_when_all_refuse_it(peer: FakeNameNode) -> None:
+    peer.answers["getBlockLocations"] = answer
+    with FakeNameNode() as other:
+        kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
+        other.answers["getServerDefaults"] = lambda _: (kind, "token (token for me) can't be found in cache")
+        with closing(asked(other.port, peer.port)) as namenode:
+            assert namenode.locate("/f").size_bytes == MIB
+        error = error_of(asked(other.port), timeout_s=LONG_S)
+    assert isinstance(error, AccessError)
+    assert "the delegation token is not valid" in str(error)
 
 
 def test_a_namenode_that_has_answered_is_waited_for(peer: FakeNameNode) -> None:

@@ -28,10 +28,10 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.hdfs.located import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
-from bootseer.hdfs.protection import Protection, has_ciphers
+from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
-from bootseer.hdfs.sasl import Token, delegation_token
+from bootseer.hdfs.sasl import Token, delegation_token, has_ciphers
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 
@@ -179,6 +179,7 @@ class NameNode:
         problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
         while True:
             unreachable: list[str] = []
+            refusals: list[AccessError] = []
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
                     raise problem
@@ -195,12 +196,15 @@ class NameNode:
                 except UnsupportedError:
                     self._supported = False
                     raise
-                except TransientError as error:
-                    if isinstance(error, UnreachableError):
-                        unreachable.append(str(error))
+                except (TransientError, AccessError) as error:
+                    unreachable += [str(error)] if isinstance(error, UnreachableError) else []
+                    # A login that one of them refuses may be its fault alone.
+                    refusals += [error] if isinstance(error, AccessError) else []
                     problem = TransientError(f"{self._named(path)}: no NameNode answers: {error}")
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
+            if len(refusals) == num_namenodes:
+                raise refusals[0]
             self._check_there(path, unreachable)
             if time.monotonic() + pause_s >= until:
                 raise problem

@@ -9,7 +9,6 @@ DataNodes without AES) comes in messages, each of which is checked as a whole.
 from __future__ import annotations
 
 import base64
-import importlib.util
 import struct
 import threading
 import time
@@ -187,11 +186,6 @@ class Protection:
             self._key = None
         # Mostly a key or a token that is over: the NameNode gives new ones.
         raise RefusedError(f"the login failed: {said}", token=True)
-
-
-def has_ciphers() -> bool:
-    """Whether the package that encrypts is there."""
-    return importlib.util.find_spec("cryptography") is not None
 
 
 def _message(payload: bytes, offer: bytes = b"") -> bytes:

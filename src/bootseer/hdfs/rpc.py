@@ -19,7 +19,16 @@ from typing import Final
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.hdfs.gssapi import login_error
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
-from bootseer.hdfs.sasl import AUTHENTICATION, Kerberos, LoginError, Mechanism, Token, wanted_protections
+from bootseer.hdfs.sasl import (
+    AUTHENTICATION,
+    PRIVACY,
+    Kerberos,
+    LoginError,
+    Mechanism,
+    Token,
+    has_ciphers,
+    wanted_protections,
+)
 from bootseer.io.deadline import within
 
 _MAX_ANSWER_BYTES: Final = 128 << 20
@@ -88,6 +97,8 @@ class Login:
             way = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
             if way == ("TOKEN", "DIGEST-MD5") and self._token is not None:
+                if PRIVACY in self._protections and not has_ciphers():
+                    raise UnsupportedError(f"{peer} may encrypt, which needs the Python package cryptography")
                 return offer, self._token.login(f"{service}/{host}", self._protections)
             if way == ("KERBEROS", "GSSAPI") and self._uses_tickets:
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)

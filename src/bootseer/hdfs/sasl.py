@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import importlib.util
 import os
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -196,6 +197,11 @@ class _Layer:
         return number
 
 
+def has_ciphers() -> bool:
+    """Whether the package is there that encrypts."""
+    return importlib.util.find_spec("cryptography") is not None
+
+
 def _md5(data: bytes) -> bytes:
     return hashlib.md5(data, usedforsecurity=False).digest()
 
@@ -239,7 +245,7 @@ class Token:
     """An identifier, which servers look into, and the secret that goes with it."""
 
     identifier: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     kind: str
     service: str
     """Whose it is: `host:port`, or `ha-hdfs:service`."""
