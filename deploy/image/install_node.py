@@ -360,7 +360,7 @@ def _merge(into: Table, other: Table) -> None:
 def _known(config: Table) -> Table:
     """Without what differs by itself: the list of files, fields of a plugin that containerd fills in, and a runtime's
     snapshotter, which containerd 1.6 does not know."""
-    plain = {key: value for key, value in config.items() if key not in ("imports", "proxy_plugins")}
+    plain = {key: deepcopy(value) for key, value in config.items() if key not in ("imports", "proxy_plugins")}
     plain["proxy_plugins"] = {key: value for key, value in config.get("proxy_plugins", {}).items() if key != "bootseer"}
     for section in (CRI1, RUNTIME):
         runtimes = plain.get("plugins", {}).get(section, {}).get("containerd", {}).get("runtimes", {})

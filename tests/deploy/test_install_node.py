@@ -120,6 +120,12 @@ def dumped(node: Path) -> dict:
     return tomllib.loads(in_node(node, "containerd", "config", "dump"))
 
 
+def containerd_version(node: Path) -> tuple[int, ...]:
+    found = re.search(r" v?(\d+)\.(\d+)\.", in_node(node, "containerd", "--version"))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
 def runtimes(config: dict) -> dict:
     section = config["plugins"].get("io.containerd.cri.v1.runtime") or config["plugins"][CRI]
     return section["containerd"]["runtimes"]
@@ -133,6 +139,8 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
     assert in_node(node, "/usr/local/bin/bootseer", "--version").startswith("bootseer ")
     assert in_node(node, "systemctl", "is-enabled", "bootseer-agent", "bootseer-snapshotter") == "enabled\nenabled"
     assert (node / "etc/bootseer/node.env").read_text() == 'BOOTSEER_AGENT_OPTIONS="--cache-limit 500g"\n'
+    is_old = containerd_version(node) < (1, 7)
+    assert ("one snapshotter for all pods" in done.stdout) == is_old
     # containerd has our runtime, made after its own, and all that it had.
     after = dumped(node)
     ours = runtimes(after).pop("bootseer")

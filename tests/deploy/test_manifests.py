@@ -158,11 +158,14 @@ def test_pods_of_an_example_find_each_other_by_the_headless_service(tmp_path: Pa
 
 def rendered(values: Document) -> list[Document]:
     """What `helm template` makes of the chart, by Go's templates and Helm's functions as gotpl has them."""
+    import jsonschema
     from gotpl.exts.helm import HelmTemplateEngine
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    given = merged(yaml.safe_load((CHART / "values.yaml").read_text()), values)
+    jsonschema.validate(given, json.loads((CHART / "values.schema.json").read_text()))
     context = {
-        "Values": merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
+        "Values": given,
         "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
         "Release": {"Name": "bootseer", "Namespace": "bootseer", "Service": "Helm"},
     }
@@ -198,6 +201,8 @@ def test_the_chart_makes_what_the_kustomizations_make(database: str) -> None:
 
 
 def test_the_charts_values_reach_the_manifests() -> None:
+    from jsonschema import ValidationError
+
     found = rendered({
         "image": {"tag": "9"},
         "imagePullSecrets": ["pull"],
@@ -238,5 +243,8 @@ def test_the_charts_values_reach_the_manifests() -> None:
     assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
     assert [each["metadata"]["namespace"] for each in found if each["kind"] == "Role"] == ["a", "b"]
+    for wrong in ({"node": {"agnet": {}}}, {"node": {"agent": {"port": "9464"}}}, {"image": {"pullPolicy": "always"}}):
+        with pytest.raises(ValidationError):
+            rendered(wrong)
     nothing = rendered({"node": {"enabled": False}, "service": {"enabled": False}, "runtimeClass": {"enabled": False}})
     assert nothing == []

@@ -23,8 +23,11 @@ from starlette.responses import Response
 
 from bootseer.service import schema
 from bootseer.service.access import Grant
+from bootseer.service.database import Database, default_url
 from bootseer.service.over_time import Answers
+from bootseer.service.rows import day_of
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
+from fleet_month import Month
 from running_service import RunningService, running_service
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -154,6 +157,32 @@ def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
     get(service, "/start/9/0/moe", 404)
     get(service, "/job/none", 404)
     get(service, "/api/v1/job/none", 404)
+
+
+def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp_path: Path) -> None:
+    database, today = Database.open(default_url(tmp_path)), day_of(time.time_ns())
+    month = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3, first_day=today - 1)
+    month.fill(database, spans=False)
+    with database.write() as connection:  # open ones would be derived again, from lines that there are not
+        connection.execute(schema.start.update().values(state=schema.CLOSED))
+    database.close()
+    with running_service(tmp_path) as running:
+        nodes = get(running, "/api/v1/nodes").json()
+        assert nodes["lemons"]
+        assert set(nodes["lemons"]) <= {month.name(node) for node in month.lemons}
+        page = get(running, "/nodes").text
+        assert f"sbatch --exclude={','.join(nodes['lemons'])}" in page
+        assert "too often for bad luck" in page
+        teams = {row["team"]: row["cost"] for row in get(running, "/api/v1/fleet").json()["by_team"]}
+        assert teams == pytest.approx({team: sums["cost"] for team, sums in month.truth.teams.items()})
+        page = get(running, "/").text
+        assert all(f">{cost:,.0f}<" in page for cost in teams.values())
+        of_team = get(running, "/api/v1/fleet?team=llm").json()
+        stages = sum(row["cost"] for row in of_team["stages"])
+        every = sum(row["cost"] for row in get(running, "/api/v1/fleet").json()["stages"])
+        assert 0 < stages < every
+        parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
+        assert sum(row["cost"] for rows in parts for row in rows) == pytest.approx(every)
 
 
 def test_two_starts_are_compared(service: RunningService) -> None:

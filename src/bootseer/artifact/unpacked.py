@@ -123,6 +123,21 @@ def delete_tree(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data; the rest of its `size` bytes are holes."""
+    at = 0
+    while at < size:
+        try:
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # a hole up to the end
+        at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
+        if begin < at:
+            yield begin, at
+
+
 def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
     """A new file of this content; zeros become holes."""
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
