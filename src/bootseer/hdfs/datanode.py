@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
+
 from bootseer.hdfs import checksums
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, Node
@@ -32,6 +34,10 @@ _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20
 _EARLY_BYTES: Final = 4096
+_MESSAGES_BYTES: Final = 256 << 10
+_SMALL_BYTES: Final = 16 << 10
+"""Packets up to this size are received in a row and copied: pieces of memory for each would take longer."""
+_PACKET_BYTES: Final = 64 << 10
 _MAX_VIEWS: Final = 1000
 """The kernel takes 1,024 pieces of memory at once."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
@@ -48,9 +54,7 @@ _CLIENT = "bootseer"
 class DataNodeConnection:
     """A connection to one DataNode, once `connect` has made it. Belongs to one thread at a time, but for `stop`."""
 
-    def __init__(
-        self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None) -> None:
         """`protection`: of a cluster whose DataNodes may want a login."""
         self._port = address[1]
         self._protection = protection
@@ -183,10 +187,10 @@ class DataNodeConnection:
 
     def _message(self, channel: Messages, on_silence: Callable[[float], None]) -> memoryview:
         """The next bytes where they come in messages."""
+        room = memoryview(bytearray(_MESSAGES_BYTES))
         while True:
-            data = bytearray(channel.missing())
-            got = self._some([memoryview(data)], socket.MSG_WAITALL, on_silence)
-            if opened := channel.open(bytes(data[:got])):
+            got = self._some([room], 0, on_silence)
+            if opened := channel.open(bytes(room[:got])):
                 return memoryview(opened)
 
     def finish(self, status: int) -> None:
@@ -271,6 +275,9 @@ class BlockRead:
         connection = self._connection
         first = min(self._size - self._skip, self._left)
         num_packets = 1 + self._num_more(first)
+        if num_packets > self._max_packets:
+            self._receive_small(into, num_packets)
+            return
         skip = memoryview(bytearray(self._skip))
         behind = self._size - self._skip - first
         excess = memoryview(bytearray(behind))
@@ -302,13 +309,41 @@ class BlockRead:
                 self._size = self._checked(head, predicted=size if number < num_packets - 1 else None)
         except MalformedError as error:
             raise DataNodeError(f"its answer is malformed: {error}") from error
-        if self._has_sums:
-            wrong = checksums.first_wrong(
-                self._kind, self._chunk, [piece for piece in (skip, *into, excess) if piece], sums
-            )
-            if wrong is not None:
-                at = self._at - (size * num_packets) + wrong
-                raise WrongBytesError(f"wrong bytes at {at} of the block")
+        self._check([piece for piece in (skip, *into, excess) if piece], sums)
+
+    def _check(self, data: Sequence[memoryview], sums: memoryview) -> None:
+        """Compare what has come with its checksums, where the DataNode sends them."""
+        wrong = checksums.first_wrong(self._kind, self._chunk, data, sums) if self._has_sums else None
+        if wrong is not None:
+            raise WrongBytesError(f"wrong bytes at {self._at - sum(map(len, data)) + wrong} of the block")
+
+    def _receive_small(self, into: Sequence[memoryview], num_packets: int) -> None:
+        """The same for many whole packets of few bytes, as DataNodes with logins send them (`io.file.buffer.size`)."""
+        size, num_sums = self._size, self._sums_bytes(self._size)
+        packets = np.empty((num_packets, num_sums + size + _HEADER_BYTES), np.uint8)
+        self._connection.receive([packets.reshape(-1).data], self._on_silence)
+        heads = packets[:, num_sums + size :]
+        numbers = np.arange(1, num_packets)[:, None]
+        first = _LENGTHS.pack(4 + num_sums + size, _HEADER.size)
+        first += _HEADER.pack(_TAGS[0], 0, _TAGS[1], 0, _TAGS[2], 0, _TAGS[3], size)
+        wanted = np.tile(np.frombuffer(first, np.uint8), (num_packets - 1, 1))
+        wanted[:, 7:15] = (self._at + numbers * size).astype("<i8").view(np.uint8)
+        wanted[:, 16:24] = (self._sequence + numbers).astype("<i8").view(np.uint8)
+        if not np.array_equal(wanted, heads[:-1]):
+            raise UnevenError("its packets differ")
+        self._sequence += num_packets
+        self._at += num_packets * size
+        self._left -= num_packets * size
+        try:
+            self._size = self._checked(memoryview(heads[-1].tobytes()))
+        except MalformedError as error:
+            raise DataNodeError(f"its answer is malformed: {error}") from error
+        data = memoryview(packets[:, num_sums : num_sums + size].tobytes())
+        at = 0
+        for view in into:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+        self._check([data], memoryview(packets[:, :num_sums].tobytes()))
 
     def finish(self) -> None:
         """After the last byte: the connection can serve another read."""
@@ -316,7 +351,10 @@ class BlockRead:
 
     def _num_more(self, first: int) -> int:
         """How many packets behind the next one can be predicted: as large as it is, and wanted as a whole."""
-        return min(self._max_packets - 1, (self._left - first) // self._size) if self._size else 0
+        most = self._max_packets
+        if most > 1 and first == self._size <= _SMALL_BYTES:
+            most = most * _PACKET_BYTES // first
+        return min(most - 1, (self._left - first) // self._size) if self._size else 0
 
     def _sums_bytes(self, size: int) -> int:
         return -(-size // self._chunk) * checksums.SUM_BYTES if self._has_sums else 0

@@ -80,23 +80,20 @@ class Messages:
         """What was sent, as far as its messages have come to their ends. Raises `DataNodeError`."""
         self._received += data
         opened = []
-        while (missing := self.missing()) <= 0:
-            end = len(self._received) + missing
+        at, received = 0, bytes(self._received)
+        while len(received) - at >= 4:
+            end = at + 4 + int.from_bytes(received[at : at + 4], "big")
+            if end - at > _MAX_MESSAGE_BYTES:
+                raise DataNodeError(f"a message of {end - at} bytes")
+            if end > len(received):
+                break
             try:
-                opened.append(self._mechanism.unwrap(bytes(memoryview(self._received)[4:end])))
+                opened.append(self._mechanism.unwrap(received[at + 4 : end]))
             except LoginError as error:
                 raise DataNodeError(str(error)) from error
-            del self._received[:end]
+            at = end
+        del self._received[:at]
         return b"".join(opened)
-
-    def missing(self) -> int:
-        """How many bytes have to come before a message is whole; zero or less when one is."""
-        if len(self._received) < 4:
-            return 4 - len(self._received)
-        length = int.from_bytes(self._received[:4], "big")
-        if length > _MAX_MESSAGE_BYTES:
-            raise DataNodeError(f"a message of {length} bytes")
-        return 4 + length - len(self._received)
 
 
 Channel = Aes | Messages
