@@ -1,7 +1,8 @@
 """A month of a large fleet in the service's database: each question people ask, timed, and compared with the truth.
 
 10,000 nodes, the paper's seven scales, 5e7 spans. Both engines hold the same month; each question is asked five times
-and all of its answers counted.
+and all of its answers counted. Then each page of a service is asked for over its month, alone, and by 200 readers
+at once while senders bring new starts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
 from harness import Benchmark, Must, Outcome
 from sqlalchemy import Connection
 
@@ -22,16 +25,24 @@ from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.service import questions
 from bootseer.service.database import Database, default_url
 from bootseer.service.questions import Filter
-from fleet_month import FIRST_DAY, STAGES, Month, Truth, worst
+from bootseer.service.rows import day_of
+from fleet import Fleet
+from fleet_month import STAGES, Month, Truth, worst
 from postgres import running_postgres
+from running_service import running_service
 
 _ANSWER_S = 1.0
+_PAGE_S = 0.3
+_READ_S = 1.0
 _TIMES = 5
+_READERS = 200
+_DAYS = 30
+_PAGES = ("/", "/now", "/job/job-0007", "/nodes", "/caches", "/compare", "/?since=7d", "/?team=llm", "/api/v1/fleet")
 
 
 def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
     """The 15 questions of a month, by name."""
-    where, now = Filter(FIRST_DAY, month.last_day), Filter(month.last_day - 6, month.last_day)
+    where, now = Filter(month.first_day, month.last_day), Filter(month.last_day - 6, month.last_day)
     return {
         "1 cost by team": lambda: questions.cost(connection, where),
         "2 stages by scale": lambda: questions.stages(connection, where),
@@ -53,7 +64,7 @@ def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
 
 def wrong(connection: Connection, month: Month) -> list[str]:
     """Which answers differ from the truth."""
-    truth, where, found = month.truth, Filter(FIRST_DAY, month.last_day), []
+    truth, where, found = month.truth, Filter(month.first_day, month.last_day), []
     answers = {name: ask() for name, ask in asked(connection, month).items()}
 
     def check(name: str, what: str, is_so: bool) -> None:
@@ -121,15 +132,56 @@ def _at(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
+def pages(data: Path, database: str) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
+    """Seconds that each page takes alone, among readers while senders bring batches, and that their batches take."""
+    alone: dict[str, list[float]] = {page: [] for page in _PAGES}
+    among: dict[str, list[float]] = {page: [] for page in _PAGES}
+    sent: list[float] = []
+    with running_service(data, database=database) as service:
+        limits = httpx.Limits(max_connections=_READERS + 8, max_keepalive_connections=_READERS + 8)
+        with httpx.Client(base_url=service.url, timeout=300, limits=limits) as client:
+
+            def get(page: str, times: dict[str, list[float]], **more: int) -> None:
+                began_s = time.perf_counter()
+                client.get(httpx.URL(page).copy_merge_params(more)).raise_for_status()
+                times[page].append(time.perf_counter() - began_s)
+
+            for turn in range(_TIMES):
+                for page in _PAGES:
+                    get(page, alone, turn=turn)  # another address, so that it is made anew
+
+            def send(number: int) -> None:
+                for attempt in range(_TIMES):
+                    fleet = Fleet(16, job=f"sent-{number}", attempt=attempt, begin_s=0.0)
+                    headers = {"x-bootseer-sender": f"rack-{number}", "x-bootseer-sequence": str(attempt)}
+                    body = b"".join(fleet.lines())
+                    began_s = time.perf_counter()
+                    client.post("/v1/lines", content=body, headers=headers).raise_for_status()
+                    sent.append(time.perf_counter() - began_s)
+
+            def read(number: int) -> None:
+                for turn in range(_TIMES):
+                    get(_PAGES[(number + turn) % len(_PAGES)], among)
+
+            with ThreadPoolExecutor(_READERS + 8) as threads:
+                tasks = [threads.submit(send, number) for number in range(8)]
+                tasks += [threads.submit(read, number) for number in range(_READERS)]
+                for task in tasks:
+                    task.result()
+    return alone, among, sent
+
+
 def measure(quick: bool) -> Outcome:
     samples: dict[str, list[float]] = {}
     details: dict[str, Any] = {}
     musts, truth = [], Truth()
+    first_day = day_of(time.time_ns()) - _DAYS + 1  # pages show the days before today
     for engine in ("sqlite", "postgres"):
-        month = Month(node_starts=50_000 if quick else 1_250_000)
+        month = Month(node_starts=50_000 if quick else 1_250_000, num_days=_DAYS, first_day=first_day)
         server: Any = running_postgres() if engine == "postgres" else nullcontext()
         with tempfile.TemporaryDirectory() as folder, server as postgres:
-            database = Database.open(postgres.new_database() if postgres else default_url(Path(folder)))
+            url = postgres.new_database() if postgres else default_url(Path(folder))
+            database = Database.open(url)
             began_s = time.monotonic()
             truth = month.fill(database)
             filled_s = time.monotonic() - began_s
@@ -142,6 +194,16 @@ def measure(quick: bool) -> Outcome:
                         times.setdefault(name, []).append(time.perf_counter() - begin_s)
                 differ = wrong(connection, month)
             database.close()
+            alone, among, sent = pages(Path(folder), url)
+        samples |= {f"{engine}: {page}": values for page, values in alone.items()}
+        samples |= {f"{engine}: {page}, 200 readers": values for page, values in among.items()}
+        samples |= {f"{engine}: a batch, 200 readers": sent}
+        worst_page = max(alone, key=lambda page: median(alone[page]))
+        slowest_read = max(median(values) for values in among.values())
+        musts += [
+            Must(f"slowest page, {engine} ({worst_page})", median(alone[worst_page]), _PAGE_S, "s"),
+            Must(f"slowest page for 200 readers, {engine}", slowest_read, _READ_S, "s"),
+        ]
         samples |= {f"{engine}: {name}": values for name, values in times.items()}
         slowest = max(times, key=lambda name: median(times[name]))
         musts += [

@@ -78,6 +78,7 @@ class Month:
     num_jobs: int = 2_000
     num_lemons: int = 20
     seed: int = 7
+    first_day: int = FIRST_DAY
     truth: Truth = field(default_factory=Truth)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Month:
 
     @property
     def last_day(self) -> int:
-        return FIRST_DAY + self.num_days - 1
+        return self.first_day + self.num_days - 1
 
     @property
     def now_ns(self) -> int:
@@ -106,7 +107,7 @@ class Month:
                 for node in range(1, self.num_nodes + 1)
             ]
             database.insert_all(connection, schema.node, nodes)
-        for day in range(FIRST_DAY, self.last_day + 1):
+        for day in range(self.first_day, self.last_day + 1):
             self._day(database, day, spans)
             roll_up(database, day)
         with database.write() as connection:

@@ -62,8 +62,7 @@ class Kdc:
         )
         self._run("kdb5_util", "create", "-s", "-P", "secret", "-r", REALM)
         for name in self._principals:
-            self._run("kadmin.local", "-q", f"addprinc -randkey {name}")
-            self._run("kadmin.local", "-q", f"ktadd -k {self.keytab} {name}")
+            self.rekey(name, self.keytab)
         with (self.folder / "server.log").open("wb") as log:
             self._server = subprocess.Popen(["krb5kdc", "-n"], stdout=log, stderr=log, env=self._environment())
         until = time.monotonic() + _START_S
@@ -85,6 +84,11 @@ class Kdc:
     def log_in(self, name: str) -> None:
         """Get a ticket."""
         self._run("kinit", "-k", "-t", str(self.keytab), name)
+
+    def rekey(self, name: str, keytab: Path) -> None:
+        """Give a new key to a principal, which may be new: earlier keytabs are of no more use."""
+        self._run("kadmin.local", "-q", f"addprinc -randkey {name}")
+        self._run("kadmin.local", "-q", f"ktadd -k {keytab} {name}")
 
     def _run(self, *words: str) -> None:
         subprocess.run(words, env=self._environment(), capture_output=True, check=True, timeout=_START_S)

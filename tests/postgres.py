@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 
 from registry import free_port
@@ -48,6 +50,15 @@ class Postgres:
     def stop(self, how: str = "immediate") -> None:
         """`immediate` is what a crash of the server is to its users: it recovers at the next start."""
         self._run("pg_ctl", "stop", "--mode", how, "--pgdata", str(self._data))
+
+    def kill(self) -> None:
+        """As by a lack of memory: its processes end by SIGKILL. `start` recovers."""
+        main = psutil.Process(self.pid)
+        everyone = [main, *main.children(recursive=True)]
+        for process in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(everyone, 60)
 
     @property
     def pid(self) -> int:

@@ -1,17 +1,22 @@
-"""Checkpoints in an HDFS that our own connections do not speak to: all goes through hdfs-native.
+"""Checkpoints in a secured HDFS, and in a folder with erasure coding, of which all goes through hdfs-native.
 
-One cluster encrypts what DataNodes send, and has a folder with erasure coding; the other one wants Kerberos.
+One cluster encrypts all that DataNodes send, without Kerberos; the other one wants Kerberos, and offers every
+protection.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import struct
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import hadoop
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
@@ -19,10 +24,19 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import AccessError, TransientError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings
+from bootseer.hdfs.protection import Protection
+from bootseer.hdfs.protobuf import field
+from bootseer.hdfs.reads import HdfsFile
+from bootseer.hdfs.sasl import PRIVACY, PROTECTIONS, Digest, Token
+from bootseer.launch import doctor
 from bootseer.places import open_place
 from bootseer.places.place import Place
+from hdfs.whole_files import read_ranges
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from kdc import REALM, Kdc, kdc_missing
+from registry import free_port
 
 pytestmark = needs_hdfs
 _MIB = 1 << 20
@@ -49,6 +63,10 @@ def kdc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kdc]:
         yield running
 
 
+def _java_options(kdc: Kdc) -> str:
+    return f"-Djava.security.krb5.conf={kdc.conf} --add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
+
+
 @pytest.fixture(scope="module")
 def kerberized(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     settings = {
@@ -56,7 +74,9 @@ def kerberized(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         "hadoop.security.authorization": "true",
         "dfs.permissions.enabled": "true",
         "dfs.block.access.token.enable": "true",
-        "dfs.data.transfer.protection": "authentication",
+        "dfs.data.transfer.protection": ",".join(PROTECTIONS),
+        "dfs.encrypt.data.transfer.cipher.suites": "AES/CTR/NoPadding",
+        "hadoop.rpc.protection": ",".join(PROTECTIONS),
         # Hadoop asks for TLS on its web pages or for ports below 1024, neither of which matters here.
         "ignore.secure.ports.for.testing": "true",
         "dfs.cluster.administrators": "*",
@@ -65,8 +85,7 @@ def kerberized(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         keytab = "dfs.web.authentication.kerberos.keytab" if name == "HTTP" else f"dfs.{server}.keytab.file"
         settings |= {f"dfs.{server}.kerberos.principal": f"{name}/localhost@{REALM}", keytab: str(kdc.keytab)}
     with pytest.MonkeyPatch.context() as patched:
-        options = f"-Djava.security.krb5.conf={kdc.conf} --add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
-        patched.setenv("JAVA_TOOL_OPTIONS", options)
+        patched.setenv("JAVA_TOOL_OPTIONS", _java_options(kdc))
         folder = tmp_path_factory.mktemp("kerberized")
         with HdfsCluster(folder, num_datanodes=2, settings=settings) as running:
             yield running
@@ -81,7 +100,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def _assert_goes_there_and_back(place: Place, folder: str, source: Path, target: Path) -> None:
+def _assert_goes_there_and_back(place: Place, folder: str, source: Path, target: Path, fallback: str = "") -> None:
     put_checkpoint(place, source, "step-1", folder=folder, settings=_PUT)
     files = Files(place)
     assert verify(files, f"{folder}/step-1").problems == []
@@ -89,14 +108,25 @@ def _assert_goes_there_and_back(place: Place, folder: str, source: Path, target:
         get_checkpoint(files, reading, f"{folder}/step-1", target)
     assert (target / "model").read_bytes() == _DATA
     assert (target / "config").read_bytes() == b"{}"
-    assert place.facts()["fallback"]
+    assert fallback in str(place.facts()["fallback"])
+    assert bool(fallback) == bool(place.facts()["fallback"])
 
 
+@pytest.mark.parametrize("cipher", ["rc4", "3des"])
 def test_a_checkpoint_goes_to_a_cluster_that_encrypts_and_back(
-    encrypted: HdfsCluster, source: Path, tmp_path: Path
+    encrypted: HdfsCluster, source: Path, tmp_path: Path, cipher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if cipher != "rc4":  # the cluster's own: its servers take any that the client chooses
+        login = Protection._login
+
+        def other(self: Protection, token: bytes) -> Digest:
+            mechanism = login(self, token)
+            monkeypatch.setattr(mechanism, "_ciphers", (cipher,))
+            return mechanism
+
+        monkeypatch.setattr(Protection, "_login", other)
     with closing(open_place(encrypted.uri)) as place:
-        _assert_goes_there_and_back(place, "job", source, tmp_path / "out")
+        _assert_goes_there_and_back(place, f"job-{cipher}", source, tmp_path / "out")
 
 
 def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
@@ -106,24 +136,147 @@ def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
     with closing(open_place(encrypted.uri)) as place:
         place.make_folder("coded")
         encrypted.tool("hdfs.tools.ECAdmin", "-setPolicy", "-path", "/coded", "-policy", "XOR-2-1-1024k")
-        _assert_goes_there_and_back(place, "coded", source, tmp_path / "out")
+        _assert_goes_there_and_back(place, "coded", source, tmp_path / "out", "erasure-coded")
+
+
+def _conf(cluster: HdfsCluster, folder: Path, protection: str) -> str:
+    """The cluster's configuration for clients that want this protection."""
+    settings = {
+        "fs.defaultFS": cluster.uri,
+        "hadoop.security.authentication": "kerberos",
+        "hadoop.rpc.protection": protection,
+        "dfs.data.transfer.protection": protection,
+        "dfs.namenode.kerberos.principal": f"nn/_HOST@{REALM}",
+    }
+    hadoop.write_conf(folder, {"hdfs-site.xml": settings})
+    return str(folder)
+
+
+def _authority(cluster: HdfsCluster) -> str:
+    return cluster.uri.removeprefix("hdfs://")
+
+
+@pytest.fixture
+def logged_in(kdc: Kdc, kerberized: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As alice, who may write in /job."""
+    conf = _conf(kerberized, tmp_path / "conf", PRIVACY)
+    for name, value in {**kdc.environment, "HADOOP_CONF_DIR": conf}.items():
+        monkeypatch.setenv(name, value)
+    kdc.log_in("nn/localhost")
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        client.make_folder("/job", parents=True)
+        client.set_permission("/job", 0o777)
+    kdc.log_in("alice")
 
 
 @_needs_kdc
+@pytest.mark.parametrize("protection", PROTECTIONS)
 def test_a_checkpoint_goes_to_a_cluster_with_kerberos_and_back(
-    kdc: Kdc, kerberized: HdfsCluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kerberized: HdfsCluster,
+    logged_in: None,
+    source: Path,
+    tmp_path: Path,
+    protection: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {**kdc.environment, "HADOOP_CONF_DIR": str(kerberized.folder / "conf")}.items():
-        monkeypatch.setenv(name, value)
-    with closing(open_place(kerberized.uri)) as place, pytest.raises(AccessError, match="is there a ticket"):
-        place.stat("job")
-    kdc.log_in("nn/localhost")
-    with closing(open_place(kerberized.uri)) as place:
-        place.make_folder("job", mode=0o777)
-    kdc.log_in("alice")
-    with closing(open_place(kerberized.uri)) as place:
-        _assert_goes_there_and_back(place, "job", source, tmp_path / "out")
-        assert place.stat("job/step-1").owner == "alice"
+    monkeypatch.setenv("HADOOP_CONF_DIR", _conf(kerberized, tmp_path / "own", protection))
+    with closing(open_place(f"{kerberized.uri}/job")) as place:
+        _assert_goes_there_and_back(place, protection, source, tmp_path / "out")
+        assert place.stat(f"{protection}/step-1").owner == "alice"
+
+
+@_needs_kdc
+def test_a_jobs_token_does_instead_of_a_ticket_until_it_is_cancelled(
+    kdc: Kdc, kerberized: HdfsCluster, logged_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tokens"
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", _java_options(kdc))
+    kerberized.tool("hdfs.tools.DelegationTokenFetcher", "--renewer", "alice", str(file))
+    monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(file))
+    monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        writer = client.create("/job/growing")
+        writer.write(_DATA)
+        # A DataNode is asked for its length, with the block's token.
+        assert 0 < client.reads().open("/job/growing").size_bytes <= len(_DATA)
+        writer.close()
+        assert client.stat("/job/growing").owner == "alice"
+        assert client.fallback == ""
+    monkeypatch.setenv("KRB5CCNAME", kdc.environment["KRB5CCNAME"])
+    kerberized.tool("hdfs.tools.DelegationTokenFetcher", "--cancel", str(file))
+    with (
+        closing(HdfsClient(_authority(kerberized))) as client,
+        pytest.raises(AccessError, match=r"not valid .*get a new"),
+    ):
+        client.stat("/job")
+
+
+@_needs_kdc
+def test_a_block_token_that_datanodes_refuse_is_replaced(
+    kerberized: HdfsCluster, logged_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        client.put("/job/file", _DATA, overwrite=True)
+        file = client.reads().open("/job/file")
+        assert isinstance(file, HdfsFile)
+        source = file._source
+        (block,) = source.located.blocks
+        token = Token.parse(block.token)
+        spoilt = field(1, token.identifier) + field(2, token.secret[::-1]) + field(3, token.kind) + field(4, "")
+        source.located = replace(source.located, blocks=(replace(block, token=spoilt),))
+        assert [data for data, _ in read_ranges(file, [(0, len(_DATA))])] == [_DATA]
+        assert client.reads().facts()["refreshes"] == 1
+
+
+@_needs_kdc
+def test_logins_that_fail_say_why(
+    kdc: Kdc, kerberized: HdfsCluster, logged_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(call_s: float = 2.0) -> str:
+        with (
+            closing(HdfsClient(_authority(kerberized), NativeSettings(call_s=call_s))) as client,
+            pytest.raises((AccessError, TransientError)) as error,
+        ):
+            client.stat("/")
+        return str(error.value)
+
+    tickets = kdc.folder / "tickets"
+    good = tickets.read_bytes()
+    # The file has the KDC's clock against this machine's, in its head: version, length, tag, length, seconds.
+    (length,) = struct.unpack(">H", good[2:4])
+
+    def with_clock(seconds: int) -> bytes:
+        return good[:2] + struct.pack(">HHHii", 12, 1, 8, seconds, 0) + good[4 + length :]
+
+    tickets.write_bytes(with_clock(3600))
+    assert "Clock skew too great; set this machine's clock" in said()
+    tickets.write_bytes(good)
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        client.stat("/")
+    good = tickets.read_bytes()  # with the NameNode's ticket, so that the KDC is not asked
+    tickets.write_bytes(with_clock(3600))
+    assert "GSS initiate failed; the server refuses the ticket: are both clocks right" in said()
+    tickets.write_bytes(with_clock(2 * 86400))
+    assert "expired; renew the ticket (kinit)" in said()
+    tickets.write_bytes(good)
+    gone = tmp_path / "krb5.conf"
+    gone.write_text(re.sub(r"kdc = \S+", f"kdc = 127.0.0.1:{free_port()}", kdc.conf.read_text()))
+    monkeypatch.setenv("KRB5_CONFIG", str(gone))
+    with closing(HdfsClient(_authority(kerberized))) as client:
+        client.stat("/")  # tickets that are there need no KDC
+    assert doctor.check_hdfs_login().found == f"{kerberized.uri} answers, Kerberos"
+    monkeypatch.setenv("KRB5_CONFIG", str(kdc.conf))
+    tickets.unlink()
+    assert "is there a ticket (klist, kinit" in said()
+    assert "is there a ticket (klist, kinit" in doctor.check_hdfs_login().why
+    kdc.rekey("bob", tmp_path / "old")
+    kdc.rekey("bob", tmp_path / "new")
+    monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(tmp_path / "old"))
+    assert "the keytab has no key, or an old one" in said()
+    monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(tmp_path / "new"))
+    monkeypatch.setenv("KRB5_CONFIG", str(gone))
+    assert "check that the KDC of krb5.conf runs" in said()
+    monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "new"))
+    assert "is no file of Hadoop tokens" in said()
     monkeypatch.delenv("HADOOP_CONF_DIR")
-    with closing(open_place(kerberized.uri)) as place, pytest.raises(TransientError, match="if it wants Kerberos"):
-        place.stat("job")
+    assert "if it wants Kerberos" in said(60.0)

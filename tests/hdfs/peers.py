@@ -100,6 +100,7 @@ class FakeDataNode(Peer):
         self.blocks = blocks
         self.spoil = spoil
         self.num_reads = 0
+        self.packet_bytes = PACKET
         self.tokens: list[bytes] = []
         self.before_packet: Callable[[int], None] = lambda at: None
         """Called with a packet's offset in its block before that is sent; it may wait."""
@@ -147,7 +148,7 @@ class FakeDataNode(Peer):
         sequence = 0
         while at < end:
             self.before_packet(at)
-            size = min(PACKET, end - at)
+            size = min(self.packet_bytes, end - at)
             if self.spoil == "uneven" and sequence % 2:
                 size = min(3 * CHUNK, end - at)
             packet = self._packet(data[at : at + size], at, sequence, wants_sums)

@@ -79,19 +79,13 @@ def test_settings_that_are_no_xml_are_said(tmp_path: Path) -> None:
         Cluster.of("nn:1", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "secure"),
-    [
-        ("hadoop_security_authentication", "kerberos", True),
-        ("hadoop_security_authentication", "simple", False),
-        ("dfs_encrypt_data_transfer", "true", True),
-        ("dfs_data_transfer_protection", "privacy", True),
-        ("dfs_replication", "3", False),
-    ],
-)
-def test_settings_that_want_protection_make_it_secure(tmp_path: Path, key: str, value: str, secure: bool) -> None:
-    write(tmp_path, "core-site.xml", **{key: value})
-    assert Cluster.of("nn:1", str(tmp_path)).secure is secure
+def test_settings_say_what_a_login_needs_and_what_another_client(tmp_path: Path) -> None:
+    assert not Cluster.of("nn:1", str(tmp_path)).kerberos
+    write(tmp_path, "core-site.xml", hadoop_security_authentication="Kerberos")
+    cluster = Cluster.of("nn:1", str(tmp_path))
+    assert (cluster.kerberos, cluster.unsupported) == (True, "")
+    write(tmp_path, "hdfs-site.xml", dfs_trustedchannel_resolver_class="site.Resolver")
+    assert "dfs.trustedchannel.resolver.class" in Cluster.of("nn:1", str(tmp_path)).unsupported
 
 
 def test_the_user_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,11 +241,11 @@ def test_a_service_that_nobody_knows_is_an_error_of_the_user(tmp_path: Path) -> 
         HdfsClient("checkpoints", NativeSettings(conf_dir=conf_dir))
 
 
-def test_a_cluster_of_protected_data_is_read_and_written_through_the_library(
+def test_a_cluster_with_a_class_of_its_own_is_read_and_written_through_the_library(
     cluster: HdfsCluster, tmp_path: Path
 ) -> None:
     # The servers speak plainly all the same; what is tried is that nothing but the library speaks to them.
-    conf_dir = _conf(tmp_path / "conf", {"dfs.encrypt.data.transfer": "true"})
+    conf_dir = _conf(tmp_path / "conf", {"dfs.trustedchannel.resolver.class": "site.Resolver"})
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), NativeSettings(conf_dir=conf_dir))) as client:
         client.put("/protected/small", b"small", overwrite=True)
         parts = client.begin_apart([f"/protected/{number}" for number in range(2)], block_size=4 << 20)
@@ -265,6 +265,6 @@ def test_a_cluster_of_protected_data_is_read_and_written_through_the_library(
             namenode.ask("setQuota", quota, "/protected", None)
         total, free = client.space("/protected")
         assert (total, total - free) == (1 << 30, 2 * len(DATA) + len(b"small"))
-        assert "requires Kerberos or data transfer protection" in client.fallback
-        assert "requires Kerberos or data transfer protection" in str(client.reads().facts()["fallback"])
+        assert "dfs.trustedchannel.resolver.class" in client.fallback
+        assert "dfs.trustedchannel.resolver.class" in str(client.reads().facts()["fallback"])
         client.delete("/protected", recursive=True)

@@ -116,7 +116,7 @@ class TestLate:
 
     def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster, tmp_path: Path) -> None:
         authority = late.uri.removeprefix("hdfs://")
-        hadoop.write_conf(tmp_path / "other", {"hdfs-site.xml": {"dfs.encrypt.data.transfer": "true"}})
+        hadoop.write_conf(tmp_path / "other", {"hdfs-site.xml": {"dfs.trustedchannel.resolver.class": "site.Resolver"}})
         through_library = NativeSettings(conf_dir=str(tmp_path / "other"))
         with (
             closing(HdfsClient(authority)) as client,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -95,12 +97,16 @@ def test_a_server_that_wants_kerberos_is_not_supported() -> None:
         assert peer.num_connections == 1, "it is remembered"
 
 
-def test_settings_that_want_kerberos_cost_no_question() -> None:
-    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), {}, True, "me"))
+def test_settings_that_want_another_client_cost_no_question() -> None:
+    settings = {"dfs.trustedchannel.resolver.class": "site.Resolver"}
+    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), settings, False, "me"))
     assert isinstance(error_of(namenode), UnsupportedError)
 
 
-def test_a_cluster_that_encrypts_its_data_is_not_supported(peer: FakeNameNode) -> None:
+def test_a_cluster_that_encrypts_its_data_is_not_supported_without_ciphers(
+    peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
     assert isinstance(error_of(asked(peer.port)), UnsupportedError)
 
@@ -149,6 +155,18 @@ def test_addresses_without_a_server_are_not_given_to_another_client() -> None:
         namenode.check_there("/f")
     with FakeNameNode("secure") as peer:
         asked(free_port(), peer.port).check_there("/f")
+
+
+def test_a_login_is_refused_when_all_refuse_it(peer: FakeNameNode) -> None:
+    peer.answers["getBlockLocations"] = answer
+    with FakeNameNode() as other:
+        kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
+        other.answers["getServerDefaults"] = lambda _: (kind, "token (token for me) can't be found in cache")
+        with closing(asked(other.port, peer.port)) as namenode:
+            assert namenode.locate("/f").size_bytes == MIB
+        error = error_of(asked(other.port), timeout_s=LONG_S)
+    assert isinstance(error, AccessError)
+    assert "the delegation token is not valid" in str(error)
 
 
 def test_a_namenode_that_has_answered_is_waited_for(peer: FakeNameNode) -> None:

@@ -117,6 +117,20 @@ def test_what_is_unusual_but_right_is_read(spoil: str, check: bool) -> None:
         assert set(failures(small.reads).values()) == {0}
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("spoil", ["", *ODD, *WRONG, "wrong place", "wrong sequence", "cut"])
+def test_small_packets_are_read_in_a_row_and_checked_as_others(spoil: str, check: bool) -> None:
+    if spoil in WRONG and not check:
+        pytest.skip("nothing tells")
+    with Small(spoil, "", settings=PATIENT) as small:
+        for node in small.nodes:
+            node.packet_bytes = 4096
+        file = small.reads.open("/f")
+        assert read(file, check=check) == DATA
+        assert read(file, 1000, 1 << 20, check=check) == DATA[1000 : 1000 + (1 << 20)]
+        assert bool(failures(small.reads)[f"127.0.0.1:{small.nodes[0].port}"]) is (spoil not in ("", *ODD))
+
+
 def test_a_node_that_drips_is_hedged_and_nobody_writes_after_the_end() -> None:
     with Small("drips", "") as small:
         file = small.reads.open("/f")

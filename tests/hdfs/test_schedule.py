@@ -257,19 +257,6 @@ def test_a_silent_node_that_is_alone_is_waited_for_and_connected_to_anew() -> No
     assert played.ended[0].error is None
 
 
-def test_what_takes_too_long_ends_with_its_nodes_named() -> None:
-    played = Played(("a:1",))
-    played.read(0, 100, deadline_s=5.0)
-    run = played.must_take("a:1")
-    played.claim(run, 100)
-    played.tick(6.0)
-    assert run.stopped
-    assert played.ended == []
-    played.finish(run, DataNodeError("stopped"))
-    said = "blk_1 was not read within 5.0 s; its only copy is on a:1 (a:1 has sent 0 of 100 bytes)"
-    assert said in str(played.error())
-
-
 def test_what_was_called_off_ends_at_once_unless_it_is_being_written() -> None:
     played = Played(("a:1",))
     ticket, held = played.read(0, 100), played.read(500, 100)

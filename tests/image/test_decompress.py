@@ -86,14 +86,14 @@ def test_xz_data_that_wants_gigabytes_of_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        lambda: gzip.compress(bytes(1 << 28)),
-        lambda: zstandard.ZstdCompressor().compress(bytes(1 << 28)),
-        lambda: lzma.compress(bytes(1 << 26), preset=0) * 4,
-        lambda: bz2.compress(bytes(1 << 24)) * 16,
+        lambda: gzip.compress(bytes(1 << 26)),
+        lambda: zstandard.ZstdCompressor().compress(bytes(1 << 26)),
+        lambda: lzma.compress(bytes(1 << 24), preset=0) * 4,
+        lambda: bz2.compress(bytes(1 << 22)) * 16,
     ],
     ids=["gzip", "zstd", "xz", "bzip2"],
 )
 def test_a_bomb_comes_in_small_pieces(bomb: Callable[[], bytes]) -> None:
     sizes = [len(piece) for piece in decompressed(iter([bomb()]))]
-    assert sum(sizes) == 1 << 28
+    assert sum(sizes) == 1 << 26
     assert max(sizes) <= 1 << 20

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bootseer.blocks.block_file import read_index
@@ -248,8 +248,9 @@ LAYERS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(LAYERS, min_size=1, max_size=4))
+@example([[file("c/a/b", b"")], [whiteout("c/a/b"), opaque("c")]])
 def test_whatever_umoci_can_unpack_comes_out_the_same(layers: list[list[Entry]]) -> None:
     with _folder() as folder:
         tars = [layer(directory("./"), *entries) for entries in layers]

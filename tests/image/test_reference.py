@@ -20,6 +20,7 @@ DIGEST = "sha256:" + "0a" * 32
         ("[::1]:5000/a:b", Reference(Place.REGISTRY, "[::1]:5000", "a", "b")),
         (f"registry.example/a/b@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a/b", "", DIGEST)),
         (f"registry.example/a:t@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a", "t", DIGEST)),
+        ("docker://registry.example#team/a:b", Reference(Place.REGISTRY, "registry.example", "team/a", "b")),
         ("docker://registry.example:5000/a:b", Reference(Place.REGISTRY, "registry.example:5000", "a", "b")),
         ("oci:some/folder", Reference(Place.LAYOUT, path="some/folder")),
         ("oci:/a/b:v1.2", Reference(Place.LAYOUT, tag="v1.2", path="/a/b")),

@@ -185,7 +185,7 @@ def test_lying_records_are_corrupt(pax: dict[str, str]) -> None:
         _read(layer(file("f", b"0123456789", pax=pax)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), min_size=1, max_size=6), st.booleans())
 def test_any_damage_is_an_error_or_members(damage: list[tuple[int, int]], fix: bool) -> None:
     data = bytearray(

@@ -64,14 +64,17 @@ def test_kill_9_of_bootseer_ends_the_command(env):
         _wait_for(command, ",Z,X")
 
 
-@pytest.mark.parametrize("name", ["SIGALRM", "SIGXCPU", "SIGPWR", "SIGRTMAX"])
-def test_a_scheduler_s_rarer_signals_reach_the_command(env, name):
+def test_a_scheduler_s_rarer_signals_reach_the_command(env):
+    numbers = [signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR, signal.SIGRTMAX]
     script = f"""import os, signal, sys
-signal.signal(signal.{name}, lambda *_: sys.exit(21))
+missing = set({[int(number) for number in numbers]})
+signal.pthread_sigmask(signal.SIG_BLOCK, missing)
 print(os.getpid(), flush=True)
-while True: signal.pause()"""
+while missing: missing.discard(signal.sigwait(missing))
+sys.exit(21)"""
     with _started(env, script) as (process, _):
-        process.send_signal(getattr(signal, name))
+        for number in numbers:
+            process.send_signal(number)
         assert process.wait(timeout=180) == 21
 
 
@@ -108,13 +111,15 @@ def test_the_pattern_s_relay_loses_nothing_to_a_slow_non_blocking_reader(env):
     assert (received, process.wait(timeout=180)) == (1_000_000, 0)
 
 
+# Those of one scheduler alone: another one's would hide them.
 @pytest.mark.parametrize(
-    "variable",
-    ["BOOTSEER_JOB", "BOOTSEER_NODE", "SLURM_JOB_ID", "TRACEPARENT", "RANK", "SLURM_RESTART_COUNT", "POD_UID"],
+    "variables",
+    ["BOOTSEER_JOB BOOTSEER_NODE TRACEPARENT RANK", "SLURM_JOB_ID SLURM_RESTART_COUNT", "POD_UID"],
 )
 @pytest.mark.parametrize("value", [b"\xff", b"a\nb\n@bootseer1 {}", b"../../etc", b"9" * 40], ids=str)
-def test_wild_variables_cost_nothing(run, events, variable, value):
-    done = run("run", "-q", "--", "echo", "works", more={variable: os.fsdecode(value)})
+def test_wild_variables_cost_nothing(run, events, variables, value):
+    more = dict.fromkeys(variables.split(), os.fsdecode(value))
+    done = run("run", "-q", "--", "echo", "works", more=more)
     assert (done.returncode, done.stdout, done.stderr) == (0, "works\n", "")
     assert stages(events(), "end")[-2:] == ["command", "run"]
 

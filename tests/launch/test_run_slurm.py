@@ -1,11 +1,12 @@
-"""A real Slurm, on this machine alone: identity, queue time and one run for each rank come from it."""
+"""A real Slurm of four nodes: identity, queue time and one run for each rank come from it."""
 
 from __future__ import annotations
 
-import getpass
+import json
 import os
+import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import time
@@ -14,121 +15,136 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.image.sources.open import this_platform
+from bootseer.trace.event import Event
+from busybox import CONFIG
 from conftest_launch import BOOTSEER, stages
-from registry import free_port
+from fleet import EPOCH_NS, INSTALL, Fleet
+from image_node import base_layers
+from oci_images import write_layout
+from slurm_cluster import MARKS, NODES, Cluster, slurm_cluster
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
-MISSING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.root,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"Slurm is not installed ({', '.join(MISSING)}): apt-get install slurm-wlm munge"
-    ),
-    pytest.mark.skipif(os.geteuid() != 0, reason="starting Slurm's daemons needs root"),
-]
+pytestmark = MARKS
 
-CONF = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-AuthType=auth/munge
-AuthInfo=socket={dir}/munge.sock
-CredType=cred/munge
-StateSaveLocation={dir}/state
-SlurmdSpoolDir={dir}/spool
-SlurmctldPidFile={dir}/ctld.pid
-SlurmdPidFile={dir}/slurmd.pid
-SlurmctldLogFile={dir}/ctld.log
-SlurmdLogFile={dir}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
-ReturnToService=2
-MpiDefault=none
-SwitchType=switch/none
-PropagateResourceLimits=NONE
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=500 State=UNKNOWN
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+
+CONTRIB = Path(__file__).parents[2] / "contrib" / "slurm"
+MODEL = os.urandom(3 << 20)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which `srun` and `sbatch` talk to a controller of this test's own."""
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With our prolog, epilog and health check, in a folder of their own."""
     folder = tmp_path_factory.mktemp("slurm")
-    folder.chmod(0o755)
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o600)
-    conf = folder / "slurm.conf"
-    conf.write_text(
-        CONF.format(
-            host=socket.gethostname().split(".")[0],
-            user=getpass.getuser(),
-            ports=[free_port(), free_port()],
-            dir=folder,
-        )
-    )
-    env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-    files = {name: str(folder / f"munge.{name}") for name in ("sock", "log", "pid", "seed")}
-    munged = ["munged", "--foreground", "--force", "--key-file", str(key), "--socket", files["sock"]]
-    daemons = [
-        [*munged, "--log-file", files["log"], "--pid-file", files["pid"], "--seed-file", files["seed"]],
-        ["slurmctld", "-D", "-f", str(conf)],
-        ["slurmd", "-D", "-f", str(conf)],
-    ]
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for words in daemons:
-            with (folder / f"{words[0]}.out").open("wb") as log:
-                running.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
-            if words[0] == "munged":
-                # The others end when they cannot sign what they say.
-                _await(lambda: Path(files["sock"]).exists(), "munged listens")
-        _await(lambda: _is_idle(env, running), "Slurm's node is idle")
-        yield env
-        # What is left of a job tells the controller of its end, and hangs when that is gone.
-        _await(lambda: not _jobs(env), "Slurm's jobs have ended")
-    finally:
-        for process in reversed(running):
-            process.terminate()
-            try:
-                process.wait(300)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    lines = (CONTRIB / "slurm.conf").read_text().replace("/etc/slurm/bootseer", str(folder))
+    for path in CONTRIB.glob("*.sh"):
+        shutil.copy2(path, folder)
+    (folder / "spool").mkdir()
+    # Starts of the last hours in which n2 was always the last node.
+    first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
+    for number in range(8):
+        fleet = Fleet(6, job="past", attempt=number, seed=number, begin_s=first_s + number * 3600,
+                      work_of={(2, INSTALL): 100.0})  # fmt: skip
+        lines_ = b"".join(fleet.lines()).replace(b"node-0002", b"n2")
+        (folder / "spool" / f"{number}.events").write_bytes(lines_)
+    settings = {
+        "SLURM_CONF": folder / "slurm.conf",
+        "BOOTSEER": Path(sys.executable).with_name("bootseer"),
+        "BOOTSEER_CACHE": folder / "cache",
+        "BOOTSEER_RUNTIME": folder / "runtime",
+        "BOOTSEER_SLURM_RUN": folder / "run",
+        "BOOTSEER_SLURM_IMAGE_OPTIONS": f"'--store {folder}/store'",
+        "BOOTSEER_FLEET": folder / "spool",
+    }
+    (folder / "bootseer.env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    (folder / "keep-n2").touch()
+    with slurm_cluster(folder, lines.replace("Interval=3600", "Interval=3")) as cluster:
+        yield cluster
 
 
-def _jobs(env: dict[str, str]) -> list[str]:
-    words = ["squeue", "-h", "-o", "%A"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-def _is_idle(env: dict[str, str], running: list[subprocess.Popen[bytes]]) -> bool:
-    assert all(process.poll() is None for process in running), "a daemon of Slurm ended"
-    done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, check=False)
-    return done.stdout.strip() == "idle"
-
-
-def _await(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 180
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
+        assert time.monotonic() < end
         time.sleep(0.1)
 
 
-def _clean(env: dict[str, str], slurm: dict[str, str]) -> dict[str, str]:
-    return {**env, "SLURM_CONF": slurm["SLURM_CONF"], "PATH": slurm["PATH"]}
+JOB = """#!/bin/sh
+#SBATCH --job-name=moe --nodes=4 --ntasks-per-node=1
+i=0  # the prolog mounts the image
+until [ -e {slurm}/run/$SLURM_JOB_ID/image/hot ]; do i=$((i + 1)); [ $i -lt 3000 ] || exit 9; sleep 0.1; done
+exec srun sh -c '
+  export BOOTSEER_CACHE={folder}/cache-$SLURMD_NODENAME BOOTSEER_RUNTIME={folder}/runtime-$SLURMD_NODENAME
+  exec {bootseer} run -q --image {digest} --store {slurm}/store --setup {folder}/setup.sh \
+    --checkpoint {folder}/checkpoint --checkpoint-read mount --peers slurm --peers-secret {folder}/secret \
+    --trace-to spool --trace-to service={url} --mount {folder}/out:/out \
+    -- sh -c "cat /opt/mark /hot \\$BOOTSEER_CHECKPOINT/model > /out/$SLURMD_NODENAME"
+'
+"""
+
+
+@pytest.mark.fuse
+def test_one_job_of_four_nodes_through_image_snapshot_checkpoint_peers_and_service(
+    slurm: Cluster, env: dict[str, str], events: Callable[[], list[Event]], tmp_path: Path
+) -> None:
+    layers = base_layers(tmp_path / "tree")
+    write_layout(tmp_path / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    store = slurm.folder / "store"
+    done = slurm.run(env, *BOOTSEER, "image", "convert", "--json", f"oci:{tmp_path}/layout:1", store)
+    assert done.returncode == 0, done.stderr
+    digest = json.loads((tmp_path / "layout" / "index.json").read_text())["manifests"][0]["digest"]
+    for name in ("checkpoint", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint" / "model").write_bytes(MODEL)
+    (tmp_path / "secret").write_bytes(os.urandom(32))
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "setup.sh").write_text("mkdir -p /opt && echo ready > /opt/mark\n")
+    serve = slurm.words(*BOOTSEER, "serve", "--data", tmp_path / "data", "--listen", "127.0.0.1:0")
+    with subprocess.Popen(serve, env=slurm.env(env), stderr=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stderr is not None
+            url = re.search(r"http://[^/]+", service.stderr.readline())
+            assert url is not None
+            script = tmp_path / "job.sh"
+            places = {"folder": tmp_path, "bootseer": " ".join(BOOTSEER), "digest": digest, "slurm": slurm.folder}
+            script.write_text(JOB.format(**places, url=url[0]))
+            words = ["sbatch", "--parsable", "--wait", "--comment", f"bootseer-image={digest}"]
+            done = slurm.run(env, *words, "-o", tmp_path / "said", script)
+            said = (tmp_path / "said").read_text()
+            assert done.returncode == 0, said
+            number = done.stdout.strip()
+            job = f"moe-{number}"
+            expected = b"ready\n" + (tmp_path / "tree" / "hot").read_bytes() + MODEL
+            assert {name: (tmp_path / "out" / name).read_bytes() == expected for name in NODES} == dict.fromkeys(
+                NODES, True
+            )
+            found = [event for event in events() if event.job == job]
+            assert {(event.node, event.attempt) for event in found} == {(name, 0) for name in NODES}
+            peers = [event.attrs["peers"] for event in found if event.stage == "peers_start"]
+            assert peers == [4, 4, 4, 4], said
+            assert sum(event.stage == "checkpoint_start" for event in found) == 4
+            assert "queue" in stages(found)
+            heard = ["history", job, "--service", url[0], "--json"]
+
+            def starts() -> list[dict[str, object]]:
+                done = slurm.run(env, *BOOTSEER, *heard)
+                return json.loads(done.stdout)["starts"] if done.returncode == 0 else []
+
+            until(lambda: [start["nodes_heard"] for start in starts()] == [4])
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(300)
+    # The epilog took away what the prolog mounted.
+    until(lambda: not list((slurm.folder / "run").iterdir()))
+
+
+def test_a_node_that_is_often_last_is_drained(slurm: Cluster, env: dict[str, str]) -> None:
+    shown = ("sinfo", "-h", "-N", "-o", "%N %t %E")
+    assert "drain" not in slurm.run(env, *shown).stdout
+    (slurm.folder / "keep-n2").unlink()
+    until(lambda: "n2 drain bootseer: last in 8 of 8 starts" in slurm.run(env, *shown).stdout)
+    assert slurm.run(env, *shown).stdout.count("drain") == 1
+    (slurm.folder / "keep-n2").touch()
+    assert slurm.run(env, "scontrol", "update", "NodeName=n2", "State=RESUME").returncode == 0
 
 
 def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
@@ -137,11 +153,12 @@ def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
         f"#!/bin/sh\nsrun -n1 {' '.join(BOOTSEER)} run -q -- {sys.executable} -c 'import time; time.sleep(2)'\n"
     )
     words = ["sbatch", "--parsable", "--wait", "--begin=now+3", "-n1", "-o", str(tmp_path / "out"), str(script)]
-    done = subprocess.run(words, env=_clean(env, slurm), capture_output=True, text=True, timeout=180, check=False)
+    done = slurm.run(env, *words)
     assert done.returncode == 0, (tmp_path / "out").read_text()
     found = events()
     assert {event.job for event in found} == {f"job.sh-{done.stdout.strip()}"}
-    assert {event.node for event in found} == {socket.gethostname().split(".")[0]}
+    (node,) = {event.node for event in found}
+    assert node in NODES
     queue = [event for event in found if event.stage == "queue"]
     assert [event.phase for event in queue] == ["begin", "end"]
     assert 2 <= (queue[1].wall_ns - queue[0].wall_ns) / 1e9 <= 180
@@ -150,8 +167,7 @@ def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
 
 
 def test_one_run_for_each_task_is_one_attempt(slurm, env, events):
-    words = ["srun", "-n2", *BOOTSEER, "run", "-q", "--", "true"]
-    done = subprocess.run(words, env=_clean(env, slurm), capture_output=True, text=True, timeout=180, check=False)
+    done = slurm.run(env, "srun", "-N1", "-n2", *BOOTSEER, "run", "-q", "--", "true")
     assert done.returncode == 0, done.stderr
     runs = [event for event in events() if event.stage == "run" and event.phase == "begin"]
     assert sorted(event.rank for event in runs) == [0, 1]
@@ -162,10 +178,15 @@ def test_scancel_reaches_the_command(slurm, env, tmp_path):
     mark = tmp_path / "mark"
     script = f"trap 'echo got > {mark}; exit 5' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
     words = ["srun", "-n1", *BOOTSEER, "run", "-q", "--", "sh", "-c", script]
-    with subprocess.Popen(words, env=_clean(env, slurm), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        _await((tmp_path / "up").exists, "the command has started")
-        job = _jobs(_clean(env, slurm))[-1]
-        subprocess.run(["scancel", "--signal=TERM", job], env=_clean(env, slurm), check=True)
-        process.communicate(timeout=180)
+    with subprocess.Popen(
+        slurm.words(*words), env=slurm.env(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as ran:
+        until = time.monotonic() + 300
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        job = slurm.run(env, "squeue", "-h", "-o", "%A").stdout.split()[-1]
+        assert slurm.run(env, "scancel", "--signal=TERM", job).returncode == 0
+        ran.communicate(timeout=300)
     assert mark.read_text() == "got\n"
-    assert process.returncode == 5
+    assert ran.returncode == 5

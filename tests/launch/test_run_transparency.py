@@ -62,7 +62,7 @@ def test_arguments_arrive_untouched(run, words):
     assert done.stdout == f"{words}\n"
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 7, 93, 126, 127, 128, 143, 255])
+@pytest.mark.parametrize("code", [0, 1, 2, 127, 143, 255])
 def test_exit_code_is_the_commands(run, code):
     assert run("run", "--", "sh", "-c", f"exit {code}").returncode == code
 
@@ -139,13 +139,14 @@ def test_stdin_is_inherited(run):
     assert run("run", "--", "cat", input="through\n").stdout == "through\n"
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT"])
-def test_each_signal_arrives_once(env, name):
-    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "100", "1") as process:
+def test_each_signal_arrives_once(env):
+    names = ["SIGCONT", "SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"]
+    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "100", str(len(names))) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(getattr(signal, f"SIG{name}"))
-        assert process.stdout.readline() == f"SIG{name}\n"
+        for name in names:
+            process.send_signal(getattr(signal, name))
+        assert sorted(process.stdout.readline().split()) == names
         assert process.wait(100) == 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import ssl
 import threading
 import time
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from bootseer.launch.scheduler import parse_time, times
 from bootseer.units import NS_PER_S
 from conftest_launch import stages
+from registry import make_certificate
 
 
 def told(env: dict[str, str], **kwargs: bool):
@@ -55,6 +59,68 @@ def test_annotations_that_say_nothing_are_unobserved(tmp_path, content):
     if content is not None:
         (tmp_path / "annotations").write_text(content)
     assert told({"BOOTSEER_PODINFO": str(tmp_path)}).started_ns is None
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    """A pod's service account, and an API server that answers with what stands in `pods`."""
+    make_certificate(tmp_path / "key.pem", tmp_path / "ca.crt")
+    for name, text in (("token", "secret\n"), ("namespace", "train")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("bootseer.launch.scheduler.ACCOUNT", tmp_path)
+    pods: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            allowed = self.headers["Authorization"] == "Bearer secret"
+            body = pods.get(self.path.partition("?")[0]) if allowed else None
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "ca.crt", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_address[1])
+        env = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port, "POD_NAME": "moe-0"}
+        yield env | {"POD_UID": "u"}, pods
+        server.shutdown()
+
+
+def pod(restarts: int = 0, uid: str = "u") -> bytes:
+    conditions = [{"type": "Initialized"}, {"type": "PodScheduled", "lastTransitionTime": "2026-11-20T17:54:30Z"}]
+    status = {"conditions": conditions, "containerStatuses": [{"restartCount": restarts}]}
+    return json.dumps(
+        {"metadata": {"uid": uid, "creationTimestamp": "2026-11-20T17:54:26Z"}, "status": status}
+    ).encode()
+
+
+def test_a_pod_that_may_read_itself_learns_when_it_was_made(api, tmp_path):
+    env, pods = api
+    pods["/api/v1/namespaces/train/pods/moe-0"] = pod()
+    found = told(env)
+    assert found == (1795197266 * NS_PER_S, 1795197270 * NS_PER_S, "kubernetes api", "kubernetes")
+    # The node's own word of when it saw the pod is finer.
+    (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(20)}"\n')
+    found = told(env | {"BOOTSEER_PODINFO": str(tmp_path)})
+    assert found.submitted_ns == 1795197266 * NS_PER_S
+    assert found.started_ns == pytest.approx(time.time_ns() - 20 * NS_PER_S, abs=200 * NS_PER_S)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", b"[]", b'{"status": 7}', b'{"metadata": {"uid": "u"}}', pod(restarts=1), pod(uid="other")]
+)
+def test_an_api_server_that_does_not_say_leaves_them_unobserved(api, answer):
+    env, pods = api
+    if answer is not None:
+        pods["/api/v1/namespaces/train/pods/moe-0"] = answer
+    assert told(env) == (None, None, "", "")
+    assert told({**env, "KUBERNETES_SERVICE_PORT": "1"}) == (None, None, "", "")
 
 
 def test_a_pod_that_was_seen_long_ago_is_a_container_started_again(tmp_path):

@@ -25,8 +25,6 @@ from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import FilesTree, LazyFile, Source
-from bootseer.peers.choice import Peer
-from bootseer.peers.job import JobPeers
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from mounts.starting import until
@@ -138,13 +136,8 @@ def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
 
 
-def test_with_peers_the_rest_waits_until_training_began(
-    place: Path, stored: FetchedFile, shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_waits_until_training_began(place: Path, stored: FetchedFile, shown: Shown) -> None:
     """Nodes of a job read their checkpoints while the rest of the image would take their links."""
-    job = JobPeers.create(place / "peers")
-    job.write_members("n0", [Peer("n0", ("127.0.0.1:1",))])
-    monkeypatch.setenv("BOOTSEER_PEERS_DIR", str(job.folder))
     hot = [(stored.index.identity, 3)]
     eager = FetchSettings(silence_s=0.1)
     shown.show(Fetched((stored,), place / "cache", fetch=eager, hot=lambda: hot, record=place / "record"))
@@ -157,8 +150,7 @@ def test_with_peers_the_rest_waits_until_training_began(
     until(lambda: ready() == 1, "the hot block is here")
     time.sleep(0.5)
     assert ready() == 1
-    assert served.recorder is not None
-    served.recorder.end()
+    served.began()
     until(lambda: ready() == stored.index.num_blocks, "the rest is here")
 
 

@@ -207,7 +207,6 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     assert (layer / "a").read_bytes() == b"alpha"
     assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
     assert release_idle(runtime, idle_s=3600, unpin=pins.remove) == []
-    assert release_idle(runtime, idle_s=0, unpin=pins.append, in_use=[IDENTITY]) == []
     assert release_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
     assert pins == ["pinned", IDENTITY]
     assert kept(runtime) == []

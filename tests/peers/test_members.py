@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from bootseer.peers.interfaces import Interface, chosen
 from bootseer.peers.members import Listed, Membership, expand_hosts, open_source, parse_list
 from bootseer.peers.rendezvous import Rendezvous, parse_record
 from bootseer.peers.server import Server
+from plain_user import UID, as_plain_user
 
 SECRET = b"s" * 32
 LOOPBACK = (Interface("lo", "127.0.0.1", 1),)
@@ -193,6 +197,23 @@ def test_a_list_needs_a_secret_that_others_cannot_read(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(AccessError, match="chmod 600"):
         open_source("a,b", {}, attempt="", name="", secret_file=path)
+
+
+@pytest.mark.root
+def test_a_secret_of_root_may_be_for_the_users_group(tmp_path: Path) -> None:
+    """As Kubernetes gives it to pods with an `fsGroup`; anything wider is refused."""
+    read = "from bootseer.peers.members import *; read_secret(Path('/proc/self/fd/0'))"
+    path = secret_file(tmp_path)
+    os.chown(path, 0, UID)
+    codes = []
+    for mode in (0o440, 0o460, 0o444):
+        path.chmod(mode)
+        with path.open() as secret:
+            codes.append(subprocess.run(
+                [sys.executable, "-c", read], stdin=secret, stderr=subprocess.DEVNULL, check=False,
+                preexec_fn=as_plain_user(tmp_path, fuse=False),
+            ).returncode)  # fmt: skip
+    assert codes == [0, 1, 1]
 
 
 def test_slurm_names_the_nodes(tmp_path: Path) -> None:

@@ -37,12 +37,12 @@ def lanes(draw):
 def test_pieces_tile_the_lane(lane):
     found, begin, end, arrivals = lane
     pieces = cut(found, begin, end, arrivals)
-    assert sum(piece.length_ns for piece in pieces) == end - begin
-    assert all(piece.length_ns > 0 for piece in pieces)
+    assert sum(piece.end_ns - piece.begin_ns for piece in pieces) == end - begin
+    assert all(piece.end_ns > piece.begin_ns for piece in pieces)
     assert all(a.end_ns == b.begin_ns for a, b in pairwise(pieces))
     if pieces:
         assert (pieces[0].begin_ns, pieces[-1].end_ns) == (begin, end)
-        working = sum(piece.length_ns for piece in pieces if piece.kind != WAIT)
+        working = sum(piece.end_ns - piece.begin_ns for piece in pieces if piece.kind != WAIT)
         assert sum(time_by_stage(pieces, begin, end).values()) == working
 
 

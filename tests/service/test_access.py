@@ -106,6 +106,16 @@ def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
         assert tokens.grant(secret) is not None
 
 
+def test_a_token_that_is_given_is_taken_once(run, tmp_path):
+    """As the init container of a Kubernetes deployment does at each start."""
+    add = ("serve", "token", "add", "--scope", "admin", "--data", "data", "--from")
+    for text, code in (("x" * 31, 2), ("x" * 16 + "\n" + "x" * 16, 2), ("a" * 64 + "\n", 0), ("a" * 64, 0)):
+        (tmp_path / "token").write_text(text)
+        done = run(*add, "token")
+        assert (done.returncode, "a" * 64 in done.stdout + done.stderr) == (code, False)
+    assert run("serve", "token", "list", "--data", "data").stdout.count("admin") == 1
+
+
 def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
     added = run("serve", "token", "add", "--scope", "ingest", "--data", "data", "--note", "rack 7")
     assert added.returncode == 0

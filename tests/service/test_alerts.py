@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,16 +14,16 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from bootseer.errors import UsageError
-from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, webhook
+from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, urgent, webhook
 from bootseer.service.database import Database
 from bootseer.service.metrics import Metrics, text_of
-from bootseer.service.over_time import OverTime
-from bootseer.service.schema import alert, start
+from bootseer.service.over_time import OverTime, learned
+from bootseer.service.schema import alert, batch, live, start, technique_start
 from fleet import Fleet
-from fleet_month import Month
+from fleet_month import INSTALL, STAGES, Month
 from running_service import running_service
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
@@ -69,6 +70,78 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
     listed = {one.key for one in found if one.rule == "node_often_last"}
     assert made.name(max(made.truth.last, key=made.truth.last.__getitem__)) in listed
     assert listed <= {made.name(node) for node in made.lemons}, "none by bad luck"
+
+
+def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
+    """One fact is changed for each rule; what it finds is gone when the fact is."""
+    made, database = month
+    now_ns, limits, hour_ns = made.now_ns - 1, Limits(), 3600 * 10**9
+
+    def found(**of: Any) -> dict[str, str]:
+        with database.read() as connection:
+            deadlines = learned(connection, made.last_day)
+            both = [
+                *urgent(connection, deadlines, limits, now_ns),
+                *of_weeks(connection, replace(limits, **of), now_ns),
+            ]
+            return {one.rule: one.text for one in both if one.rule != "node_often_last"}
+
+    def change(table: Any, where: Any, **values: Any) -> None:
+        with database.write() as connection:
+            connection.execute(table.update().where(where).values(**values))
+
+    change(start, start.c.state == "open", state="closed")
+    change(batch, batch.c.day > 0, received_ns=now_ns)
+    change(start, start.c.nodes_heard < start.c.nodes_expected, nodes_heard=start.c.nodes_expected)
+    quiet = found(share=1.0, hit_share=0.0)
+    assert set(quiet) <= {"slower"}
+    said = found(share=1e-6, hit_share=1.0)
+    assert {"share", "cache_misses"} <= set(said)
+    with database.read() as connection:
+        newest = connection.execute(
+            select(start).where(start.c.outcome == "training_began").order_by(start.c.began_ns.desc())
+        ).first()
+        today = (technique_start.c.day == made.last_day) & (technique_start.c.technique == "image")
+        columns = (func.sum(technique_start.c.hits), func.sum(technique_start.c.misses))
+        hits, misses = map(int, connection.execute(select(*columns).where(today)).one())
+        all_ = {one.text for one in of_weeks(connection, replace(limits, hit_share=1.0), now_ns)}
+    assert newest is not None
+    num = hits + misses
+    assert f"image: ready on {hits / num:.0%} of {num:,} nodes that started today" in all_
+    change(start, start.c.id == newest.id, overhead_s=100_000.0, queue_s=0.0)
+    for number in range(5):  # as before, of the same kind and scale
+        values = {
+            **newest._mapping,
+            "id": 10**6 + number,
+            "attempt": 10**6 + number,
+            "overhead_s": 100.0,
+            "queue_s": 0.0,
+        }
+        values["began_ns"] = newest.began_ns - (number + 1) * hour_ns
+        with database.write() as connection:
+            connection.execute(start.insert().values(values))
+    assert f"{newest.job}, attempt {newest.attempt}: " in found()["slower"]
+    change(batch, batch.c.sequence == newest.id, done=False, received_ns=now_ns - hour_ns // 30)
+    assert "wait for their analysis, the oldest for 2 min" in found()["ingest_lag"]
+    change(batch, batch.c.day > 0, done=True, received_ns=now_ns - 2 * hour_ns)
+    assert "silent" not in found(), "nothing is open"
+    change(start, start.c.id == newest.id, state="open", outcome="", nodes_heard=0, nodes_expected=10**6)
+    missing = {"node": "n7", "rank": -1, "stage": STAGES[INSTALL], "seconds": 1e6}
+    moment = {"barrier": "process_group", "arrived": 0, "expected": 1, "unit": "nodes", "missing": [missing]}
+    with database.write() as connection:
+        values = {
+            "job": newest.job,
+            "attempt": newest.attempt,
+            "moment": json.dumps(moment),
+            "owner": "",
+            "updated_ns": 0,
+            "owned_until_ns": 0,
+        }
+        connection.execute(live.insert().values(values))
+    said = found()
+    assert "no line for 2 h" in said["silent"]
+    assert "nodes were heard today" in said["nodes_not_heard"]
+    assert "n7" in said["nodes_late"]
 
 
 def test_rules_and_dashboard_ask_for_figures_that_there_are(month: Any) -> None:

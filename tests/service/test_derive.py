@@ -24,6 +24,7 @@ from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.deriver import Deriver
 from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
+from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
 
 _PATIENCE_S = 300.0
@@ -198,6 +199,17 @@ def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) 
     with place.database.read() as connection:
         spans = connection.execute(select(func.count()).select_from(schema.span).group_by(schema.span.c.start_id)).all()
     assert len({count for (count,) in spans}) == 1
+
+
+def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place) -> None:
+    place.put(Fleet(2).lines())
+    values = {"job": "fleet", "attempt": 0, "owner": "gone", "owned_until_ns": time.time_ns() + 1200 * NS_PER_S}
+    with place.database.write() as connection:
+        connection.execute(insert(schema.live).values(values))
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    until(lambda: place.rows(schema.start), "nothing was derived")
+    deriver.close()
 
 
 def test_two_services_share_the_work_of_one_postgres(place: Place) -> None:

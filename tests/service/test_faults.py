@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -13,17 +15,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import zstandard
+from sqlalchemy import select
 
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.reading import read_report
 from bootseer.service import schema
 from bootseer.service.app import Settings
+from bootseer.service.database import Database
+from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import reconcile
+from bootseer.store.open import open_store
 from bootseer.trace.ship import Link, Shipper, target
 from conftest_launch import BOOTSEER
-from fleet import Fleet
+from fleet import INSTALL, Fleet
 from postgres import running_postgres
 from registry import free_port, make_certificate
 from running_service import RunningService, running_service
@@ -32,10 +39,10 @@ from running_service import RunningService, running_service
 class Program:
     """`bootseer serve` as a process of its own, always at the same address."""
 
-    def __init__(self, env: dict[str, str], data: Path) -> None:
+    def __init__(self, env: dict[str, str], data: Path, *more: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}"]
+        self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}", *more]
         self._env = env
         self.start()
 
@@ -101,6 +108,88 @@ def test_a_service_that_is_killed_again_and_again_loses_nothing_and_counts_once(
         derived = json.loads(zstandard.decompress(kept.json))
         report = json.loads(read_report([str(root)], Options(), {}).to_text())
         assert (derived["stages"], derived["nodes"]) == (report["stages"], report["nodes"])
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_killed_at_any_moment_each_line_counts_once(env, tmp_path, seed):
+    """The service, its server of workers, PostgreSQL and senders are killed while nodes write their spools, whose
+    clocks jump by minutes; in the end the service has what `bootseer report` says of the spools."""
+    chance = random.Random(seed)
+    fleet = Fleet(6, job="moe", seed=seed, clock_step={1: (INSTALL, 300.0), 4: (INSTALL, -200.0)})
+    lines = list(zip([event.node for event in fleet.events()], fleet.lines(), strict=True))
+    roots = [tmp_path / "spools" / str(number) for number in range(2)]
+
+    def written(part: int, parts: int) -> None:
+        for node, line in lines[part * len(lines) // parts : (part + 1) * len(lines) // parts]:
+            folder = roots[int(node[-1]) % 2] / "moe" / "attempt-0"
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{node}.1.1.events").open("ab") as file:
+                file.write(line)
+
+    def sender(root: Path) -> subprocess.Popen[bytes]:
+        root.mkdir(parents=True, exist_ok=True)
+        command = [*BOOTSEER, "ship", "--follow", "--to", program.url, str(root)]
+        return subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+
+    with running_postgres() as postgres:
+        database = postgres.new_database()
+        program = Program(env, tmp_path / "data", "--database", database)
+        senders: list[subprocess.Popen[bytes]] = []
+        try:
+            senders += [sender(root) for root in roots]
+            steps = [
+                "service",
+                "workers",
+                "database",
+                "sender",
+                *chance.choices(["workers", "database", "sender"], k=3),
+            ]
+            chance.shuffle(steps)
+            for number, victim in enumerate(steps):
+                written(number, len(steps))
+                time.sleep(chance.uniform(0.0, 1.5))
+                if victim == "service":
+                    program.kill()
+                    program.start()
+                elif victim == "workers":
+                    for process in psutil.Process(program.process.pid).children(recursive=True):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            process.kill()
+                elif victim == "sender":
+                    which = chance.randrange(2)
+                    senders[which].kill()
+                    senders[which].wait()
+                    senders[which] = sender(roots[which])
+                else:
+                    postgres.kill()
+                    time.sleep(chance.uniform(0.0, 0.5))
+                    postgres.start()
+            with (
+                contextlib.closing(Database(database)) as looks,
+                contextlib.closing(open_store(f"{tmp_path}/data/raw")) as store,
+            ):
+                raw, until = RawStore(store), time.monotonic() + 300
+                wanted = sorted(line.rstrip() for _, line in lines)
+                while True:
+                    came = {name: raw.read(name).splitlines() for name in raw.names()}
+                    with looks.read() as connection:
+                        done = {row.raw_key for row in connection.execute(select(schema.batch)) if row.done}
+                        gaps = connection.execute(select(schema.sender_gap)).all()
+                        told = connection.execute(select(schema.start_report.c.json)).scalars().all()
+                    if sorted(itertools.chain(*came.values())) == wanted and done == set(came) and not gaps:
+                        break
+                    assert time.monotonic() < until, (len(came), len(done), gaps)
+                    time.sleep(0.2)
+        finally:
+            program.kill()
+            for process in senders:
+                process.kill()
+                process.wait()
+    assert len(told) == 1
+    derived = json.loads(zstandard.decompress(told[0]))
+    report = json.loads(read_report([str(root) for root in roots], Options(), {}).to_text())
+    assert (derived["stages"], derived["nodes"]) == (report["stages"], report["nodes"])
 
 
 @pytest.fixture

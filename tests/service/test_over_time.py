@@ -110,9 +110,13 @@ def test_what_is_usual_lies_within_the_band(values: list[float]) -> None:
 
 
 def test_names_that_are_no_hosts_are_not_exported() -> None:
-    rows = [{"node": name} for name in ("node-1", HOSTILE, "-x", "a b", "node.2", "n\n3")]
+    rows = [{"node": name, "last": 5, "starts": 8} for name in ("node-1", HOSTILE, "-x", "a b", "node.2", "n\n3")]
     assert exported(rows, "slurm") == "--exclude=node-1,node.2"
     assert exported(rows, "kubernetes").count("kubectl") == 2
+    assert exported(rows, "drain").splitlines() == [
+        f"scontrol update NodeName={name} State=DRAIN Reason='bootseer: last in 5 of 8 starts'"
+        for name in ("node-1", "node.2")
+    ]
     assert exported([{"node": HOSTILE}], "slurm") == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -17,14 +18,21 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from starlette.requests import Request
+from starlette.responses import Response
 
 from bootseer.service import schema
+from bootseer.service.access import Grant
+from bootseer.service.database import Database, default_url
+from bootseer.service.over_time import Answers
+from bootseer.service.rows import day_of
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
+from fleet_month import Month
 from running_service import RunningService, running_service
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'"
-PAGES = ("/", "/now", "/nodes", "/caches", "/compare")
+PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")
 
 
 def send(service: RunningService, fleet: Fleet, lines: list[bytes] | None = None) -> None:
@@ -84,6 +92,57 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     assert dead["line"] in get(service, "/now").text
 
 
+def test_jobs_are_found_by_a_part_of_their_name_and_filters_narrow_all_of_a_page(service: RunningService) -> None:
+    def found(query: str) -> list[str]:
+        return [row["job"] for row in get(service, f"/api/v1/jobs?{query}").json()["jobs"]]
+
+    assert set(found("")) == {"moe", "dead", HOSTILE}
+    assert found("q=MO") == ["moe"]
+    assert found("q=<script>") == [HOSTILE]
+    assert found("q=%25") == found("q=_") == [], "no wildcards"
+    assert 'value="&#34;&gt;x"' in get(service, '/jobs?q=">x').text
+    small, large = (get(service, f"/api/v1/fleet?bucket={name}").json() for name in ("10-100", ">3000"))
+    assert sum(row["starts"] for row in small["by_team"]) == 6
+    assert (large["by_team"], large["stages"], large["days"]) == ([], [], [])
+    every, none = (get(service, f"/api/v1/fleet{query}").json() for query in ("", "?team=other"))
+    assert none["stages"] == [], "the sums of days know no teams"
+    assert get(service, "/api/v1/caches?team=other").json()["caches"] == []
+    mine = get(service, "/api/v1/over-time/fleet?team=other").json()
+    assert (mine["stages"], mine["caches"]) == ([], [])
+    assert len(every["stages"]) > 3
+
+
+def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they_asked(monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.over_time._LASTS", 1e9)
+    begun: list[float] = []
+
+    def make(request: Request) -> Response:
+        begun.append(time.monotonic())
+        return Response(str(begun[-1]))
+
+    def asking(query: str) -> Request:
+        scope = {"type": "http", "path": "/now", "query_string": query.encode(), "headers": [], "server": ("h", 80)}
+        return Request({**scope, "state": {"grant": Grant("read")}})
+
+    async def ask(answers: Answers, query: str) -> None:
+        asked_s = time.monotonic()
+        answer = await answers.of(asking(query), make)
+        assert float(bytes(answer.body)) >= asked_s, query
+
+    async def all_of_them() -> None:
+        answers = Answers()
+        await asyncio.gather(*(ask(answers, query) for query in ["a"] * 50 + ["b"]))
+        assert not answers._asked
+        for number in range(100):
+            await answers.of(asking(f"c{number % 50}"), make, of_weeks=True)
+        assert len(answers._asked) == 32, "those of 50 that were not forgotten"
+        first = await answers.of(asking("c49"), make, of_weeks=True)
+        assert await answers.of(asking("c49"), make, of_weeks=True) is first
+
+    asyncio.run(all_of_them())
+    assert len(begun) == 3 + 100, "one for the first, one for the 49 that came meanwhile, one for b; then each of c"
+
+
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
     answer = get(service, "/api/v1/start/2/0/moe")
     for name, lines in service.raw().items():
@@ -98,6 +157,32 @@ def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
     get(service, "/start/9/0/moe", 404)
     get(service, "/job/none", 404)
     get(service, "/api/v1/job/none", 404)
+
+
+def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp_path: Path) -> None:
+    database, today = Database.open(default_url(tmp_path)), day_of(time.time_ns())
+    month = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3, first_day=today - 1)
+    month.fill(database, spans=False)
+    with database.write() as connection:  # open ones would be derived again, from lines that there are not
+        connection.execute(schema.start.update().values(state=schema.CLOSED))
+    database.close()
+    with running_service(tmp_path) as running:
+        nodes = get(running, "/api/v1/nodes").json()
+        assert nodes["lemons"]
+        assert set(nodes["lemons"]) <= {month.name(node) for node in month.lemons}
+        page = get(running, "/nodes").text
+        assert f"sbatch --exclude={','.join(nodes['lemons'])}" in page
+        assert "too often for bad luck" in page
+        teams = {row["team"]: row["cost"] for row in get(running, "/api/v1/fleet").json()["by_team"]}
+        assert teams == pytest.approx({team: sums["cost"] for team, sums in month.truth.teams.items()})
+        page = get(running, "/").text
+        assert all(f">{cost:,.0f}<" in page for cost in teams.values())
+        of_team = get(running, "/api/v1/fleet?team=llm").json()
+        stages = sum(row["cost"] for row in of_team["stages"])
+        every = sum(row["cost"] for row in get(running, "/api/v1/fleet").json()["stages"])
+        assert 0 < stages < every
+        parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
+        assert sum(row["cost"] for rows in parts for row in rows) == pytest.approx(every)
 
 
 def test_two_starts_are_compared(service: RunningService) -> None:
@@ -127,6 +212,9 @@ def test_what_makes_no_sense_is_said_so(service: RunningService, path: str) -> N
 
 def test_the_api_is_what_its_document_says(service: RunningService) -> None:
     api = schemathesis.openapi.from_url(f"{service.url}/api/v1/openapi.json")
+    routes = {getattr(route, "path_format", "") for route in service.service.routes()}
+    documented = set(get(service, "/api/v1/openapi.json").json()["paths"]) | {"/api/v1/openapi.json"}
+    assert documented == {path for path in routes if path.startswith("/api/")}
     asked = 0
     for result in api.get_all_operations():
         operation = result.ok()

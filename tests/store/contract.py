@@ -6,13 +6,14 @@ A subclass gives `store` and `outside`, which looks at the place without the sto
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -101,26 +102,20 @@ class StoreContract:
         assert get(store, put(store, DATA[:size], "small/object").name) == DATA[:size]
 
     @pytest.mark.parametrize("name", [None, "named"])
-    @pytest.mark.parametrize(
-        ("start", "length"),
-        [(0, 1), (0, 1000), (1234, PIECE_BYTES + 1), (700_000, 1), (0, 700_001), (699_000, None), (700_001, None)],
-    )
-    def test_a_range_is_exactly_these_bytes(
-        self, store: Store, name: str | None, start: int, length: int | None
-    ) -> None:
+    def test_a_range_is_exactly_these_bytes(self, store: Store, name: str | None) -> None:
         stored = put(store, DATA, name)
-        end = len(DATA) if length is None else start + length
-        assert get(store, stored.name, start, length) == DATA[start:end]
+        for start, length in ((0, 1), (0, 1000), (1234, PIECE_BYTES + 1), (700_000, 1), (0, 700_001)):
+            assert get(store, stored.name, start, length) == DATA[start : start + length]
+        for start in (699_000, 700_001):
+            assert get(store, stored.name, start, None) == DATA[start:]
 
     @pytest.mark.parametrize("size", [100, 100_000])
     @pytest.mark.parametrize("name", [None, "named"])
-    @pytest.mark.parametrize(("before_end", "length"), [(1, 2), (0, 1), (-1, 1), (-10, None)])
-    def test_a_range_beyond_the_end_is_an_error(
-        self, store: Store, size: int, name: str | None, before_end: int, length: int | None
-    ) -> None:
+    def test_a_range_beyond_the_end_is_an_error(self, store: Store, size: int, name: str | None) -> None:
         stored = put(store, DATA[:size], name)
-        with pytest.raises(PermanentError, match="were asked for"):
-            get(store, stored.name, size - before_end, length)
+        for before_end, length in ((1, 2), (0, 1), (-1, 1), (-10, None)):
+            with pytest.raises(PermanentError, match="were asked for"):
+                get(store, stored.name, size - before_end, length)
 
     def test_no_bytes_are_no_bytes(self, store: Store) -> None:
         assert get(store, put(store, DATA).name, 5, 0) == b""
@@ -245,10 +240,8 @@ class StoreContract:
         assert store.create("small/object", data, refs=[needed])
         assert get(store, "small/object") == data
 
-    @pytest.mark.parametrize("name", [*HOSTILE, sha256(b"")])
-    def test_create_refuses_names_that_are_no_paths(self, store: Store, name: str) -> None:
-        with pytest.raises(UsageError):
-            store.create(name, b"")
+    def test_create_refuses_names_that_are_no_paths(self, store: Store) -> None:
+        assert _taken([*HOSTILE, sha256(b"")], lambda name: store.create(name, b"")) == []
 
     def test_create_refuses_large_objects(self, store: Store, outside: Outside) -> None:
         with pytest.raises(UsageError, match="too many to create at once"):
@@ -293,16 +286,17 @@ class StoreContract:
         assert outside.get(content) is None
         assert [found.name for found in store.list()] == ["a/other"]
 
-    @pytest.mark.parametrize("name", HOSTILE)
-    def test_hostile_names_are_refused(self, store: Store, name: str) -> None:
-        for call in (store.stat, store.delete, lambda bad: get(store, bad)):
-            with pytest.raises(UsageError):
-                call(name)
-        upload = store.upload()
-        upload.write(b"x")
-        with pytest.raises(UsageError):
-            upload.commit(name)
-        upload.abort()
+    def test_hostile_names_are_refused(self, store: Store) -> None:
+        def upload(name: str) -> None:
+            begun = store.upload()
+            begun.write(b"x")
+            try:
+                begun.commit(name)
+            finally:
+                begun.abort()
+
+        for call in (store.stat, store.delete, lambda name: get(store, name), upload):
+            assert _taken(HOSTILE, call) == []
 
     def test_the_uri_is_without_credentials(self, store: Store) -> None:
         assert "://" in store.uri
@@ -383,7 +377,7 @@ class SharedStoreContract(StoreContract):
             answer, _ = child.communicate()
         growth_kib, equal = answer.split()
         assert equal == b"True"
-        # 256 MiB went through.
+        # 128 MiB went through.
         assert int(growth_kib) < 100 * 1024
 
     def test_the_child_of_a_fork_reads_too(self, store: Store, child_environment: dict[str, str]) -> None:
@@ -393,6 +387,16 @@ class SharedStoreContract(StoreContract):
             finally:
                 child.kill()
         assert answer == b"True\n"
+
+
+def _taken(names: list[str], call: Callable[[str], object]) -> list[str]:
+    """The names with which a call is not refused."""
+    taken = []
+    for name in names:
+        with contextlib.suppress(UsageError):
+            call(name)
+            taken.append(name)
+    return taken
 
 
 def _child(task: str, uri: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:

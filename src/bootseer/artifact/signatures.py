@@ -187,12 +187,13 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
     serialization, ed25519 = _library()
     path = Path(place)
     found = {}
-    if path.is_dir() and path.stat().st_mode & 0o022:
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - Path raises for a link that the kernel does not follow
+    if is_folder and path.stat().st_mode & 0o022:
         raise UsageError(f"{path}: this folder of keys may be written by others", hint=f"chmod go-w {path}")
-    if path.exists():  # else reading it says so
-        folder = path if path.is_dir() else path.parent
+    if os.path.lexists(path):  # else reading it says so
+        folder = path if is_folder else path.parent
         os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder", shared=True))
-    for file in sorted(path.glob("*.pem")) if path.is_dir() else [path]:
+    for file in sorted(path.glob("*.pem")) if is_folder else [path]:
         for block in _PUBLIC.findall(_read(file, 0o022, "may be written by others", "go-w")):
             try:
                 key = serialization.load_pem_public_key(block)
@@ -208,16 +209,21 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
 
 def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
     try:
+        # In a folder like /tmp any user may have put it there, or the link to it, which the kernel may not follow then.
+        _check_owner(path, path.lstat())
         # Not blocking: what is named may be a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{path}: not a file", hint=_MAKE)
-            # In a folder like /tmp any user may have put it there, or the link to it.
-            if not {status.st_uid, path.lstat().st_uid} <= set(owners()):
-                raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")
+            _check_owner(path, status)
             if status.st_mode & forbidden:
                 raise UsageError(f"{path}: this key {why}", hint=f"chmod {mend} {path}")
             return file.read(_MAX_KEY_BYTES)
     except OSError as error:
         raise UsageError(f"{path}: the key cannot be read: {error.strerror}", hint=_MAKE) from error
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in owners():
+        raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")

@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.artifact.places import own_folder, unpacked_folder
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.erofs.format import Attributes
+from bootseer.erofs.reader import Inode
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.io import locks
 from bootseer.mounts.state import Runtime
-from bootseer.mounts.user_namespace import ALL_IDS, num_owners
+from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owners
 
 UNPACKED = "unpacked"
 """Key of a mount's details: the name of the tree that it uses."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
-_POLL_S = 0.05
 
 
 def name_of(identities: Sequence[str]) -> str:
@@ -92,33 +95,9 @@ def _is_used(tree: Path, runtime: Runtime) -> bool:
 @contextlib.contextmanager
 def _locked(tree: Path, deadline_s: float) -> Iterator[None]:
     """One process at a time; the lock falls with its holder. Notes the use."""
-    path = tree.with_name(f"{tree.name}.lock")
-    end = time.monotonic() + deadline_s
-    lock = _open_lock(path)
-    try:
-        while not _take(lock, path):
-            if time.monotonic() > end:
-                raise TransientError(f"{path}: another process has held it for {deadline_s:g} s")
-            time.sleep(_POLL_S)
-            os.close(lock)
-            lock = _open_lock(path)
+    with locks.flocked(tree.with_name(f"{tree.name}.lock"), deadline_s=deadline_s) as lock:
         os.utime(lock)
         yield
-    finally:
-        os.close(lock)
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _take(lock: int, path: Path) -> bool:
-    """Lock it; a lock whose name is gone protects nothing."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), path.stat())
-    except (BlockingIOError, FileNotFoundError):
-        return False
 
 
 def _sync(folder: Path) -> None:
@@ -142,3 +121,59 @@ def delete_tree(folder: Path) -> None:
             if not child.is_symlink():
                 child.chmod(0o700)
     shutil.rmtree(folder)
+
+
+def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data; the rest of its `size` bytes are holes."""
+    at = 0
+    while at < size:
+        try:
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # a hole up to the end
+        at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
+        if begin < at:
+            yield begin, at
+
+
+def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
+    """A new file of this content; zeros become holes."""
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(opened, "wb", buffering=0) as file:
+        for piece in pieces:
+            if piece.count(0) == len(piece):
+                os.lseek(opened, len(piece), os.SEEK_CUR)
+                continue
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
+        os.ftruncate(opened, size)
+
+
+class AttributeWriter:
+    """Gives files the attributes that this process may set: all as root, times and modes otherwise."""
+
+    def __init__(self, needed: tuple[bytes, ...] = ()) -> None:
+        """`needed`: extended attributes whose names begin so must not be missing where a file system has none."""
+        self.privileged = is_host() and may_mount()
+        self._num_owners = num_owners()
+        self._needed = needed
+
+    def write(self, path: bytes, of: Attributes | Inode, xattrs: Mapping[bytes, bytes]) -> None:
+        """In this order: a new owner takes away set-user bits and capabilities, and the time is last."""
+        if self._num_owners:
+            uid, gid = (number if number < self._num_owners else 0 for number in (of.uid, of.gid))
+            os.lchown(path, uid, gid)
+        for name, value in xattrs.items():
+            try:
+                os.setxattr(path, name, value, follow_symlinks=False)
+            except OSError as error:
+                is_missing = error.errno == errno.ENOTSUP and not name.startswith(self._needed)
+                is_forbidden = not self.privileged and error.errno in (errno.EPERM, errno.EACCES)
+                if not is_missing and not is_forbidden:
+                    raise
+        if not stat.S_ISLNK(of.mode):
+            os.chmod(path, stat.S_IMODE(of.mode))  # noqa: PTH101 - bytes
+        os.utime(path, ns=(of.mtime_ns, of.mtime_ns), follow_symlinks=False)

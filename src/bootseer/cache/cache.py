@@ -199,7 +199,7 @@ class Cache:
             lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
             # The lock may be one on a folder that was evicted since it was opened.
-            if not locks.try_flock(lease, shared=True) or not evict.is_same(lease, entry / disk.LEASE):
+            if not locks.try_flock(lease, shared=True) or not locks.is_same(lease, entry / disk.LEASE):
                 return None
             encoded = index.encode()
             if disk.read_file(entry / disk.INDEX, len(encoded)) != encoded:
@@ -257,7 +257,7 @@ class Cache:
     def _put_aside(self, entry: Path, folder: int) -> None:
         """Make room for a new entry. Processes that still have this one open keep its files."""
         with self._lock():
-            if not evict.is_same(folder, entry):
+            if not locks.is_same(folder, entry):
                 return  # another process did
             gone = evict.move_to_trash(entry, self.root)
         _LOG.warning("%s was damaged and is made anew", entry)

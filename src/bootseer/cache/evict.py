@@ -29,26 +29,18 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
         with contextlib.suppress(FileNotFoundError, Damaged):  # what is not there is not held
             lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
-            if not (locks.try_flock(lease, shared=False) and is_same(lease, entry / disk.LEASE)):
+            if not (locks.try_flock(lease, shared=False) and locks.is_same(lease, entry / disk.LEASE)):
                 return False
         if entries.pins_of(entry, boot):
             return False
         if not step.whole:
             return _punch_cold(entry, step.num_bytes, boot)
         with locks.flocked(root / disk.ROOT_LOCK, deadline_s=lock_deadline_s):
-            if not is_same(folder, entry):
+            if not locks.is_same(folder, entry):
                 return False
             gone = move_to_trash(entry, root)
         disk.discard(gone)
         return True
-
-
-def is_same(fd: int, path: Path) -> bool:
-    """Whether a path still leads to the file that is open."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def move_to_trash(entry: Path, root: Path) -> Path:

@@ -62,11 +62,6 @@ def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lamb
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
 
 
-def checkpoint(files: Files, path: str) -> Checkpoint:
-    """One checkpoint, whatever its name. Raises `NotFoundError`."""
-    return _measured(files, files.stat(path), None)
-
-
 def walk(files: Files, path: str) -> Iterator[FileInfo]:
     """All files of a checkpoint, or the file that it is. Raises `NotFoundError`."""
     info = files.stat(path)

@@ -56,6 +56,8 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
         (doctor.PEERS, doctor.check_peers),
         (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
     ]
+    if os.environ.get("HADOOP_CONF_DIR"):
+        more.append((doctor.HDFS_LOGIN, doctor.check_hdfs_login))
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     rows = [{**asdict(check), "required": check.required} for check in checks]

@@ -39,8 +39,8 @@ def _since_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 @_service_option
 @_since_option("7d")
 @click.option("--team", metavar="NAME", help="Of this team alone.")
-@click.option("--export", type=click.Choice(["slurm", "kubernetes"]),
-              help="Print nodes that come last too often: sbatch's option, or commands that label them.")  # fmt: skip
+@click.option("--export", type=click.Choice(["slurm", "drain", "kubernetes"]),
+              help="Print nodes that come last too often: sbatch's option, or commands for them.")  # fmt: skip
 @json_option("bootseer.fleet/1")
 def fleet_command(
     logs: tuple[str, ...], service: str | None, since: str, team: str | None, export: str | None, output: Output

@@ -1,13 +1,40 @@
-"""The patterns behind `--began-pattern`, for `run` and `report`, and `--pattern`."""
+"""The patterns behind `--began-pattern`, for `run` and `report`, and `--pattern`, for `report` and `serve`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from bootseer.errors import UsageError
 from bootseer.trace.event import stage_name
 
+_MAX_FILE = 1 << 20
 _GROUPS = {"begin", "end", "s", "ms"}
+
+
+def of_stages(given: Sequence[str]) -> list[tuple[str, re.Pattern[bytes]]]:
+    """Stages and patterns of `STAGE=REGEX`, and of the lines of each `@FILE`, in which `#` begins a comment. Raises
+    `UsageError`, which names the file and the line."""
+    found = []
+    for text in given:
+        if not text.startswith("@"):
+            found.append(of_stage(text))
+            continue
+        try:
+            with Path(text[1:]).open(encoding="utf-8", errors="surrogateescape") as file:
+                lines = file.read(_MAX_FILE + 1)
+        except OSError as error:
+            raise UsageError(f"--pattern {text}: cannot be read: {error.strerror or error}") from None
+        if len(lines) > _MAX_FILE:
+            raise UsageError(f"--pattern {text}: a file of patterns may have {_MAX_FILE} characters")
+        for number, line in enumerate(lines.splitlines(), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                try:
+                    found.append(of_stage(line.strip()))
+                except UsageError as error:
+                    raise UsageError(f"{text[1:]}, line {number}: {error}", hint=error.hint) from None
+    return found
 
 
 def of_stage(text: str) -> tuple[str, re.Pattern[bytes]]:

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     "--pattern",
     "patterns",
     multiple=True,
-    metavar="STAGE=REGEX",
+    metavar="STAGE=REGEX|@FILE",
     help="What lines of your own tell of a stage: named groups begin and end, or s or ms (a duration), say which; "
-    "lines with the same group key belong together. May be given several times.",
+    "lines with the same group key belong together. @FILE: a file of such lines. May be given several times.",
 )
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
@@ -89,7 +89,7 @@ def report_command(
     bootseer report --follow --wait moe                the same, also before the job has begun
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
-    from bootseer.cli.pattern import compiled, of_stage
+    from bootseer.cli.pattern import compiled, of_stages
     from bootseer.report.analysis.prepare import Options
     from bootseer.report.reading import read_report
 
@@ -105,11 +105,9 @@ def report_command(
         currency=currency,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
-    of_stages = [of_stage(text) for text in patterns]
+    stages = of_stages(patterns)
     with _hints(), watched(follow, as_json, color) as watch:
-        report = read_report(
-            logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
-        )
+        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait)
     if html is not None:
         from bootseer.report.render.html import render as render_html
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bootseer.service.app import Settings
     from bootseer.service.database import Database
 
+_LEAST_TOKEN = 32
 _VERBS = {
     "reindex": ("serve", "Derive everything anew from the raw lines."),
     "prune": ("serve", "Forget what is old, and give its bytes back."),
@@ -51,6 +52,12 @@ def _retention_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_pattern_option = click.option(
+    "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
+    help="A stage in logs of jobs without BootSeer, as of `bootseer report`, or a file of them; may be repeated.",
+)  # fmt: skip
+
+
 def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
     """The settings of a service at this place. Raises `UsageError` where its libraries are not installed."""
     try:
@@ -65,9 +72,10 @@ def settings_of(data: Path | None, database: str | None, raw: str | None, **more
 
 def opened_database(data: Path | None, database: str | None, raw: str | None) -> Database:
     """The database at this place; its caller closes it."""
+    settings = settings_of(data, database, raw)
     from bootseer.service.database import Database
 
-    return Database.open(settings_of(data, database, raw).made().database_url)
+    return Database.open(settings.made().database_url)
 
 
 @click.group("serve", cls=Group, verbs=_VERBS, invoke_without_command=True)
@@ -83,6 +91,7 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 )
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
+@_pattern_option
 @_retention_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
@@ -99,6 +108,7 @@ def serve_command(
     tls_key: Path | None,
     workers: int,
     alert_to: tuple[str, ...],
+    patterns: tuple[str, ...],
     raw_days: int,
     span_days: int,
     proxy_from: tuple[str, ...],
@@ -125,6 +135,7 @@ def serve_command(
                            workers=workers, proxy_header=proxy_header)  # fmt: skip
     from dataclasses import replace
 
+    from bootseer.cli.pattern import of_stages
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
@@ -135,7 +146,9 @@ def serve_command(
         sys.stderr.flush()
 
     hooks, retention = tuple(webhook(one) for one in alert_to), Retention(raw_days, span_days)
-    serve(replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention), ready)
+    stages = tuple(of_stages(patterns))
+    settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention, patterns=stages)
+    serve(settings, ready)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -147,20 +160,24 @@ def _address(text: str) -> tuple[str, int]:
 
 @click.command("reindex")
 @place_options
+@_pattern_option
 @json_option("bootseer.reindex/1")
-def reindex_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
+def reindex_command(
+    data: Path | None, database: str | None, raw: str | None, patterns: tuple[str, ...], output: Output
+) -> None:
     """Derive starts, reports and sums anew from the raw lines, into an empty database too; end the service first.
 
     Starts whose raw lines were forgotten, tokens and alerts stay as they are.
     """
     settings = settings_of(data, database, raw).made()
     from bootseer.cli.output import Progress
+    from bootseer.cli.pattern import of_stages
     from bootseer.launch.interrupt import interruptible
     from bootseer.service.app import locked, opened
     from bootseer.service.upkeep import reindex
 
     with locked(settings), opened(settings) as (place, lines), interruptible(), Progress("deriving") as progress:
-        found = reindex(place, lines, progress.show)
+        found = reindex(place, lines, progress.show, of_stages(patterns))
     output(found, f"{found['starts']} starts of {found['attempts']} attempts, from {found['batches']} batches")
 
 
@@ -199,18 +216,35 @@ def token_command() -> None:
 @click.option("--scope", type=click.Choice(["ingest", "read", "admin"]), required=True, help="What it allows.")
 @click.option("--team", default="", metavar="NAME", help="Whose jobs send with it.")
 @click.option("--note", default="", metavar="TEXT", help="What it is for.")
+@click.option("--from", "file", type=click.File(encoding="ascii", errors="replace"), metavar="FILE",
+              help="Take the token in this file instead; nothing changes where it is known.")  # fmt: skip
 @json_option("bootseer.token/1")
 def add_command(
-    data: Path | None, database: str | None, raw: str | None, scope: str, team: str, note: str, output: Output
+    data: Path | None,
+    database: str | None,
+    raw: str | None,
+    scope: str,
+    team: str,
+    note: str,
+    file: IO[str] | None,
+    output: Output,
 ) -> None:
     """Make a token and print it. It cannot be shown again: the database has its digest alone."""
+    given = file.read(4096).strip() if file is not None else ""
+    if file is not None and not (len(given) >= _LEAST_TOKEN and given.isprintable() and "\ufffd" not in given):
+        raise UsageError(
+            f"{file.name}: a token has at least {_LEAST_TOKEN} printable characters", hint="openssl rand -hex 32"
+        )
     place = opened_database(data, database, raw)
     from bootseer.service.access import Tokens
 
     try:
-        number, secret = Tokens(place).add(scope, team, note)
+        number, secret = Tokens(place).add(scope, team, note, given)
     finally:
         place.close()
+    if given:
+        output({"id": number, "scope": scope, "team": team}, f"token {number}, scope {scope}")
+        return
     if not output.as_json:
         sys.stderr.write(f"token {number}, scope {scope}; keep it, it is not shown again:\n")
     output({"id": number, "scope": scope, "team": team, "token": secret}, secret)

@@ -21,7 +21,7 @@ from bootseer.units import plural
 
 if TYPE_CHECKING:
     from bootseer.report.inputs import Source
-    from bootseer.trace.ship import Link, Spools
+    from bootseer.trace.ship import Link, Spools, Target
 
 _WITHIN_S = 60.0
 
@@ -45,79 +45,161 @@ def ship_command(
     bootseer ship --to http://service:8765
     bootseer ship --follow /shared/spool                 # one sender for a rack
     bootseer ship --job llama-7 /var/log/jobs/llama-7/   # logs of a job without BootSeer
-    kubectl logs trainer-0 | bootseer ship --job trainer -
+    bootseer ship --job llama-7 --follow /var/log/jobs/llama-7/    # while they grow, across rotation and restarts
+    kubectl logs -f trainer-0 | bootseer ship --job trainer --follow -
     The token comes from $BOOTSEER_SERVICE_TOKEN, or from the file (0600) that $BOOTSEER_SERVICE_TOKEN_FILE names.
     """
     from bootseer.report import inputs
     from bootseer.trace import spools
     from bootseer.trace.ship import Link, Spools, attempt_folders, target
 
-    link = Link(target(url, os.environ))
+    where = target(url, os.environ)
+    link = Link(where)
     named = list(places) or [spools.default_root(os.environ)]
-    folders = [] if job else [place for place in named if Path(place).is_dir()]
+    # A spool that is followed may be made later.
+    folders = [one for one in named if not job and (Path(one).is_dir() or (follow and not Path(one).exists()))]
+    folders = [one for one in folders if one != "-"]
     files = [place for place in named if place not in folders]
     if not follow and not any(found for place in folders for found in attempt_folders(place)) and not files:
         raise UsageError(f"no spool files in {', '.join(folders)}", hint="give --job NAME to send logs", exit_code=1)
     ended = threading.Event()
+    sender = Spools(folders, link)
     if follow:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
-    until = float("inf") if follow else time.monotonic() + within
-    lines = sum(_send_file(source, job, link, ended, until) for source in inputs.sources(files)) if files else 0
-    sender = Spools(folders, link)
-    try:
-        waiting = _send_spools(sender, link, ended, until, follow=follow) if folders else 0
-    finally:
-        sender.close()
-    if waiting and not quiet and not follow:
+        lines = _follow(sender, files, job, link, where, ended)
+        waiting = 0
+    else:
+        until = time.monotonic() + within
+        lines = sum(_send_file(source, job, link, until) for source in inputs.sources(files)) if files else 0
+        try:
+            waiting = _send_spools(sender, link, until) if folders else 0
+        finally:
+            sender.close()
+    if waiting and not quiet:
         why = f": {link.problem}" if link.problem else "; another process sends them"
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent to the end{why}. The spools keep it all")
     if not quiet:
         sent = f"{plural(link.batches, 'batch')[:-1]}es" if link.batches != 1 else "1 batch"
-        output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; the service has it all")
+        what = "the rest is sent by the next call" if follow else "the service has it all"
+        output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {what}")
 
 
-def _send_spools(sender: Spools, link: Link, ended: threading.Event, until: float, *, follow: bool) -> int:
-    """Send until all is sent, or it is late; the number of folders that are left."""
+def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event) -> int:
+    """Send what is written until a signal, or until standard input ends and nothing else is followed; how many lines of
+    standard input that were."""
     from bootseer.trace.ship import pause_s
+    from bootseer.trace.tail import Logs, state_folder
 
+    named = [place for place in files if place != "-"]
+    logs = Logs(named, job, link, where, state_folder(os.environ)) if named else None
+    piped = _Piped(job, link) if "-" in files else None
+    for place in named:
+        if not Path(place).exists():
+            sys.stderr.write(f"bootseer: {place} is not there yet\n")
     said = ""
+    try:
+        while True:
+            is_last = ended.is_set()
+            sender.step()
+            if logs is not None:
+                logs.step()
+            is_over = piped is not None and piped.step()
+            if link.problem != said:
+                said = link.problem
+                sys.stderr.write(
+                    f"bootseer: {f'the service: {said}; trying again' if said else 'the service is back'}\n"
+                )
+            if is_last or (is_over and len(files) == 1):
+                return piped.lines if piped is not None else 0
+            ended.wait(pause_s(link))
+    finally:
+        sender.close()
+        if logs is not None:
+            logs.close()
+
+
+class _Piped:
+    """Standard input, sent as it comes. What was not accepted is sent again, and nothing more is read meanwhile."""
+
+    def __init__(self, job: str, link: Link) -> None:
+        from bootseer.trace.ship import of_log
+
+        self.lines = 0
+        """That the service has."""
+        self._job, self._link = job, link
+        self._more = of_log(job) if job else {}
+        self._sender = _sender(f"stdin-{time.time_ns()}")
+        self._sequence = 0
+        self._held = b""
+        self._is_over = False
+
+    def step(self) -> bool:
+        """Send what has come; whether it has ended and all of it was sent."""
+        from bootseer.report import inputs
+        from bootseer.trace.ship import BATCH_BYTES, event_lines
+
+        while True:
+            while len(self._held) < BATCH_BYTES and not self._is_over:
+                blocks = list(itertools.islice(inputs.new_blocks(inputs.Source("-", None), 0), 1))
+                if not blocks:
+                    break
+                self._held += blocks[0]
+                self._is_over = not blocks[0]
+            piece = self._held[:BATCH_BYTES]
+            if (not self._is_over and b"\n" in piece) or len(self._held) > BATCH_BYTES:
+                piece = piece[: piece.rfind(b"\n") + 1] or piece
+            elif not self._is_over:
+                return False  # the line goes on
+            lines = piece if self._job else b"".join(event_lines(piece))
+            if lines:
+                if time.monotonic() < self._link.not_before:
+                    return False
+                if not self._link.send(lines, self._sender, self._sequence, self._more):
+                    return False
+                self._sequence += 1
+                self.lines += lines.count(b"\n")
+            self._held = self._held[len(piece) :]
+            if self._is_over and not self._held:
+                return True
+
+
+def _send_spools(sender: Spools, link: Link, until: float) -> int:
+    """Send until all is sent, or it is late; the number of folders that are left."""
     while True:
         sender.step()
-        waiting = 0 if follow else sender.waiting()
-        if not follow and not waiting:
+        waiting = sender.waiting()
+        if not waiting:
             return 0
-        if link.is_refused and not follow:
+        if link.is_refused:
             raise PermanentError(f"the service refuses the events: {link.problem}")
-        if follow and link.problem != said:
-            said = link.problem
-            sys.stderr.write(f"bootseer: {f'the service: {said}; trying again' if said else 'the service is back'}\n")
         now = time.monotonic()
         if now >= until:
             return waiting
-        wait_s = pause_s(link) if follow else max(0.1, min(link.not_before - now, 1.0))
-        if ended.wait(min(wait_s, until - now)):
-            return 0
+        time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
-def _send_file(source: Source, job: str, link: Link, ended: threading.Event, until: float) -> int:
-    """Send a file's event lines, or with `job` all its lines for the parser; how many. The same file is sent under the
-    same numbers, so that the service knows it again."""
-    from urllib.parse import quote
-
+def _sender(name: str) -> str:
     from bootseer.trace.sinks import safe_name
     from bootseer.trace.spools import fingerprint
 
+    return f"{safe_name(Path(name).name)[:40]}-{fingerprint(f'{os.uname().nodename}:{name}')[:12]}"
+
+
+def _send_file(source: Source, job: str, link: Link, until: float) -> int:
+    """Send a file's event lines, or with `job` all its lines for the parser; how many. The same file is sent under the
+    same numbers, so that the service knows it again."""
+    from bootseer.trace.ship import of_log
+
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    sender = f"{safe_name(Path(name).name)[:40]}-{fingerprint(f'{os.uname().nodename}:{name}')[:12]}"
-    more = {"X-Bootseer-Kind": "log", "X-Bootseer-Job": quote(job)} if job else {}
-    count = 0
+    sender, more, count = _sender(name), of_log(job) if job else {}, 0
     for sequence, lines in enumerate(_batches(source, events_only=not job)):
         while not link.send(lines, sender, sequence, more):
             if link.is_refused:
                 raise PermanentError(f"{source.name}: the service refuses it: {link.problem}")
-            if time.monotonic() >= until or ended.wait(max(link.not_before - time.monotonic(), 0.1)):
+            if time.monotonic() >= until:
                 raise TransientError(f"{source.name}: not sent to its end: {link.problem}")
+            time.sleep(max(link.not_before - time.monotonic(), 0.1))
         count += lines.count(b"\n")
     if not count:
         raise UsageError(f"{source.name}: no event lines in it", hint="give --job NAME to send a log", exit_code=1)

@@ -32,7 +32,7 @@ def snapshotter_command(
 ) -> None:
     """Serve containerd's snapshots: converted images lazily, all others as its overlayfs snapshotter does.
 
-    It is a proxy plugin: containerd's configuration names the socket (docs/kubernetes.md, contrib/containerd). A stop
+    It is a proxy plugin: containerd's configuration names the socket (docs/kubernetes.md, deploy). A stop
     or a kill leaves running containers alone.
 
     \b

@@ -25,6 +25,7 @@ _VERBS = {
     "watch": ("fleet", "Who is missing at a job's start, now."),
     "agent": ("agent", "Look after this node: the cache's limit, figures for Prometheus."),
     "snapshotter": ("snapshotter", "Lazy images for containerd and Kubernetes: a proxy snapshotter."),
+    "simulate": ("simulate", "How starts would go on more nodes, or with other links."),
     "doctor": ("doctor", "Say what works on this machine, and why not."),
     "bench": ("run", "Measure the claims on this machine."),
 }

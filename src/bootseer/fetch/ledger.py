@@ -88,6 +88,7 @@ class Pace:
         self._latencies: deque[float] = deque(maxlen=_RECENT)
         self._fastest_s = 0.0
         self._rate = 0.0
+        """Measured throughput, bytes per second; 0 when unknown."""
         self._mark = _NEVER
         self._bytes = 0
         self.paused_until = _NEVER
@@ -102,11 +103,6 @@ class Pace:
     def limit(self) -> int:
         """Prefetch requests at once."""
         return int(self._limit)
-
-    @property
-    def rate(self) -> float:
-        """Measured throughput, bytes per second; 0 when unknown."""
-        return self._rate
 
     def launched(self, num_running: int, now: float) -> None:
         """A request begins; `num_running` others run already. Idle time is no time of low throughput."""

@@ -61,11 +61,6 @@ class RecordWriter:
         self._thread = threading.Thread(target=self._flush_each_second, name="bootseer-record", daemon=True)
         self._thread.start()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the startup is over."""
-        return self._ended
-
     def need(self, file: str, block: int, found: Found) -> None:
         """A reader needed a block of the file of this identity for the first time."""
         passed_s = self._clock() - self._begin

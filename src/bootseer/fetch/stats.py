@@ -63,8 +63,3 @@ class FetchStats:
     """Time of worker threads in verification and decompression."""
     process_cpu_s: float = 0.0
     """Processor time of the whole process since the fetcher was made."""
-
-    @property
-    def coverage(self) -> float | None:
-        """Part of the needs that the hot set covers; None without needs."""
-        return self.covered / self.needs if self.needs else None

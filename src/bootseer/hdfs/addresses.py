@@ -19,6 +19,11 @@ from bootseer.errors import UsageError
 DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _MAX_FILE_BYTES = 8 << 20
+_OWN_CLASSES = (
+    "hadoop.security.saslproperties.resolver.class",
+    "dfs.data.transfer.saslproperties.resolver.class",
+    "dfs.trustedchannel.resolver.class",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,8 @@ class Cluster:
     authority: str
     namenodes: tuple[tuple[str, int], ...]
     settings: Mapping[str, str]
-    secure: bool
-    """Whether the settings require Kerberos or data transfer protection, which our own client does not support."""
+    kerberos: bool
+    """Whether the servers want a login, by a ticket or a token."""
     user: str
 
     @classmethod
@@ -39,7 +44,15 @@ class Cluster:
         found = tuple(_host_port(address) for address in _addresses(authority, settings))
         if not found:
             raise UsageError("an HDFS URI without a host", hint="write hdfs://host:port/path")
-        return cls(authority, found, MappingProxyType(settings), _is_secure(settings), _user())
+        kerberos = settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
+        return cls(authority, found, MappingProxyType(settings), kerberos, _user())
+
+    @property
+    def unsupported(self) -> str:
+        """Why our own client cannot be used, "" when it can."""
+        # Classes of the site's own, which say for each server how it is talked to.
+        named = [name for name in _OWN_CLASSES if self.settings.get(name)]
+        return f"the configuration sets {', '.join(named)}" if named else ""
 
     @property
     def by_hostname(self) -> bool:
@@ -110,14 +123,6 @@ def _host_port(address: str) -> tuple[str, int]:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(f"{address!r} is not the address of a NameNode", hint="write host:port")
     return host.strip("[]"), int(port)
-
-
-def _is_secure(settings: Mapping[str, str]) -> bool:
-    return (
-        settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
-        or settings.get("dfs.encrypt.data.transfer", "false").lower() == "true"
-        or bool(settings.get("dfs.data.transfer.protection"))
-    )
 
 
 def _user() -> str:

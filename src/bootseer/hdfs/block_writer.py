@@ -27,6 +27,7 @@ from bootseer.hdfs.errors import DataNodeError, SilentError
 from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
 from bootseer.hdfs.located import Node
 from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.protection import Channel, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
 from bootseer.logs import logger
 
@@ -58,7 +59,15 @@ class BlockWriter:
     """A block that is being written."""
 
     def __init__(
-        self, new: NewBlock, defaults: WriteDefaults, holder: str, *, by_hostname: bool, setup_s: float, stall_s: float
+        self,
+        new: NewBlock,
+        defaults: WriteDefaults,
+        holder: str,
+        *,
+        by_hostname: bool,
+        setup_s: float,
+        stall_s: float,
+        protection: Protection | None = None,
     ) -> None:
         """Connect the nodes, each step of which takes `setup_s` at most. Raises `PipelineError`."""
         self.size_bytes = 0
@@ -79,7 +88,10 @@ class BlockWriter:
             self._socket = socket.create_connection(self._address(first), timeout=setup_s)
         except OSError as error:
             raise PipelineError(f"{first.host_port} cannot be reached: {error}", first.host_port) from error
+        self._channel: Channel | None = None
         try:
+            if protection is not None:
+                self._channel = self._log_in(protection, first)
             self._socket.setblocking(False)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._send([memoryview(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))])
@@ -118,6 +130,21 @@ class BlockWriter:
     def close(self) -> None:
         """End the connection. Before `finish`, the nodes drop what they have."""
         self._socket.close()
+
+    def _log_in(self, protection: Protection, first: Node) -> Channel | None:
+        def receive(length: int) -> bytes:
+            data = b""
+            while len(data) < length:
+                piece = self._socket.recv(length - len(data))
+                if not piece:
+                    raise ConnectionResetError("it closed the connection")
+                data += piece
+            return data
+
+        try:
+            return protection.log_in(self._address(first)[1], self._new.block.token, self._socket.sendall, receive)
+        except (OSError, DataNodeError) as error:
+            raise PipelineError(f"{first.host_port}: {error}", first.host_port) from error
 
     def _send_packet(self, packet: memoryview) -> None:
         self._send([*self._head(len(packet), self._sums(packet)), packet])
@@ -164,6 +191,8 @@ class BlockWriter:
         return struct.pack(f">{len(sums)}I", *sums)
 
     def _send(self, views: list[memoryview]) -> None:
+        if self._channel is not None:
+            views = [memoryview(piece) for piece in self._channel.seal(views)]
         left = [view for view in views if len(view)]
         stalled_since = time.monotonic()
         while left:
@@ -259,7 +288,10 @@ class BlockWriter:
                 raise self._broken(error) from error
             if not data:
                 raise self._broken("it closed the connection")
-            self._answers += data
+            try:
+                self._answers += data if self._channel is None else self._channel.open(data)
+            except DataNodeError as error:
+                raise self._broken(error) from error
             return
 
     def _broken(self, error: object) -> PipelineError:
@@ -363,8 +395,9 @@ def begin_block(
         try:
             by_hostname = namenode.cluster.by_hostname
             return new, BlockWriter(
-                new, defaults, lease.holder, by_hostname=by_hostname, setup_s=SETUP_S, stall_s=STALL_S
-            )
+                new, defaults, lease.holder, by_hostname=by_hostname, setup_s=SETUP_S, stall_s=STALL_S,
+                protection=namenode.protection,
+            )  # fmt: skip
         except PipelineError as error:
             _LOG.info("%s: DataNode %s takes no block and is excluded: %s", lease.path, error.node or "unknown", error)
             excluded.exclude(error.node)

@@ -1,7 +1,7 @@
 """One HDFS, as the code above needs it: names and folders, writing, reading. The entry point of this package.
 
 Names (`namenode`), reading (`reads`) and writing (`placing`) go over our own connections, which know which
-NameNode is active, choose the DataNode and exclude failed ones. What they do not support (Kerberos, encryption, erasure
+NameNode is active, choose the DataNode and exclude failed ones. What they do not support (encryption zones, erasure
 coding) goes through the library hdfs-native (`native`, `native_reads`), and where blocks lie stays unknown.
 
 Paths are whole paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many

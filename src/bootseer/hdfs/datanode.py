@@ -21,9 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
+
 from bootseer.hdfs import checksums
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, Node
+from bootseer.hdfs.protection import Aes, Channel, Messages, Protection
 from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
 from bootseer.hdfs.requests import MAX_PACKETS
 
@@ -31,6 +34,10 @@ _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20
 _EARLY_BYTES: Final = 4096
+_MESSAGES_BYTES: Final = 256 << 10
+_SMALL_BYTES: Final = 16 << 10
+"""Packets up to this size are received in a row and copied: pieces of memory for each would take longer."""
+_PACKET_BYTES: Final = 64 << 10
 _MAX_VIEWS: Final = 1000
 """The kernel takes 1,024 pieces of memory at once."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
@@ -47,7 +54,11 @@ _CLIENT = "bootseer"
 class DataNodeConnection:
     """A connection to one DataNode, once `connect` has made it. Belongs to one thread at a time, but for `stop`."""
 
-    def __init__(self, address: tuple[str, int], *, silent_s: float) -> None:
+    def __init__(self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None) -> None:
+        """`protection`: of a cluster whose DataNodes may want a login."""
+        self._port = address[1]
+        self._protection = protection
+        self._channel: Channel | None = None
         try:
             self._found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
             self._socket = socket.socket(*self._found[0][:3])
@@ -98,10 +109,23 @@ class DataNodeConnection:
         """End it. In a child of a fork it goes on for the parent."""
         self._socket.close()
 
+    def log_in(self, token: bytes, on_silence: Callable[[float], None]) -> None:
+        """Before the first read, with the token of its block. Raises `DataNodeError`."""
+        protection, self._protection = self._protection, None
+        if protection is None:
+            return
+
+        def receive(length: int) -> bytes:
+            data = bytearray(length)
+            self.receive([memoryview(data)], on_silence)
+            return bytes(data)
+
+        self._channel = protection.log_in(self._port, token, self.send, receive)
+
     def send(self, data: bytes) -> None:
         """Send all of a small message."""
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(data if self._channel is None else b"".join(self._channel.seal([data])))
         except OSError as error:
             raise DataNodeError(f"the connection broke: {error}") from error
 
@@ -110,6 +134,8 @@ class DataNodeConnection:
         wait."""
         left = sum(map(len, views))
         while left:
+            if not self._early and isinstance(self._channel, Messages):
+                self._early = self._message(self._channel, on_silence)
             got = self._from_early(views) if self._early else self._some(views, socket.MSG_WAITALL, on_silence)
             left -= got
             if left:
@@ -120,7 +146,10 @@ class DataNodeConnection:
 
         An answer, the header behind it and small data are then one system call, and not one for each."""
         room = memoryview(bytearray(_EARLY_BYTES))
-        self._early = room[: self._some([room], 0, on_silence)]
+        if isinstance(self._channel, Messages):
+            self._early = self._message(self._channel, on_silence)
+        else:
+            self._early = room[: self._some([room], 0, on_silence)]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the next byte. Raises `SilentError`."""
@@ -152,7 +181,17 @@ class DataNodeConnection:
                 raise DataNodeError(f"the connection broke: {error}") from error
             if got == 0:
                 raise DataNodeError("it closed the connection")
+            if isinstance(self._channel, Aes):
+                self._channel.open_in_place(views, got)
             return got
+
+    def _message(self, channel: Messages, on_silence: Callable[[float], None]) -> memoryview:
+        """The next bytes where they come in messages."""
+        room = memoryview(bytearray(_MESSAGES_BYTES))
+        while True:
+            got = self._some([room], 0, on_silence)
+            if opened := channel.open(bytes(room[:got])):
+                return memoryview(opened)
 
     def finish(self, status: int) -> None:
         """The read has ended well: tell it, so that the connection serves another one."""
@@ -190,6 +229,7 @@ class BlockRead:
         base = field(1, read) + field(2, block.token)
         header = field(1, base) + field(2, _CLIENT)
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
+        connection.log_in(block.token, on_silence)
         connection.send(_READ_BLOCK + delimited(request))
         if patience_s is not None:
             connection.wait(patience_s)
@@ -235,6 +275,9 @@ class BlockRead:
         connection = self._connection
         first = min(self._size - self._skip, self._left)
         num_packets = 1 + self._num_more(first)
+        if num_packets > self._max_packets:
+            self._receive_small(into, num_packets)
+            return
         skip = memoryview(bytearray(self._skip))
         behind = self._size - self._skip - first
         excess = memoryview(bytearray(behind))
@@ -266,13 +309,41 @@ class BlockRead:
                 self._size = self._checked(head, predicted=size if number < num_packets - 1 else None)
         except MalformedError as error:
             raise DataNodeError(f"its answer is malformed: {error}") from error
-        if self._has_sums:
-            wrong = checksums.first_wrong(
-                self._kind, self._chunk, [piece for piece in (skip, *into, excess) if piece], sums
-            )
-            if wrong is not None:
-                at = self._at - (size * num_packets) + wrong
-                raise WrongBytesError(f"wrong bytes at {at} of the block")
+        self._check([piece for piece in (skip, *into, excess) if piece], sums)
+
+    def _check(self, data: Sequence[memoryview], sums: memoryview) -> None:
+        """Compare what has come with its checksums, where the DataNode sends them."""
+        wrong = checksums.first_wrong(self._kind, self._chunk, data, sums) if self._has_sums else None
+        if wrong is not None:
+            raise WrongBytesError(f"wrong bytes at {self._at - sum(map(len, data)) + wrong} of the block")
+
+    def _receive_small(self, into: Sequence[memoryview], num_packets: int) -> None:
+        """The same for many whole packets of few bytes, as DataNodes with logins send them (`io.file.buffer.size`)."""
+        size, num_sums = self._size, self._sums_bytes(self._size)
+        packets = np.empty((num_packets, num_sums + size + _HEADER_BYTES), np.uint8)
+        self._connection.receive([packets.reshape(-1).data], self._on_silence)
+        heads = packets[:, num_sums + size :]
+        numbers = np.arange(1, num_packets)[:, None]
+        first = _LENGTHS.pack(4 + num_sums + size, _HEADER.size)
+        first += _HEADER.pack(_TAGS[0], 0, _TAGS[1], 0, _TAGS[2], 0, _TAGS[3], size)
+        wanted = np.tile(np.frombuffer(first, np.uint8), (num_packets - 1, 1))
+        wanted[:, 7:15] = (self._at + numbers * size).astype("<i8").view(np.uint8)
+        wanted[:, 16:24] = (self._sequence + numbers).astype("<i8").view(np.uint8)
+        if not np.array_equal(wanted, heads[:-1]):
+            raise UnevenError("its packets differ")
+        self._sequence += num_packets
+        self._at += num_packets * size
+        self._left -= num_packets * size
+        try:
+            self._size = self._checked(memoryview(heads[-1].tobytes()))
+        except MalformedError as error:
+            raise DataNodeError(f"its answer is malformed: {error}") from error
+        data = memoryview(packets[:, num_sums : num_sums + size].tobytes())
+        at = 0
+        for view in into:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+        self._check([data], memoryview(packets[:, :num_sums].tobytes()))
 
     def finish(self) -> None:
         """After the last byte: the connection can serve another read."""
@@ -280,7 +351,10 @@ class BlockRead:
 
     def _num_more(self, first: int) -> int:
         """How many packets behind the next one can be predicted: as large as it is, and wanted as a whole."""
-        return min(self._max_packets - 1, (self._left - first) // self._size) if self._size else 0
+        most = self._max_packets
+        if most > 1 and first == self._size <= _SMALL_BYTES:
+            most = most * _PACKET_BYTES // first
+        return min(most - 1, (self._left - first) // self._size) if self._size else 0
 
     def _sums_bytes(self, size: int) -> int:
         return -(-size // self._chunk) * checksums.SUM_BYTES if self._has_sums else 0
@@ -367,8 +441,9 @@ _MAX_IDLE: Final = 64
 class ConnectionPool:
     """Idle connections. `by_hostname`: DataNodes are called by their names."""
 
-    def __init__(self, *, silent_s: float, by_hostname: bool) -> None:
+    def __init__(self, *, silent_s: float, by_hostname: bool, protection: Protection | None = None) -> None:
         self._silent_s = silent_s
+        self._protection = protection
         self._by_hostname = by_hostname
         self._lock = threading.Lock()
         self._idle: deque[tuple[str, DataNodeConnection]] = deque()
@@ -387,7 +462,7 @@ class ConnectionPool:
         """One that is to be connected. Raises `DataNodeError` for a name that leads nowhere."""
         host, _, port = node.host_port.rpartition(":")
         address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
-        return DataNodeConnection(address, silent_s=self._silent_s)
+        return DataNodeConnection(address, silent_s=self._silent_s, protection=self._protection)
 
     def give(self, node: Node, connection: DataNodeConnection) -> None:
         """Keep one whose read has come to its end."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -27,8 +28,10 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.hdfs.located import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
+from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
+from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
+from bootseer.hdfs.sasl import Token, delegation_token, has_ciphers
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 
@@ -57,7 +60,8 @@ class NameNode:
         self.cluster = cluster
         self._ask_s = ask_s
         self._call_timeout_s = call_timeout_s
-        self._supported = not cluster.secure
+        self._supported = not cluster.unsupported
+        self.protection = Protection(cluster.settings, kerberos=cluster.kerberos, ask_key=self._ask_key)
         self._is_closed = False
         self._has_answered = False
         """Whether there is a NameNode at one of the addresses: it is waited for when it restarts."""
@@ -73,6 +77,8 @@ class NameNode:
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._active = 0
         self._knows_encryption = False
+        if "protection" in self.__dict__:
+            self.protection.forget()
         self._known_nodes: dict[bytes, Node] = {}
         self._idle: list[tuple[float, int, RpcConnection]] = []
 
@@ -112,7 +118,9 @@ class NameNode:
         for node in block.nodes:
             host = node.hostname if self.cluster.by_hostname else node.host_port.rpartition(":")[0].strip("[]")
             try:
-                asked = RpcConnection(host, node.ipc_port, _DATANODE_PROTOCOL, self.cluster.user, timeout_s=timeout_s)
+                login = Login(self.cluster.settings, Token.parse(block.token)) if self.cluster.kerberos else None
+                user = "" if login else self.cluster.user
+                asked = RpcConnection(host, node.ipc_port, _DATANODE_PROTOCOL, user, timeout_s=timeout_s, login=login)
                 try:
                     length = Message(asked.call("getReplicaVisibleLength", request, timeout_s)).number(1)
                 finally:
@@ -163,9 +171,7 @@ class NameNode:
     def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
         """One answer of whichever NameNode has one, within the time for all attempts."""
         if not self._supported:
-            raise UnsupportedError(
-                f"{self._named(path)}: the configuration requires Kerberos or data transfer protection"
-            )
+            raise UnsupportedError(f"{self._named(path)}: {self.cluster.unsupported or 'another client is needed'}")
         num_namenodes = len(self.cluster.namenodes)
         call = next(self._numbers) & _MAX_NUMBER
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
@@ -173,6 +179,7 @@ class NameNode:
         problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
         while True:
             unreachable: list[str] = []
+            refusals: list[AccessError] = []
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
                     raise problem
@@ -189,12 +196,15 @@ class NameNode:
                 except UnsupportedError:
                     self._supported = False
                     raise
-                except TransientError as error:
-                    if isinstance(error, UnreachableError):
-                        unreachable.append(str(error))
+                except (TransientError, AccessError) as error:
+                    unreachable += [str(error)] if isinstance(error, UnreachableError) else []
+                    # A login that one of them refuses may be its fault alone.
+                    refusals += [error] if isinstance(error, AccessError) else []
                     problem = TransientError(f"{self._named(path)}: no NameNode answers: {error}")
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
+            if len(refusals) == num_namenodes:
+                raise refusals[0]
             self._check_there(path, unreachable)
             if time.monotonic() + pause_s >= until:
                 raise problem
@@ -258,7 +268,27 @@ class NameNode:
     def _connect(self, number: int, until: float) -> RpcConnection:
         host, port = self.cluster.namenodes[number]
         timeout_s = self._left_s(until)
-        return RpcConnection(host, port, _PROTOCOL, self.cluster.user, timeout_s=timeout_s, client_id=self._client_id)
+        login, user = None, self.cluster.user
+        if self.cluster.kerberos:
+            token = delegation_token(self._services(host, port))
+            login = Login(self.cluster.settings, token, principal="dfs.namenode.kerberos.principal")
+            user = os.environ.get("HADOOP_PROXY_USER", "")
+        return RpcConnection(
+            host, port, _PROTOCOL, user, timeout_s=timeout_s, client_id=self._client_id, login=login
+        )  # fmt: skip
+
+    def _services(self, host: str, port: int) -> Iterator[str]:
+        """What a delegation token may call this NameNode."""
+        yield from (f"ha-hdfs:{self.cluster.authority}", f"{host}:{port}", f"{self.cluster.authority}:{port}")
+        with contextlib.suppress(OSError):
+            yield from {f"{found[4][0]}:{port}" for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+
+    def _ask_key(self) -> bytes:
+        """The key with which DataNodes of a cluster that encrypts its data are logged in to."""
+        try:
+            return Message(self.ask("getDataEncryptionKey", b"", "/", None)).data(1)
+        except MalformedError as error:
+            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
         """Whether DataNodes want their data encrypted, which only the servers' settings say."""
@@ -266,12 +296,12 @@ class NameNode:
             "getServerDefaults", b"", self._left_s(until), number=next(self._numbers) & _MAX_NUMBER
         )
         try:
-            is_encrypted = Message(answer).message(1).number(6, 0)
+            self.protection.encrypts = bool(Message(answer).message(1).number(6, 0))
         except MalformedError as error:
             raise TransientError(f"the NameNode's answer is malformed: {error}") from error
-        if is_encrypted:
+        if self.protection.needs_ciphers and not has_ciphers():
             raise UnsupportedError(
-                f"{self.cluster.authority} requires encrypted data transfer, not supported by BootSeer's HDFS client"
+                f"{self.cluster.authority} encrypts data transfer, which needs the Python package cryptography"
             )
         self._knows_encryption = True
 

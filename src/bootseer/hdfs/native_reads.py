@@ -1,4 +1,4 @@
-"""Reading through hdfs-native, for what `reads` does not support: Kerberos, encryption, erasure coding.
+"""Reading through hdfs-native, for what `reads` does not support: encryption zones, erasure coding.
 
 The same questions and answers as `reads`, with less knowledge: the library does not say which DataNode served, nor can
 it be told which one to ask. A file that is opened again lists the replicas in another order; that is the hedge when no

@@ -106,6 +106,8 @@ class Ticket:
     error: BootseerError | None = None
     node: str = ""
     """The DataNode that served its latest piece."""
+    extensions: int = 0
+    """How often its deadline was put off, because what is read before it came."""
 
     def cut(self, piece_bytes: int) -> None:
         """Make its pieces."""
@@ -272,6 +274,8 @@ class NodeQueue:
         """A block that it has, to probe it with."""
         self.bytes = self.requests = self.failures = 0
         self.seconds = 0.0
+        self.served_s = -math.inf
+        """When bytes came last."""
         self._urgent: deque[Piece] = deque()
         self._later: deque[Piece] = deque()
         self._by_start: dict[tuple[int, int, bool, bool], Piece] = {}
@@ -387,6 +391,9 @@ class NodeQueue:
         return piece.state is State.QUEUED and self in piece.queues
 
 
+_MAX_EXTENSIONS: Final = 4
+"""A read that waits for a slow link, not for a silent DataNode, has so many times its deadline more: 64 MiB under way
+at 400 KB/s, a small share of an origin's link, take three minutes."""
 _MANY: Final = 256
 """Tickets that have ended are remembered until there are so many of them that forgetting them pays."""
 
@@ -402,10 +409,22 @@ class Deadlines:
     def add(self, ticket: Ticket, now_s: float) -> None:
         """A ticket begins."""
         self._num_open += 1
-        heapq.heappush(self._until, (now_s + ticket.deadline_s, next(self._numbers), ticket))
+        self._push(ticket, now_s)
         if len(self._until) > 2 * self._num_open + _MANY:
             self._until = [entry for entry in self._until if entry[2].num_left]
             heapq.heapify(self._until)
+
+    def extended(self, ticket: Ticket, now_s: float, since_s: float) -> bool:
+        """Give one that is over its time once more, if all that it lacks is on DataNodes that have sent since."""
+        if ticket.extensions >= _MAX_EXTENSIONS:
+            return False
+        for piece in ticket.pieces:
+            queues = [piece.run.queue] if piece.run is not None else piece.queues
+            if piece.state is not State.ENDED and not any(queue.served_s >= since_s for queue in queues):
+                return False
+        ticket.extensions += 1
+        self._push(ticket, now_s)
+        return True
 
     def ended(self) -> None:
         """One of them has ended: its `num_left` is 0."""
@@ -423,3 +442,6 @@ class Deadlines:
     def all(self) -> list[Ticket]:
         """Those that have not ended, and are not over."""
         return [ticket for _, _, ticket in self._until if ticket.num_left]
+
+    def _push(self, ticket: Ticket, now_s: float) -> None:
+        heapq.heappush(self._until, (now_s + ticket.deadline_s, next(self._numbers), ticket))

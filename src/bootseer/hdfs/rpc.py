@@ -1,7 +1,7 @@
 """Questions in Hadoop's RPC, version 9: one connection, one question at a time, a deadline for each.
 
-Only unauthenticated calls are supported. A server that requires SASL (Kerberos, tokens) says so in its first answer;
-it is `UnsupportedError`, and the caller may use another client.
+On a secured cluster each connection begins with a login (SASL; `Login` says by what). A server that wants one where the
+configuration has none says so in its first answer: `UnsupportedError`, and the caller may use another client.
 """
 
 from __future__ import annotations
@@ -13,21 +13,35 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from bootseer.errors import PermanentError, TransientError
+from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.hdfs.gssapi import login_error
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
+from bootseer.hdfs.sasl import (
+    AUTHENTICATION,
+    PRIVACY,
+    Kerberos,
+    LoginError,
+    Mechanism,
+    Token,
+    has_ciphers,
+    wanted_protections,
+)
 from bootseer.io.deadline import within
 
 _MAX_ANSWER_BYTES: Final = 128 << 20
 """Hadoop's own `ipc.maximum.response.length`; the blocks of a file of 1 TB take 5 MB."""
 _ROOM_BYTES: Final = 16 << 10
 _HEADER = b"hrpc" + bytes([9, 0, 0])  # version 9, default service class, no authentication
+_LOGIN_HEADER = _HEADER[:-1] + b"\xdf"  # SASL
 _PROTOCOL_BUFFERS, _FINAL_PACKET = 2, 0
 _CONTEXT_CALL, _SASL_CALL = -3, -33
 _SUCCESS, _FATAL = 0, 2
 _UNAUTHORIZED = 15
+_DONE, _NEGOTIATE, _INITIATE, _CHALLENGE, _RESPONSE, _WRAP = range(6)
+"""States of a login."""
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -67,13 +81,59 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     raise kind(f"{peer} cannot be reached: {failed.strerror or failed}") from failed
 
 
+class Login:
+    """What a client logs in with: a token, or else the user's Kerberos ticket."""
+
+    def __init__(self, settings: Mapping[str, str], token: Token | None, *, principal: str = "") -> None:
+        """`principal`: the setting that names the server's own; "" where only the token may be used."""
+        self._token = token
+        self._principal = settings.get(principal, "")
+        self._uses_tickets = bool(principal)
+        self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
+
+    def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
+        """One of what the server offers (`SaslAuth`), and the login by it. Raises `UnsupportedError`, `AccessError`."""
+        for offer in offers:
+            way = offer.text(1), offer.text(2)
+            service, host = offer.text(3, ""), offer.text(4, "")
+            if way == ("TOKEN", "DIGEST-MD5") and self._token is not None:
+                if PRIVACY in self._protections and not has_ciphers():
+                    raise UnsupportedError(f"{peer} may encrypt, which needs the Python package cryptography")
+                return offer, self._token.login(f"{service}/{host}", self._protections)
+            if way == ("KERBEROS", "GSSAPI") and self._uses_tickets:
+                return offer, Kerberos(peer, self._target(peer, service, host), self._protections)
+        names = ", ".join(offer.text(1) for offer in offers)
+        raise UnsupportedError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
+
+    def _target(self, peer: str, service: str, host: str) -> str:
+        """The name that the server has to prove. It tells it itself, and may not tell another than is configured."""
+        wanted_service, slash, rest = self._principal.partition("/")
+        if not slash:
+            return f"{service}@{host}"
+        wanted_host, _, realm = rest.partition("@")
+        if (service, host) != (wanted_service, host if wanted_host == "_HOST" else wanted_host):
+            raise AccessError(
+                f"{peer} calls itself {service}/{host}, not {self._principal}; check dfs.namenode.kerberos.principal"
+            )
+        return f"{service}/{host}@{realm}" if realm else f"{service}@{host}"
+
+
 class RpcConnection:
     """One connection to one server. Belongs to one thread at a time; after any error but `RemoteError` it is closed."""
 
     def __init__(
-        self, host: str, port: int, protocol: str, user: str, *, timeout_s: float, client_id: bytes | None = None
+        self,
+        host: str,
+        port: int,
+        protocol: str,
+        user: str,
+        *,
+        timeout_s: float,
+        client_id: bytes | None = None,
+        login: Login | None = None,
     ) -> None:
-        """`client_id`: of the asking client, 16 bytes, for questions that are asked again over another connection."""
+        """`client_id`: of the asking client, 16 bytes, for questions that are asked again over another connection.
+        With a `login`, the user is whom that names, and `user` the one it stands in for, "" for none."""
         self._peer = f"{host}:{port}"
         self._protocol = protocol
         self._client_id = client_id or os.urandom(16)
@@ -84,10 +144,15 @@ class RpcConnection:
         # From here on Linux's own time-outs: Python's would take a poll before each call, and a call to set them.
         self._socket.settimeout(None)
         self._received = bytearray()
-        context = delimited(field(2, field(1, user)) + field(3, protocol))
+        self._unwrapped = bytearray()
+        self._wraps: Mechanism | None = None
+        context = delimited((field(2, field(1, user)) if user else b"") + field(3, protocol))
         with self._closing():
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._send(_HEADER + _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context))
+            if login is not None:
+                self._log_in(login)
+            hello = _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context)
+            self._send(hello if login is not None else _HEADER + hello)
 
     def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
         """The answer to one question. Raises `RemoteError`, `UnsupportedError`, `TransientError` for lost connections.
@@ -104,15 +169,7 @@ class RpcConnection:
             first = self._receive(4)
             if first == b"HTTP":
                 raise UnreachableError(f"{self._peer} is the address of a web page, not of a NameNode")
-            (length,) = struct.unpack(">I", first)
-            if length > _MAX_ANSWER_BYTES:
-                raise MalformedError(f"an answer of {length} bytes")
-            answer = self._receive(length)
-            header_bytes, at = read_delimited(answer, 0)
-            said = Message(header_bytes)
-            self._has_answered = True
-            if said.number(2) != _SUCCESS:
-                self._raise(said)
+            said, answer, at = self._answer(first)
             if said.number(1) != number:
                 raise (
                     _unsupported(self._peer)
@@ -121,13 +178,71 @@ class RpcConnection:
                 )
             return read_delimited(answer, at)[0]
 
+    def _answer(self, first: bytes) -> tuple[Message, bytes, int]:
+        """The next answer, `first` is its length: its header, all of it, and where that ends. Raises its error."""
+        (length,) = struct.unpack(">I", first)
+        if length > _MAX_ANSWER_BYTES:
+            raise MalformedError(f"an answer of {length} bytes")
+        answer = self._receive(length)
+        header_bytes, at = read_delimited(answer, 0)
+        said = Message(header_bytes)
+        self._has_answered = True
+        if said.number(2) != _SUCCESS:
+            self._raise(said)
+        return said, answer, at
+
+    def _log_in(self, login: Login) -> None:
+        self._send(_LOGIN_HEADER + self._login_message(field(2, _NEGOTIATE)))
+        said = self._login_answer()
+        if said.number(2) != _NEGOTIATE:
+            raise MalformedError("no list of logins")
+        chosen, mechanism = login.choose(self._peer, [Message(offer) for offer in said.every(4)])
+
+        def step(challenge: bytes) -> bytes:
+            # Kerberos asks its KDC here, which may hang.
+            try:
+                return within(max(self._until - time.monotonic(), 0.001), self._peer, lambda: mechanism.step(challenge))
+            except LoginError as error:
+                raise TransientError(f"{self._peer}: the login failed: {error}") from error
+
+        taken = b"".join(field(number, chosen.text(number, "")) for number in (1, 2, 3, 4))
+        token = step(chosen.data(5, b""))
+        self._send(self._login_message(field(2, _INITIATE) + field(3, token) + field(4, taken)))
+        while (said := self._login_answer()).number(2) == _CHALLENGE:
+            self._send(self._login_message(field(2, _RESPONSE) + field(3, step(said.data(3, b"")))))
+        if said.number(2) != _DONE:
+            raise MalformedError(f"state {said.number(2)} of a login")
+        if not mechanism.is_done:
+            step(said.data(3, b""))
+        if not mechanism.is_done:
+            raise AccessError(f"{self._peer}: the server has ended the login before it has proved its name")
+        if mechanism.protection != AUTHENTICATION:
+            self._wraps = mechanism
+
+    def _login_message(self, body: bytes) -> bytes:
+        header = field(1, _PROTOCOL_BUFFERS) + field(2, _FINAL_PACKET) + field(3, zigzag(_SASL_CALL)) + field(4, b"")
+        return _framed(delimited(header + field(5, zigzag(-1))) + delimited(body))
+
+    def _login_answer(self) -> Message:
+        said, answer, at = self._answer(self._receive(4))
+        if said.number(1) != _SASL_CALL & 0xFFFFFFFF:
+            raise MalformedError("an answer to another question than the login")
+        return Message(read_delimited(answer, at)[0])
+
     def close(self) -> None:
         """End the connection. In a child of a fork it goes on for the parent."""
         self._socket.close()
 
     def _raise(self, said: Message) -> None:
         kind, message = said.text(4, ""), said.text(5, "")
+        if kind.endswith("InvalidToken"):
+            raise AccessError(
+                f"{self._peer}: the delegation token is not valid (expired, cancelled?): {RemoteError(kind, message)};"
+                " get a new one into $HADOOP_TOKEN_FILE_LOCATION"
+            )
         if said.number(2) == _FATAL:
+            if "GSS" in message and said.number(6, 0) == _UNAUTHORIZED:
+                raise login_error(self._peer, str(RemoteError(kind, message)))
             if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
                 raise _unsupported(self._peer)
             raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
@@ -145,10 +260,32 @@ class RpcConnection:
         )
 
     def _send(self, data: bytes) -> None:
+        if self._wraps is not None:
+            data = self._login_message(field(2, _WRAP) + field(3, self._wraps.wrap(data)))
         self._limit(socket.SO_SNDTIMEO)
         self._socket.sendall(data)
 
     def _receive(self, length: int) -> bytes:
+        """The next bytes of answers, which on some clusters come wrapped."""
+        if self._wraps is None:
+            return self._receive_plain(length)
+        while len(self._unwrapped) < length:
+            (size,) = struct.unpack(">I", self._receive_plain(4))
+            if size > _MAX_ANSWER_BYTES:
+                raise MalformedError(f"an answer of {size} bytes")
+            wrapped = self._receive_plain(size)
+            said = Message(read_delimited(wrapped, read_delimited(wrapped, 0)[1])[0])
+            if said.number(2) != _WRAP:
+                raise MalformedError("an answer without its protection")
+            try:
+                self._unwrapped += self._wraps.unwrap(said.data(3))
+            except LoginError as error:
+                raise MalformedError(str(error)) from error
+        data = bytes(memoryview(self._unwrapped)[:length])
+        del self._unwrapped[:length]
+        return data
+
+    def _receive_plain(self, length: int) -> bytes:
         """The next bytes. More are taken where they are there already: an answer is one system call."""
         while (missing := length - len(self._received)) > 0:
             self._limit(socket.SO_RCVTIMEO)

@@ -188,6 +188,7 @@ class Schedule:
         run.claimed = 0
         run.received += length
         run.queue.bytes += length
+        run.queue.served_s = now_s
         run.queue.running_bytes -= length
         while length:
             piece = run.pieces[run.index]
@@ -261,7 +262,8 @@ class Schedule:
     def tick(self, now_s: float) -> None:
         """What only time brings about. To be called ten times a second while there are pieces."""
         for ticket in self._deadlines.over(now_s):
-            self.fail(ticket, overrun(ticket), at_once=True)
+            if not self._deadlines.extended(ticket, now_s, now_s - self._settings.reconnect_s):
+                self.fail(ticket, overrun(ticket), at_once=True)
         self.queues.poke_all()
         for run in list(self.runs):
             if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:

@@ -46,7 +46,9 @@ class Serving:
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
         self.settings = settings
-        self._connections = ConnectionPool(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
+        self._connections = ConnectionPool(
+            silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname, protection=namenode.protection
+        )
         self._threads = Executor(
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
         )

@@ -109,7 +109,8 @@ class Imports:
         }
         self.reads = dict(_Watched.reads)
         self._check(known)
-        self.files = list(_files())
+        origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
+        self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
     def _note_generators(self) -> None:
         """Generators that an import made without a seed: each process is to have another one."""
@@ -151,8 +152,7 @@ class Imports:
 
     def changed_file(self) -> str:
         """A module whose file is another one by now; empty when there is none."""
-        now = dict(_files())
-        return next((path for path, stamp in self.files if now.get(path, stamp) != stamp), "")
+        return next((path for path, stamp in self.files if _stamp(path) != stamp), "")
 
 
 def _generators() -> list[Any]:
@@ -162,16 +162,12 @@ def _generators() -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in kinds and one is not own] if numpy_random else []
 
 
-def _files() -> Any:
-    for module in list(sys.modules.values()):
-        path = getattr(getattr(module, "__spec__", None), "origin", None)
-        if isinstance(path, str) and path.startswith("/"):
-            try:
-                found = os.stat(path)
-            except OSError:
-                yield path, None
-            else:
-                yield path, (found.st_mtime_ns, found.st_size, found.st_ino)
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _state() -> dict[str, Any]:
@@ -360,6 +356,9 @@ def serve(number: int, folder: str, launcher: str) -> Any:
     known = programs.read_known(folder).get(launcher, {})
     try:
         imports, cloner = Imports(known), Cloner()
+        # A collection in a copy, above all the one when it ends, would write to each of these objects and by that copy
+        # its page: 0.5 s of processor time for each rank of the demo.
+        gc.freeze()
         reason = unfit()
     except UnfitError as error:
         reason, module = str(error), error.module

@@ -3,6 +3,7 @@
 | text | meaning |
 |---|---|
 | `[docker://]host[:port]/repository[:tag][@sha256:…]` | in a registry; the tag is `latest` when nothing is said |
+| `host#repository[:tag]` | the same, as enroot and pyxis write it |
 | `oci:FOLDER[:TAG]` | an OCI layout |
 | `docker-archive:FILE[:NAME]` | what `docker save` writes |
 | `dir:FOLDER`, or a path that begins with `/`, `./`, `../` | a root file system |
@@ -113,7 +114,7 @@ def _of_any_place(text: str) -> Reference:
 
 
 def _in_registry(text: str) -> Reference:
-    name, at, digest = text.partition("@")
+    name, at, digest = text.replace("#", "/", 1).partition("@")
     if at and not _DIGEST.fullmatch(digest):
         raise UsageError(
             f"{shown(text)!r}: what stands behind @ is not a digest", hint="use sha256: and 64 hexadecimal digits"

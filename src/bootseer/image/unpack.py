@@ -9,18 +9,17 @@ does. The folder must be empty: then no name in it can lead elsewhere.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.artifact.loading import CachedLayer
+from bootseer.artifact.unpacked import AttributeWriter, write_file
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.merged import Layer, MergedTree, Node, unescape_xattr
-from bootseer.mounts.user_namespace import is_host, may_mount, num_owners
 
 
 def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
@@ -50,8 +49,7 @@ def unpack(tree: MergedTree, folder: Path) -> None:
 class _Unpacking:
     def __init__(self, folder: bytes) -> None:
         self._folder = folder
-        self._privileged = is_host() and may_mount()
-        self._num_owners = num_owners()
+        self._attributes = AttributeWriter()
         self._first: dict[str, bytes] = {}  # of files with several names
         self._seen: set[str] = set()
 
@@ -84,7 +82,7 @@ class _Unpacking:
                 return
         attributes = node.attributes()
         if stat.S_ISREG(attributes.mode):
-            self._write_file(path, node)
+            write_file(path, node.content(), node.inode.size)
         elif stat.S_ISLNK(attributes.mode):
             os.symlink(node.target(), path)  # noqa: PTH211
         elif stat.S_ISFIFO(attributes.mode):
@@ -93,39 +91,11 @@ class _Unpacking:
             try:
                 os.mknod(path, stat.S_IFMT(attributes.mode) | 0o600, os.makedev(*attributes.rdev))
             except PermissionError:
-                if self._privileged:
+                if self._attributes.privileged:
                     raise
                 return
         self._set_attributes(path, attributes)
 
-    def _write_file(self, path: bytes, node: Node) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            for piece in node.content():
-                if piece.count(0) == len(piece):
-                    os.lseek(descriptor, len(piece), os.SEEK_CUR)  # holes stay holes
-                    continue
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[file.write(rest) :]
-            os.ftruncate(descriptor, node.inode.size)
-
     def _set_attributes(self, path: bytes, attributes: Attributes) -> None:
-        """In this order: a new owner takes away set-user bits and capabilities, and the time is last."""
-        if self._num_owners:
-            uid, gid = (number if number < self._num_owners else 0 for number in (attributes.uid, attributes.gid))
-            os.lchown(path, uid, gid)
-        for name, value in attributes.xattrs.items():
-            self._set_xattr(path, unescape_xattr(name), value)
-        if not stat.S_ISLNK(attributes.mode):
-            os.chmod(path, stat.S_IMODE(attributes.mode))  # noqa: PTH101 - bytes
-        os.utime(path, ns=(attributes.mtime_ns, attributes.mtime_ns), follow_symlinks=False)
-
-    def _set_xattr(self, path: bytes, name: bytes, value: bytes) -> None:
-        try:
-            os.setxattr(path, name, value, follow_symlinks=False)
-        except OSError as error:
-            missing = error.errno == errno.ENOTSUP
-            forbidden = not self._privileged and error.errno in (errno.EPERM, errno.EACCES)
-            if not missing and not forbidden:
-                raise
+        xattrs = {unescape_xattr(name): value for name, value in attributes.xattrs.items()}
+        self._attributes.write(path, attributes, xattrs)

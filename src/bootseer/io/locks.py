@@ -43,12 +43,23 @@ def lock(fd: int, path: Path, deadline_s: float) -> None:
 @contextmanager
 def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
     """Hold a file, made when it is missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            lock(fd, path, deadline_s)
+            if is_same(fd, path):  # the one that held it before may have deleted it, and then it protects nothing
+                yield fd
+                return
+        finally:
+            os.close(fd)
+
+
+def is_same(fd: int, path: Path) -> bool:
+    """Whether a path still leads to the file that is open."""
     try:
-        lock(fd, path, deadline_s)
-        yield fd
-    finally:
-        os.close(fd)
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def holders(path: Path) -> list[int]:

@@ -82,6 +82,13 @@ def open_own(parent: int, name: str, where: str, *, mode: int = 0o700, otherwise
     return folder
 
 
+def is_secret(status: os.stat_result) -> bool:
+    """Whether only its user can read a file. One of root may be for a group of this user too: so Kubernetes gives the
+    files of a secret to a pod with an `fsGroup`."""
+    others = 0o037 if status.st_uid == 0 != os.geteuid() else 0o077
+    return not stat.S_IMODE(status.st_mode) & others
+
+
 def enter(name: str, folder: int) -> int:
     """A descriptor of a folder in a folder. Raises `FileNotFoundError` for a symbolic link, and `OSError`."""
     try:

@@ -27,14 +27,18 @@ from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.settings import looks_secret
 from bootseer.errors import BootseerError, UsageError
+from bootseer.hdfs.addresses import Cluster, default_authority
+from bootseer.hdfs.namenode import NameNode, Names
+from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.launch.environment.view import private_ways
 from bootseer.logs import without_secrets
-from bootseer.machine.check import Check
+from bootseer.machine.check import Check, Status
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
 from bootseer.peers.interfaces import PORT, chosen, listen_at
 
-ENVIRONMENTS, PEERS = "environments", "peers"
+ENVIRONMENTS, PEERS, HDFS_LOGIN = "environments", "peers", "HDFS login"
+_LOGIN_S = 8.0
 _WORDS = {
     "overlay": "captured by an overlay over /, restored by a mount",
     "user": "captured and restored in a user namespace",
@@ -80,6 +84,21 @@ def check_peers() -> Check:
     if found[0].name == "lo":
         return Check(PEERS, "limited", named, "no interface leads to other nodes", "name one: --peers-interface", opens)
     return Check(PEERS, "ok", f"{named}, port {PORT}", "", "", opens)
+
+
+def check_hdfs_login() -> Check:
+    """Whether the NameNodes of the configuration's default file system answer this user; with Kerberos, by its ticket
+    or token."""
+    opens = ("checkpoints, images and environments in hdfs:// of the configured cluster",)
+    try:
+        cluster = Cluster.of(default_authority("hdfs:///"))
+        how = "Kerberos" if cluster.kerberos else "no login wanted"
+        with contextlib.closing(NameNode(cluster, ask_s=_LOGIN_S)) as namenode:
+            Names(namenode).stat("/")
+    except BootseerError as error:
+        status: Status = "limited" if isinstance(error, (UsageError, UnsupportedError)) else "broken"
+        return Check(HDFS_LOGIN, status, "", str(error), getattr(error, "hint", ""), opens)
+    return Check(HDFS_LOGIN, "ok", f"hdfs://{cluster.authority} answers, {how}", "", "", opens)
 
 
 _LOG_BYTES = 256 << 10

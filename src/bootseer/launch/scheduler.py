@@ -2,8 +2,8 @@
 
 Slurm tells by `sacct`, by `scontrol` where no accounting runs, or the start alone by its environment. Only the job's
 first task asks: a thousand nodes asking in the same second would be a load on the controller. Kubernetes tells when its
-node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that the submitting
-program may put it into `BOOTSEER_SUBMITTED`. What is not told stays unobserved.
+node saw the pod by an annotation that the downward API shows, and when the pod was made to a pod that may read itself;
+otherwise the submitting program may put it into `BOOTSEER_SUBMITTED`. What is not told stays unobserved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from bootseer.launch.supervise import log
 from bootseer.units import NS_PER_S
@@ -24,6 +26,9 @@ from bootseer.units import NS_PER_S
 KUBERNETES = "kubernetes"
 _DEADLINE_S = 5.0
 _LOOK_EVERY_S = 0.1
+_API_S = 2.0
+_MAX_POD = 4 << 20
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _STALE_NS = 3600 * NS_PER_S
 _SACCT = re.compile(r"(?P<submit>[\dT:-]{19})\|(?P<eligible>[^|]*)\|(?P<start>[^|\s]*)\s*\Z")
 _SCONTROL = re.compile(
@@ -113,13 +118,51 @@ def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) 
 
 
 def _kubernetes(env: Mapping[str, str]) -> Times:
+    created, scheduled = _pod_times(env)
+    found = Times(created, scheduled, "kubernetes api" if created else "", KUBERNETES if scheduled else "")
     try:
         with (Path(env["BOOTSEER_PODINFO"]) / "annotations").open(errors="replace") as file:
             match = _CONFIG_SEEN.search(file.read(1 << 20))
     except (KeyError, OSError):
-        return Times()
+        return found
     seen = parse_time(match[1]) if match else None
     # The annotation is the pod's: in a container that was started again later it tells of the first start.
     if seen is None or time.time_ns() - seen > _STALE_NS:
-        return Times()
-    return Times(None, seen, "", KUBERNETES)
+        return found
+    return found._replace(started_ns=seen, started_by=KUBERNETES)
+
+
+def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """When this pod was made, and when it got its node; None where the API may not be asked, or does not say."""
+    if "KUBERNETES_SERVICE_HOST" not in env or not (ACCOUNT / "token").exists():
+        return None, None
+    import http.client
+    import json
+    import ssl
+
+    name = env.get("POD_NAME") or env.get("HOSTNAME", "")
+    try:
+        token, namespace = ((ACCOUNT / each).read_text().strip() for each in ("token", "namespace"))
+        link = http.client.HTTPSConnection(
+            env["KUBERNETES_SERVICE_HOST"],
+            int(env.get("KUBERNETES_SERVICE_PORT", "443")),
+            timeout=_API_S,
+            context=ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt")),
+        )
+        with contextlib.closing(link):
+            # From the API server's memory: a thousand pods may ask in the same second.
+            path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}?resourceVersion=0"
+            link.request("GET", path, headers={"Authorization": f"Bearer {token}", "Accept": "application/json"})
+            answer = link.getresponse()
+            log(__name__, "the pod's times: the API server answers %d", answer.status)
+            pod = json.loads(answer.read(_MAX_POD)) if answer.status == HTTPStatus.OK else {}
+        if pod.get("metadata", {}).get("uid") != env.get("POD_UID", pod.get("metadata", {}).get("uid")):
+            return None, None
+        status = pod.get("status", {})
+        if any(each["restartCount"] for each in status.get("containerStatuses", ())):
+            return None, None  # the times of the pod's first container
+        at = [each["lastTransitionTime"] for each in status.get("conditions", ()) if each["type"] == "PodScheduled"]
+        return parse_time(pod.get("metadata", {}).get("creationTimestamp", "")), parse_time(at[0]) if at else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException) as error:
+        log(__name__, "the pod's times: %s", error)
+        return None, None

@@ -130,6 +130,7 @@ class Session:
         scheduled = (
             env.get("SLURM_JOB_ID")
             or env.get("BOOTSEER_SUBMITTED")
+            or env.get("KUBERNETES_SERVICE_HOST")
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
         )
         if self.otlp is None and self.service is None and not scheduled and not self._more:

@@ -74,6 +74,8 @@ class Served:
     """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
     end: Callable[[], dict[str, object]] = dict
     """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for the caller."""
+    began: Callable[[], None] = lambda: None
+    """Runs when the startup is told to be over."""
     stop_prefetch: Callable[[], None] = lambda: None
     """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
 
@@ -250,6 +252,7 @@ class _Life:
             case "status":
                 return self._status()
             case "began":
+                self._served.began()
                 self._end_recording()
                 return {"recording": False}
             case "leave":

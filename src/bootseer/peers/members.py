@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
+from bootseer.io.trusted_folder import is_secret
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at
@@ -308,7 +309,7 @@ def read_secret(path: Path) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
-            if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+            if not is_secret(status) or status.st_uid not in (0, os.geteuid()):
                 raise AccessError(f"{path} can be read by others: chmod 600 {path}")
             secret = file.read(_MAX_SECRET + 1)
     except OSError as error:

@@ -106,7 +106,7 @@ class FilePeers:
     def __init__(self, group: PeerGroup, index: Index) -> None:
         self._group = group
         self._identity = index.identity
-        self.run_blocks = max(_run_bytes(index.size_bytes) // index.block_size, 1)
+        self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
 
     @property
     def turn(self) -> float:
@@ -129,7 +129,7 @@ class FilePeers:
         return self._group.stats()
 
 
-def _run_bytes(file_bytes: int) -> int:
+def run_bytes(file_bytes: int) -> int:
     """How much of a file has one owner: some hundred runs, so that owners share the work of small files too."""
     return min(max(1 << (file_bytes // _RUNS - 1).bit_length(), _MIN_RUN_BYTES), RUN_BYTES)
 

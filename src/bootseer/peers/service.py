@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
@@ -159,7 +159,8 @@ class Service:
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret)
-        self._serve()
+        with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
+            self._serve()
         self._write_members()
 
     def run(self, ready: Callable[[], None], *, wait_for: int = 0, wait_s: float = 0.0) -> None:

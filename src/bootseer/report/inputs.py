@@ -13,7 +13,7 @@ import select
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -41,8 +41,8 @@ class Source:
     """None for standard input."""
     named: bool = True
     """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
-    data: bytes | None = None
-    """What would stand in the file, where there is none: `path` gives its name alone."""
+    data: bytes | Iterable[bytes] | None = None
+    """What would stand in the file, where there is none, or plain pieces of it: `path` gives its name alone."""
     data_ns: int = 0
     """When it was written."""
 
@@ -128,8 +128,10 @@ def blocks(source: Source) -> Iterator[bytes]:
     Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
     """
     try:
-        if source.data is not None:
+        if isinstance(source.data, bytes):
             yield from _unpacked(io.BytesIO(source.data))
+        elif source.data is not None:
+            yield from source.data
         elif source.path is None:
             if sys.stdin is None:
                 raise PermanentError("standard input is closed: name a file, or pipe a log into it")

@@ -353,7 +353,8 @@ class _FileScan:
 
     def _events(self, raw: bytes) -> None:
         # A stem quoted in prose is not a damaged event. No event holds a tag, so that each ends before the next.
-        places = [tag.start() for tag in _TAG.finditer(raw)]
+        alone = _TAG.match(raw) is not None and raw.find(TAG_STEM, 1) < 0
+        places = [0] if alone else [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
             try:
                 event = decode(raw[place:until])[0]
@@ -420,6 +421,8 @@ def _unwrapped(text: bytes, begin: int) -> bytes:
     """The line at `begin` as the program wrote it, behind the time that the collector put to it."""
     end = text.find(b"\n", begin)
     line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
+    if line.startswith(TAG_STEM):
+        return line
     if line.startswith(b'{"') and (line.startswith(_DOCKER) or TAG_STEM in line):
         return _from_json(line)
     match = _CRI.match(line)

@@ -92,9 +92,17 @@ class Tokens:
         self._read_at = -_FRESH_S
         self._used: dict[int, int] = {}
 
-    def add(self, scope: str, team: str = "", note: str = "") -> tuple[int, str]:
-        """Make a token: its number and its secret, which cannot be had again."""
-        secret = _PREFIX + secrets.token_urlsafe(32)
+    def add(self, scope: str, team: str = "", note: str = "", secret: str = "") -> tuple[int, str]:
+        """Make a token, of a `secret` that is known already: its number and its secret, which cannot be had again.
+
+        One that is there stays as it is, revoked or not.
+        """
+        if secret:
+            with self._database.read() as connection:
+                known = connection.scalar(select(token_table.c.id).where(token_table.c.hash == _hash(secret)))
+            if known is not None:
+                return int(known), secret
+        secret = secret or _PREFIX + secrets.token_urlsafe(32)
         row = {"hash": _hash(secret), "scope": scope, "team": team, "note": note, "created_ns": time.time_ns()}
         with self._database.write() as connection:
             made = connection.execute(insert(token_table).values(row)).inserted_primary_key

@@ -30,11 +30,11 @@ from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
-from bootseer.service.derive import Derived
+from bootseer.service.derive import Derived, Patterns
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.metrics import Metrics
-from bootseer.service.over_time import OverTime
+from bootseer.service.over_time import Answers, OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
 from bootseer.service.upkeep import Retention, Upkeep
@@ -67,6 +67,8 @@ class Settings:
     proxy_header: str = "x-forwarded-user"
     retention: Retention = field(default_factory=Retention)
     alert_to: tuple[Webhook, ...] = ()
+    patterns: Patterns = ()
+    """Of stages in logs of jobs without BootSeer, which only this site's programs write."""
 
     def made(self) -> Settings:
         """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
@@ -109,13 +111,16 @@ class Service:
                 settings.database_url,
                 settings.raw_uri,
                 workers=settings.workers,
+                name=str(settings.data),
+                patterns=settings.patterns,
                 on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
-            self.over_time = OverTime(self.database)
+            self.answers = Answers()
+            self.over_time = OverTime(self.database, self.answers)
             self.metrics = Metrics(self.database, self.over_time)
             self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
             self.pages = Pages(self)

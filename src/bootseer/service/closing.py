@@ -43,8 +43,3 @@ def closes_ns(seen: Seen) -> int:
     if seen.nodes_heard and seen.nodes_ended >= seen.nodes_heard:
         return min(seen.latest_ns + QUIET_NS, capped_ns)
     return capped_ns
-
-
-def is_over(seen: Seen, now_ns: int) -> bool:
-    """Whether the start is over."""
-    return now_ns >= closes_ns(seen)

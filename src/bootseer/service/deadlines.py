@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Any, Final
 
 from bootseer.service.upkeep import CLASSES, quantile_s
@@ -57,7 +58,7 @@ class Deadlines:
                 self._exact[day.bucket, day.kind, day.cache_state, day.stage],
                 self._scale[day.bucket, day.stage],
             ):
-                hist[:] = [a + b for a, b in zip(hist, day.hist, strict=True)]
+                hist[:] = map(add, hist, day.hist)
 
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
         """Seconds that the stage may take; None where nothing is known."""

@@ -6,8 +6,9 @@ or in another order end in the same rows, and so does an analysis that was kille
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC
 from pathlib import Path
@@ -27,13 +28,16 @@ from bootseer.report.scan import Scanned, scan
 from bootseer.service import schema
 from bootseer.service.closing import Seen, closes_ns
 from bootseer.service.database import Database
-from bootseer.service.raw import RawStore
+from bootseer.service.raw import LOG, RawStore, parse_name
 from bootseer.service.rows import Rows, rows_of
 from bootseer.trace.event import OK, Event
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start, schema.span)
+Patterns = Sequence[tuple[str, re.Pattern[bytes]]]
+_MARK: Final = re.compile(r"-[0-9a-f]{8,12}$")
+"""What `bootseer ship` puts behind the name of a file."""
 _CLOCKS_DIFFER_NS: Final = 3600 * NS_PER_S
 """Of several services' machines, at most; much less than any retention."""
 
@@ -57,9 +61,15 @@ class Derived:
 
 
 def derive_attempt(
-    raw: RawStore, database: Database, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int
+    raw: RawStore,
+    database: Database,
+    attempt: Attempt,
+    batches: Sequence[tuple[str, int]],
+    now_ns: int,
+    patterns: Patterns = (),
 ) -> Derived:
     """Analyse all lines of an attempt and replace its rows. `batches`: each object's name and when it arrived, ns.
+    `patterns`: stages and how a site's own logs tell of them.
 
     Late lines of an attempt change nothing when retention has removed its first ones: rows of a whole start would
     become those of a part.
@@ -67,7 +77,7 @@ def derive_attempt(
     Raises `BootseerError` when the lines cannot be read or the rows not be written, `TransientError` when another
     process has analysed more of them meanwhile: nothing has changed then.
     """
-    rows, closes = _rows(raw, attempt, sorted(batches), now_ns)
+    rows, closes = _rows(raw, attempt, sorted(batches), now_ns, patterns)
     with database.write() as connection:
         _only_one(database, connection, attempt, {name for name, _ in batches})
         days: set[int] = set()
@@ -104,17 +114,35 @@ def _has_its_first(connection: Connection, attempt: Attempt, batches: Sequence[t
 
 
 def _rows(
-    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int
+    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int, patterns: Patterns
 ) -> tuple[list[Rows], int | None]:
     arrived = dict(batches)
-    objects = raw.of_attempt(arrived)
-    found = scan((Source(name, Path(name), False, lines, arrived[name]) for name, lines in objects), zone=UTC)
+    found = scan(_sources(raw, arrived), zone=UTC, patterns=patterns)
     own = [
         event if event.job != UNKNOWN_JOB else event._replace(job=attempt.job, attempt=attempt.attempt)
         for event in found.events
         if event.job == UNKNOWN_JOB or (event.job, event.attempt) == attempt
     ]
     return _analysed(own, attempt, found, list(arrived.values()), now_ns)
+
+
+def _sources(raw: RawStore, arrived: Mapping[str, int]) -> Iterator[Source]:
+    """The event lines of each batch; and each log as a whole, whose stages may begin in one batch and end in another.
+
+    Of batches of the same number the latest counts: a log that had grown when it was sent again.
+    """
+    logs: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in sorted(arrived, key=lambda name: arrived[name]):
+        key = parse_name(name) if name.endswith(LOG) else None
+        if key is not None:
+            logs[key.sender][key.sequence] = name
+    events = (name for name in arrived if not name.endswith(LOG))
+    for name, lines in raw.of_attempt(events):
+        yield Source(name, Path(name), False, lines, arrived[name])
+    for sender, names in sorted(logs.items()):
+        pieces = (lines for _, lines in raw.of_attempt(names[number] for number in sorted(names)))
+        # Named as its file: that tells the node where no line does.
+        yield Source(sender, Path(_MARK.sub("", sender)), False, pieces, max(arrived[name] for name in names.values()))
 
 
 def derive_found(database: Database, found: Scanned, now_ns: int) -> frozenset[int]:

@@ -30,7 +30,7 @@ from bootseer.logs import logger
 from bootseer.report.analysis.live import Live, Moment
 from bootseer.service import schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, Derived, derive_attempt
+from bootseer.service.derive import Attempt, Derived, Patterns, derive_attempt
 from bootseer.service.raw import EVENTS, RawStore
 from bootseer.store.open import open_store
 from bootseer.trace.event import Event, Malformed, decode
@@ -56,10 +56,12 @@ _processes.set_forkserver_preload([__name__])
 class _Worker:
     """A process that analyses one attempt, and ends: what a large start made it take is given back."""
 
-    def __init__(self, raw_uri: str, database_url: str, attempt: Attempt, batches: list[tuple[str, int]]) -> None:
+    def __init__(
+        self, raw_uri: str, database_url: str, patterns: Patterns, attempt: Attempt, batches: list[tuple[str, int]]
+    ) -> None:
         self.said, says = _processes.Pipe(duplex=False)
         self._process = _processes.Process(
-            target=_work, args=(says, raw_uri, database_url, attempt, batches), daemon=True
+            target=_work, args=(says, raw_uri, database_url, patterns, attempt, batches), daemon=True
         )
         try:
             self._process.start()
@@ -86,6 +88,7 @@ def _work(
     says: multiprocessing.connection.Connection,
     raw_uri: str,
     database_url: str,
+    patterns: Patterns,
     attempt: Attempt,
     batches: list[tuple[str, int]],
 ) -> None:
@@ -93,7 +96,7 @@ def _work(
     gc.disable()  # its life is shorter than what a collection gains
     try:
         raw, database = RawStore(open_store(raw_uri)), Database(database_url)
-        told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns()))
+        told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns))
         database.close()
     except TransientError as error:
         told = ("transient", str(error))
@@ -131,18 +134,23 @@ class Deriver:
         raw_uri: str,
         *,
         workers: int = 1,
+        name: str = "",
+        patterns: Patterns = (),
         on_moment: Callable[[Moment], None] = lambda moment: None,
         on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
     ) -> None:
-        """`on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
+        """`patterns`: as of `derive_attempt`. `name`: of this service, the same after a restart, so that it goes on at
+        once with what it had begun.
+
+        `on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
         rows were replaced."""
         self._database = database
-        self._places = (raw_uri, database_url)
+        self._places = (raw_uri, database_url, patterns)
         self._raw = RawStore(open_store(raw_uri))
         self._workers = workers
         self._on_moment = on_moment
         self._on_derived = on_derived
-        self._name = f"{socket.gethostname()}.{os.getpid()}"
+        self._name = f"{socket.gethostname()}:{name or os.getpid()}"
         self._states: dict[Attempt, _State] = {}
         self._woken = threading.Event()
         self._ended = threading.Event()
@@ -188,6 +196,10 @@ class Deriver:
                 if self.problem != str(error):
                     _LOG.warning("nothing is derived: %s", error)
                 self.problem = str(error)
+                self._ended.wait(_LEAST_S)
+            except Exception as error:  # a server of workers that was killed, for one: the next look may do
+                _LOG.exception("nothing is derived")
+                self.problem = f"{type(error).__name__}: {error}"
                 self._ended.wait(_LEAST_S)
             self._woken.wait(_LOOK_EVERY_S)
             self._woken.clear()
@@ -274,7 +286,8 @@ class Deriver:
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
         here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
-        free = (live.c.owner == self._name) | (live.c.owned_until_ns < now_ns)
+        # A claim that lasts longer than any is of before the clock was set back.
+        free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
         with self._database.write() as connection:
             taken = connection.execute(
                 update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)

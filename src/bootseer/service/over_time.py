@@ -7,18 +7,20 @@ pages have the same.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
-from starlette.concurrency import run_in_threadpool
+import anyio
+import anyio.to_thread
+import msgspec
+from sqlalchemy import Connection, select
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -29,7 +31,7 @@ from bootseer.service.database import Database
 from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import node_day, stage, stage_day
+from bootseer.service.schema import stage, stage_day
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
@@ -46,6 +48,11 @@ _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
 _LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
+_LASTS: Final = 5.0
+"""Times what it took to make, an answer about weeks is given again."""
+_KEPT: Final = 32
+_THREADS: Final = 4
+"""More would wait for each other's interpreter lock, and keep batches waiting."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
 _SINCE = re.compile(r"([0-9]{1,4})([hdw])")
 
@@ -76,44 +83,58 @@ def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
     }
 
 
-def lemons(connection: Connection, where: Filter) -> list[dict[str, Any]]:
-    """Nodes that came last far more often than luck has it, with the evidence: worst first.
+def lemons(
+    connection: Connection, where: Filter, sums: Sequence[questions.NodeSums] | None = None
+) -> list[dict[str, Any]]:
+    """Nodes that came last far more often than luck has it, with the evidence: worst first. `sums`: those of all nodes,
+    where they are known.
 
     A node is listed when, if it came last as seldom as the other nodes do, the chance of coming last as often as it did
     were below one in a thousand for all nodes together.
     """
-    sums = select(func.sum(node_day.c.n), func.sum(node_day.c.n_last), func.count(node_day.c.node_id.distinct()))
-    num, num_last, num_nodes = connection.execute(sums.where(*where.of(node_day))).one()
-    found = []
-    for row in questions.nodes(connection, where, least_starts=_LEAST_LAST):
+    sums = questions.node_sums(connection, where) if sums is None else sums
+    num, num_last = sum(row.n for row in sums), sum(row.n_last for row in sums)
+    often = []
+    for row in sums:
         # One more: that the others never came last does not make it impossible.
-        share = (int(num_last) - row["last"] + 1) / (int(num) - row["starts"] + 1)
-        chance = _at_least(row["last"], row["starts"], share)
-        if row["last"] >= _LEAST_LAST and chance * num_nodes < _CHANCE:
-            found.append({**row, "expected_share": share, "chance": chance})
-    return found
+        share = (num_last - row.n_last + 1) / (num - row.n + 1)
+        if row.n_last < _LEAST_LAST or row.n_last <= share * row.n:
+            continue
+        chance = _at_least(row.n_last, row.n, share)
+        if chance * len(sums) < _CHANCE:
+            often.append((row, {"expected_share": share, "chance": chance}))
+    named = questions.named_nodes(connection, where, [row for row, _ in often])
+    return [{**row, **evidence} for row, (_, evidence) in zip(named, often, strict=True)]
 
 
 def _at_least(hits: int, tries: int, share: float) -> float:
-    """The chance of so many hits or more."""
+    """The chance of so many hits or more; at least `_CHANCE` where it is more than that."""
     if share >= 1.0 or hits <= 0:
         return 1.0
     logs = math.log(share), math.log1p(-share)
     all_ = math.lgamma(tries + 1)
-    return math.fsum(
-        math.exp(all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1) + k * logs[0] + (tries - k) * logs[1])
-        for k in range(hits, tries + 1)
-    )
+    chance = 0.0
+    for k in range(hits, tries + 1):
+        chance += math.exp(all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1) + k * logs[0] + (tries - k) * logs[1])
+        if chance > _CHANCE:  # more than any on the list may have
+            break
+    return chance
 
 
 def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
-    """A list of nodes for others: `slurm` (an option of sbatch) or `kubernetes` (commands that label nodes).
+    """A list of nodes for others: `slurm` (an option of sbatch), `drain` (commands after which Slurm gives them no more
+    jobs) or `kubernetes` (commands that label nodes).
 
     Names that are no host names are left out: they came from outside and would end in a shell.
     """
     names = [row["node"] for row in rows if _HOST.fullmatch(row["node"])]
     if form == "slurm":
         return f"--exclude={','.join(names)}" if names else ""
+    if form == "drain":
+        why = {row["node"]: f"last in {row['last']:d} of {row['starts']:d} starts" for row in rows}
+        return "\n".join(
+            f"scontrol update NodeName={name} State=DRAIN Reason='bootseer: {why[name]}'" for name in names
+        )
     return "\n".join(f"kubectl label node {name} bootseer.io/slow-start=true --overwrite" for name in names)
 
 
@@ -189,7 +210,13 @@ def learned(connection: Connection, today: int) -> Deadlines:
     columns = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id, of.c.hist99)
     rows = connection.execute(select(*columns).where(of.c.day >= today - LEARNED_DAYS))
     return Deadlines(
-        Day(row.bucket, row.kind, row.cache_state, names[row.stage_id], tuple(json.loads(row.hist99)))
+        Day(
+            row.bucket,
+            row.kind,
+            row.cache_state,
+            names[row.stage_id],
+            msgspec.json.decode(row.hist99, type=tuple[int, ...]),
+        )
         for row in rows
         if row.hist99
     )
@@ -206,11 +233,60 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
     return found
 
 
+@dataclass(slots=True)
+class _Asked:
+    """An answer that is being made, or was made last."""
+
+    lock: asyncio.Lock
+    users: int = 0
+    began_s: float = float("-inf")
+    until_s: float = float("-inf")
+    answer: Response | None = None
+
+
+class Answers:
+    """Makes answers in a few threads, once for all that ask for the same at a time: an answer that was begun after a
+    request came is as new as one of its own. One about weeks does for some moments more, the longer it took, so that
+    what 200 readers cost is bounded however busy the machine is.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, str, str], _Asked] = {}
+        self._threads: anyio.CapacityLimiter | None = None
+
+    async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
+        """What `make` answers to the request, or has answered to the same one."""
+        came_s = time.monotonic()
+        self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
+        key = (request.url.path, request.url.query, request.state.grant.team)
+        asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
+        asked.users += 1
+        try:
+            async with asked.lock:
+                if asked.answer is None or (asked.began_s < came_s and asked.until_s < time.monotonic()):
+                    asked.began_s = time.monotonic()
+                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                    now_s = time.monotonic()
+                    asked.until_s = now_s + _LASTS * (now_s - asked.began_s) if of_weeks else now_s
+                return asked.answer
+        finally:
+            asked.users -= 1
+            self._forget()
+
+    def _forget(self) -> None:
+        now_s = time.monotonic()
+        over = [key for key, asked in self._asked.items() if not asked.users and asked.until_s <= now_s]
+        free = [key for key, asked in self._asked.items() if not asked.users and asked.until_s > now_s]
+        for key in (*over, *free[:-_KEPT]):
+            del self._asked[key]
+
+
 class OverTime:
     """The same as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below `ADDRESS`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, answers: Answers | None = None) -> None:
         self._database = database
+        self._answers = answers or Answers()
         self._learned = (float("-inf"), Deadlines(()))
 
     def deadlines(self) -> Deadlines:
@@ -245,17 +321,20 @@ class OverTime:
             with self._database.read() as connection:
                 return {"schema": f"bootseer.{name}/1", "now_ns": now_ns, **answer(connection, asked, now_ns)}
 
-        async def endpoint(request: Request) -> Response:
+        def endpoint(request: Request) -> Response:
             try:
                 team = request.state.grant.team  # a token of a team reads that team's starts
                 asked = {**request.query_params, **({"team": team} if team else {})}
-                return JSONResponse(await run_in_threadpool(found, asked))
+                return JSONResponse(found(asked))
             except UsageError as error:
                 return JSONResponse({"error": str(error)}, 400)
             except TransientError as error:
                 return JSONResponse({"error": str(error)}, 503, {"retry-after": "5"})
 
-        return endpoint
+        async def shared(request: Request) -> Response:
+            return await self._answers.of(request, endpoint, of_weeks=name != "now")
+
+        return shared
 
 
 def _filter(asked: Mapping[str, str], now_ns: int, since: str = "28d") -> Filter:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import msgspec
 import zstandard
@@ -29,6 +29,7 @@ from bootseer import __version__
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 from bootseer.report.analysis.diff import compare
 from bootseer.report.analysis.stages import STAGES
+from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.report.model import Report
 from bootseer.report.render import html, perfetto
 from bootseer.report.render.html_svg import NUM_COLOURS
@@ -36,7 +37,7 @@ from bootseer.report.render.html_text import raw
 from bootseer.service import questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
-from bootseer.service.over_time import exported, lemons, now
+from bootseer.service.over_time import ADDRESS, exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.units import S_PER_H, format_bytes, format_seconds
@@ -46,11 +47,16 @@ if TYPE_CHECKING:
 
 _SINCE: Final = {"1d": 1, "7d": 7, "30d": 30, "90d": 90, "365d": 365}
 _KINDS: Final = ("full", "hot_update", "restart")
+_SCALES: Final = [name for _, name, _ in BUCKETS]
+_LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
+                 for name in ("fleet", "now", "jobs", "nodes", "caches", "compare")]  # fmt: skip
 _ROWS: Final = 100
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
 """A line for readers that nothing has changed for, so that they and what lies between know the connection."""
 Answer = dict[str, Any]
+_Find = Callable[[Connection, Request], Answer]
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _Job(Convertor[str]):
@@ -91,9 +97,10 @@ class Pages:
             "start_link": start_link,
             "job_link": lambda job: f"/job/{quote(job, safe='')}",
         }
-        self._pages: dict[str, tuple[str, Callable[[Connection, Request], Answer]]] = {
+        self._pages: dict[str, tuple[str, _Find]] = {
             "fleet": ("/", self._fleet),
             "now": ("/now", self._now),
+            "jobs": ("/jobs", self._jobs),
             "job": ("/job/{job:job}", self._job),
             "nodes": ("/nodes", self._nodes),
             "caches": ("/caches", self._caches),
@@ -132,11 +139,10 @@ class Pages:
 
     def _fleet(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
-        teams = [row["team"] for row in questions.cost(connection, Filter(), "team") if row["team"]]
         days = questions.by_day(connection, where)
         return {
             **chosen,
-            "teams": sorted(teams),
+            "teams": questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
             "by_kind": questions.cost(connection, where, "kind"),
             "buckets": questions.buckets(connection, where),
@@ -168,10 +174,16 @@ class Pages:
             "failures": questions.failures(connection, where),
         }
 
+    def _jobs(self, connection: Connection, request: Request) -> Answer:
+        words = request.query_params.get("q", "")[:256].replace("\0", "")
+        where, chosen = filter_of(request, words=words)
+        return {**chosen, "q": words, "jobs": questions.jobs(connection, where, limit=_ROWS)}
+
     def _nodes(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
-        found = questions.nodes(connection, where, limit=_ROWS)
-        worst = lemons(connection, where)
+        sums = questions.node_sums(connection, where)
+        found = questions.nodes(connection, where, limit=_ROWS, sums=sums)
+        worst = lemons(connection, where, sums)
         exclude = exported(worst, "slurm").removeprefix("--exclude=")
         return {**chosen, "nodes": found, "lemons": [row["node"] for row in worst], "exclude": exclude}
 
@@ -225,22 +237,22 @@ class Pages:
 
     # How they are answered.
 
-    def _shown(self, name: str, answer: Callable[[Connection, Request], Answer]) -> Callable[[Request], Response]:
+    def _shown(self, name: str, answer: _Find) -> _Endpoint:
         def shown(request: Request) -> Response:
             with self._service.database.read() as connection:
                 found = answer(connection, request)
             return self._page(name, request, **found)
 
-        return self._guarded(shown)
+        return self._guarded(shown, of_weeks=name != "now")
 
-    def _said(self, answer: Callable[[Connection, Request], Answer]) -> Callable[[Request], Response]:
+    def _said(self, answer: _Find) -> _Endpoint:
         def said(request: Request) -> Response:
             with self._service.database.read() as connection:
                 return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
 
-        return self._guarded(said)
+        return self._guarded(said, of_weeks=answer != self._now)
 
-    def _guarded(self, answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    def _guarded(self, answer: Callable[[Request], Response], *, of_weeks: bool = False) -> _Endpoint:
         """The answer, or an error that says why there is none: as JSON where JSON was asked for."""
 
         def guarded(request: Request) -> Response:
@@ -252,13 +264,15 @@ class Pages:
                     return JSONResponse({"error": str(error)}, status)
                 return self._page("error", request, status=status, error=str(error))
 
-        return guarded
+        async def shared(request: Request) -> Response:
+            return await self._service.answers.of(request, guarded, of_weeks=of_weeks)
+
+        return shared
 
     def _page(self, name: str, request: Request, *, status: int = 200, **values: Any) -> Response:
-        links = [("/", "Fleet"), ("/now", "Now"), ("/nodes", "Nodes"), ("/caches", "Caches"), ("/compare", "Compare")]
         text = self._templates.get_template(f"{name}.html").render(
-            **values, bars=_bars, links=links, path=request.url.path, version=__version__, since_words=list(_SINCE),
-            kinds=_KINDS, hidden=urlencode({k: v for k, v in request.query_params.items() if k in ("team", "since")}),
+            **values, bars=_bars, links=_LINKS, path=request.url.path, version=__version__, since_words=list(_SINCE),
+            kinds=_KINDS, scales=_SCALES,
         )  # fmt: skip
         return HTMLResponse(text, status)
 
@@ -321,7 +335,9 @@ class Pages:
         return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-def filter_of(request: Request, *, default: str = "30d", job: str | None = None) -> tuple[Filter, Answer]:
+def filter_of(
+    request: Request, *, default: str = "30d", job: str | None = None, words: str = ""
+) -> tuple[Filter, Answer]:
     """Which starts a request is about, and what a page's form shows of it. Raises `UsageError`."""
     asked = request.query_params
     since = asked.get("since", default)
@@ -330,11 +346,15 @@ def filter_of(request: Request, *, default: str = "30d", job: str | None = None)
     kind = asked.get("kind") or None
     if kind is not None and kind not in _KINDS:
         raise UsageError(f"kind={kind}: choose from {', '.join(_KINDS)}")
+    bucket = asked.get("bucket") or None
+    if bucket is not None and bucket not in _SCALES:
+        raise UsageError(f"bucket={bucket}: choose from {', '.join(_SCALES)}")
     today = day_of(time.time_ns())
     team = _grant(request).team or asked.get("team") or None
     # A clock that is ahead of ours must not hide a start.
-    where = Filter(today - _SINCE[since] + 1, today + 1, team=team, job=job, kind=kind)
-    return where, {"since": since, "team": team or "", "kind": kind or ""}
+    scale = _SCALES.index(bucket) if bucket is not None else None
+    where = Filter(today - _SINCE[since] + 1, today + 1, team=team, job=job, kind=kind, bucket=scale, words=words)
+    return where, {"since": since, "team": team or "", "kind": kind or "", "bucket": bucket or ""}
 
 
 def start_link(start: Mapping[str, Any]) -> str:
@@ -402,16 +422,26 @@ def openapi() -> Answer:
         }
         for name in ("attempt", "restart")
     ]
-    filters = [since, team, kind]
+    bucket = {"name": "bucket", "in": "query", "schema": {"type": "string", "enum": _SCALES}}
+    words = {"name": "q", "in": "query", "schema": {"type": "string"}, "description": "In the name of a job"}
+    filters = [since, team, kind, bucket]
+    ago = {"name": "since", "in": "query", "schema": {"type": "string", "pattern": "^[0-9]{1,4}[hdw]$"}}
+    weeks = [ago, team, kind, {"name": "queue", "in": "query", "schema": {"type": "string"}}]
+    named = {"name": "job", "in": "query", "schema": {"type": "string", "minLength": 1}}
     paths: dict[str, tuple[str, list[Answer]]] = {
         "/api/v1/fleet": ("What starts cost, by team, scale, stage and day", filters),
         "/api/v1/now": ("Open starts, where their nodes are, and which are late", []),
+        "/api/v1/jobs": ("Jobs by their names, those that lose most first", [*filters, words]),
         "/api/v1/job/{job}": ("One job's starts", [job, *filters]),
-        "/api/v1/nodes": ("Nodes that hold others back, the worst first", filters),
+        "/api/v1/nodes": ("Nodes that hold others back, the worst first", [since]),
         "/api/v1/caches": ("Hits, misses and bytes of images, environments and checkpoints", filters),
         "/api/v1/compare": ("Two starts side by side", sides),
         "/api/v1/starts": ("Starts, the newest first", [*filters, *counts]),
         "/api/v1/start/{attempt}/{restart}/{job}": ("The report of one start", [*numbers, job]),
+        f"{ADDRESS}/fleet": ("What `bootseer fleet` shows", weeks),
+        f"{ADDRESS}/history": ("What `bootseer history` shows", [{**named, "required": True}, *weeks]),
+        f"{ADDRESS}/now": ("What `bootseer watch` shows", [named, team]),
+        f"{ADDRESS}/lemons": ("Nodes that came last too often for bad luck", [ago]),
     }
     content = {"application/json": {"schema": {"type": "object"}}}
     answers = {

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
 
 from bootseer.report.analysis.spans import TRUNCATED
@@ -35,7 +36,7 @@ from bootseer.service.schema import (
     storage_day,
     technique_start,
 )
-from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.service.upkeep import CLASSES, class_of, quantile_s
 from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S
 
@@ -56,19 +57,28 @@ class Filter:
     job: str | None = None
     bucket: int | None = None
     kind: str | None = None
+    words: str = ""
+    """In the names of jobs; upper and lower case are the same."""
 
     def of(self, table: Table) -> list[ColumnElement[bool]]:
         """The conditions that this table's columns know."""
-        wanted = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
-        known = [table.c[name] == value for name, value in wanted.items() if value is not None and name in table.c]
+        known = [table.c[name] == value for name, value in self._wanted() if name in table.c]
+        if self.words and "job" in table.c:
+            known.append(table.c.job.icontains(self.words, autoescape=True))
         return [table.c.day >= self.since_day, table.c.day <= self.until_day, *known]
+
+    def needs_starts(self, table: Table) -> bool:
+        """Whether a condition is about the start that a row of this table belongs to."""
+        return any(name not in table.c for name, _ in self._wanted()) or bool(self.words)
+
+    def _wanted(self) -> list[tuple[str, str | int]]:
+        named = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
+        return [(name, value) for name, value in named.items() if value is not None]
 
     def before(self) -> Filter:
         """The same for as many days before."""
         days = self.until_day - self.since_day + 1
-        return Filter(
-            self.since_day - days, self.since_day - 1, self.team, self.queue, self.job, self.bucket, self.kind
-        )
+        return replace(self, since_day=self.since_day - days, until_day=self.since_day - 1)
 
 
 def bucket_name(number: int) -> str:
@@ -99,22 +109,28 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
 
 def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> Rows:
     """2. What each stage costs, by scale: medians over nodes at 50 and 95 % of the starts, and the sums."""
-    key = [stage_day.c.bucket, stage_day.c.stage_id] if by_bucket else [stage_day.c.stage_id]
-    columns = (*key, stage_day.c.n, stage_day.c.work_s, stage_day.c.wait_s, stage_day.c.gpu_s, stage_day.c.cost)
-    known, summed = names(connection, stage), ("n", "work_s", "wait_s", "gpu_s", "cost")
-    sums: dict[tuple[int, ...], dict[str, Any]] = {}
-    for row in connection.execute(select(*columns, stage_day.c.hist).where(*where.of(stage_day))):
-        group = tuple(row[: len(key)])
-        total = sums.setdefault(group, {**dict.fromkeys(summed, 0), "hist": [0] * CLASSES})
-        for name in summed:
-            total[name] += getattr(row, name)
-        total["hist"] = [a + b for a, b in zip(total["hist"], json.loads(row.hist), strict=True)]
+    # The sums of days know no teams, queues and jobs: those are summed from the rows of starts.
+    of = stage_start if where.needs_starts(stage_day) else stage_day
+    key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
+    known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
+    columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
+    hists: dict[tuple[int, ...], list[list[int]]] = defaultdict(lambda: [[0] * CLASSES])
+    if of is stage_day:
+        totals = select(*columns, func.sum(of.c.n).label("n")).where(*where.of(of))
+        for *group, hist in connection.execute(select(*key, of.c.hist).where(*where.of(of))):
+            hists[tuple(group)].append(msgspec.json.decode(hist))
+    else:
+        totals = select(*columns, func.count().label("n")).join_from(of, start).where(*where.of(start))
+        medians = select(*key, of.c.median_s).join_from(of, start)
+        for *group, took_s in connection.execute(medians.where(*where.of(start), of.c.median_s.is_not(None))):
+            hists[tuple(group)][0][class_of(took_s)] += 1
     found = []
-    for group, total in sums.items():
-        hist = total.pop("hist")
-        place = {"bucket": bucket_name(group[0])} if by_bucket else {}
+    for row in connection.execute(totals.group_by(*key)):
+        hist = [sum(counts) for counts in zip(*hists[tuple(row[: len(key)])], strict=True)]
+        place = {"bucket": bucket_name(row.bucket)} if by_bucket else {}
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
-        found.append({**place, "stage": known[group[-1]], **total, **quantiles})
+        added = {name: row._mapping[name] or 0.0 for name in summed}
+        found.append({**place, "stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
 
 
@@ -136,33 +152,58 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
     return found
 
 
-def nodes(connection: Connection, where: Filter, *, least_starts: int = 3, limit: int = 1000) -> Rows:
-    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all."""
-    sums = (
-        select(
-            node_day.c.node_id,
-            func.sum(node_day.c.n).label("n"),
-            func.sum(node_day.c.n_last).label("n_last"),
-            func.sum(node_day.c.delay_s).label("delay_s"),
-            func.count(node_day.c.worst_stage_id).label("days_late"),
-        )
-        .where(*where.of(node_day))
-        .group_by(node_day.c.node_id)
-        .having(func.sum(node_day.c.n) >= least_starts)
-        .order_by(func.sum(node_day.c.delay_s).desc(), func.sum(node_day.c.n_last).desc(), node_day.c.node_id)
-        .limit(limit)
-    )
-    rows = connection.execute(sums).all()
-    known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_([r.node_id for r in rows])))}
-    worst = _worst_stages(connection, where, [row.node_id for row in rows])
+class NodeSums(NamedTuple):
+    """What a node did in some days."""
+
+    node_id: int
+    n: int
+    n_last: int
+    delay_s: float
+    days_late: int
+
+
+def node_sums(connection: Connection, where: Filter) -> list[NodeSums]:
+    """The sums of each node over these days; those that lost most first."""
+    of = node_day.c
+    sums = (func.sum(of.n), func.sum(of.n_last), func.sum(of.delay_s), func.count(of.worst_stage_id))
+    rows = connection.execute(select(of.node_id, *sums).where(*where.of(node_day)).group_by(of.node_id))
+    found = [NodeSums(number, int(n), int(last), float(delay_s), late) for number, n, last, delay_s, late in rows]
+    return sorted(found, key=lambda row: (-row.delay_s, -row.n_last, row.node_id))
+
+
+def nodes(
+    connection: Connection,
+    where: Filter,
+    *,
+    least_starts: int = 3,
+    limit: int = 1000,
+    sums: Sequence[NodeSums] | None = None,
+) -> Rows:
+    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all. `sums`:
+    those of all nodes, where they are known."""
+    sums = node_sums(connection, where) if sums is None else sums
+    often = [row for row in sums if row.n >= least_starts]
+    return named_nodes(connection, where, often[:limit])
+
+
+def teams(connection: Connection) -> list[str]:
+    """The teams that there are."""
+    return sorted(filter(None, connection.execute(select(start.c.team).distinct()).scalars()))
+
+
+def named_nodes(connection: Connection, where: Filter, rows: Sequence[NodeSums]) -> Rows:
+    """These nodes with their names, and the stage in which each lost most."""
+    ids = [row.node_id for row in rows]
+    known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_(ids)))}
+    worst = _worst_stages(connection, where, ids)
     return [
         {
             "node": known[row.node_id].name,
             "rack": known[row.node_id].rack,
-            "starts": int(row.n),
-            "last": int(row.n_last),
-            "last_share": int(row.n_last) / int(row.n),
-            "delay_s": float(row.delay_s),
+            "starts": row.n,
+            "last": row.n_last,
+            "last_share": row.n_last / row.n,
+            "delay_s": row.delay_s,
             "days_late": row.days_late,
             "stage": worst.get(row.node_id, ""),
         }
@@ -243,7 +284,10 @@ def caches(connection: Connection, where: Filter) -> Rows:
     longer starts of the same scale take that miss, by their medians."""
     of, names = technique_start, ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
     sums = [func.sum(of.c[name]).label(name) for name in names]
-    grouped = select(of.c.technique, *sums).where(*where.of(of)).group_by(of.c.technique).order_by(of.c.technique)
+    grouped = select(of.c.technique, *sums).group_by(of.c.technique).order_by(of.c.technique)
+    grouped = (
+        grouped.join_from(of, start).where(*where.of(start)) if where.needs_starts(of) else grouped.where(*where.of(of))
+    )
     stored = select(storage_day.c.technique, func.max(storage_day.c.stored_bytes).label("bytes"))
     stored = stored.where(*where.of(storage_day)).group_by(storage_day.c.technique)
     stored_bytes = {row.technique: int(row.bytes) for row in connection.execute(stored)}
@@ -269,7 +313,7 @@ def _miss_costs(connection: Connection, where: Filter, technique: str) -> float 
     of = technique_start
     each = select(start.c.bucket, of.c.misses, start.c.overhead_s).join_from(of, start)
     for number, misses, took_s in connection.execute(
-        each.where(*where.of(of), of.c.technique == technique, start.c.outcome == BEGAN)
+        each.where(*where.of(start), of.c.technique == technique, start.c.outcome == BEGAN)
     ):
         took[number, misses > 0].append(took_s)
     both = [(median(took[number, True]), median(took[number, False]), len(took[number, True]))

@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.derive import Attempt, Patterns, derive_attempt
 from bootseer.service.raw import EVENTS, RawStore, parse_name
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
@@ -239,7 +239,9 @@ def _batch(raw: RawStore, name: str) -> dict[str, Any]:
     }
 
 
-def reindex(database: Database, raw: RawStore, progress: Callable[[int, int], object]) -> dict[str, int]:
+def reindex(
+    database: Database, raw: RawStore, progress: Callable[[int, int], object], patterns: Patterns = ()
+) -> dict[str, int]:
     """Derive anew what there are raw lines of; how many starts, attempts and batches these are. `progress` gets
     attempts done, and all. Starts whose raw lines were forgotten stay as they are.
 
@@ -256,7 +258,7 @@ def reindex(database: Database, raw: RawStore, progress: Callable[[int, int], ob
     days: set[int] = set()
     for done, (attempt, batches) in enumerate(attempts.items(), 1):
         try:
-            derived = derive_attempt(raw, database, attempt, batches, time.time_ns())
+            derived = derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns)
         except TransientError:
             raise
         except Exception as error:  # one that the analysis fails for must not stop all others
@@ -341,6 +343,7 @@ class Upkeep:
         due_s = {"reconcile": 0.0, "forget": time.monotonic() + _FORGET_EVERY_S / 10}
         # A service that was killed has left some to be summed.
         self.changed_since(started_ns - DAY_NS)
+        since: int | None = None
         while not self._ended.wait(_SUM_EVERY_S):
             try:
                 with self._lock:
@@ -349,15 +352,27 @@ class Upkeep:
                     roll_up(self._database, day)
                 now_s, today = time.monotonic(), day_of(time.time_ns())
                 if now_s >= due_s["reconcile"]:
-                    due_s["reconcile"] = now_s + _RECONCILE_EVERY_S
-                    if reconcile(self._database, self._raw, (today - 1, today)):
+                    if since is None:
+                        since = self._latest_day(today)
+                    if reconcile(self._database, self._raw, range(min(since, today - 1), today + 1)):
                         self._found()
+                    since, due_s["reconcile"] = today - 1, now_s + _RECONCILE_EVERY_S
                 if now_s >= due_s["forget"]:
                     due_s["forget"] = now_s + _FORGET_EVERY_S
                     forget(self._database, self._raw, self._retention, time.time_ns())
             except BootseerError as error:
                 self.changed(days)
                 _LOG.warning("upkeep: %s", error)
+            except Exception:  # must not end the thread
+                _LOG.exception("upkeep")
+
+    def _latest_day(self, today: int) -> int:
+        """When the last batch came that has a row: the service may have been killed just after it, days ago."""
+        with self._database.read() as connection:
+            latest = connection.execute(
+                select(func.max(schema.batch.c.day)).where(schema.batch.c.day <= today)
+            ).scalar()
+        return max(latest if latest is not None else today, today - self._retention.raw_days)
 
     def changed_since(self, since_ns: int) -> None:
         """Sum the days of starts that were derived since."""

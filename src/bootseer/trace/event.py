@@ -248,13 +248,16 @@ def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
         elif type(value) is not _TYPES[key]:
             raise Malformed("bad_field")
         elif type(value) is str:
-            fields[key] = _text(value, _MAX_STAGE if key == "stage" else _MAX_NAME)
+            limit = _MAX_STAGE if key == "stage" else _MAX_NAME
+            fields[key] = value if len(value) <= limit and value.isascii() else _text(value, limit)
         elif -_INT64 <= value < _INT64:
             fields[key] = value
         else:
             raise Malformed("bad_field")
     try:
-        event = Event(**fields, attrs={_text(k, 64): _read_value(v) for k, v in attrs.items()}, extra=extra)
+        event = Event(
+            **fields, attrs={_text(k, 64): _read_value(v) for k, v in attrs.items()} if attrs else {}, extra=extra
+        )
     except TypeError:
         raise Malformed("bad_field") from None
     if event.phase not in PHASES or event.outcome not in OUTCOMES or not _valid_stage(event.stage):

@@ -48,14 +48,9 @@ def endpoint_url(endpoint: str | None, env: Mapping[str, str]) -> str:
 class OtlpExporter:
     """Delivers spans to one endpoint. No method raises."""
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """What is None comes from `OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS` and `_TIMEOUT` (seconds).
+    def __init__(self, endpoint: str | None = None) -> None:
+        """Headers and timeout (seconds) come from `OTEL_EXPORTER_OTLP_HEADERS` and `_TIMEOUT`, an endpoint that is None
+        from `_ENDPOINT`.
 
         Raises `UsageError` when the endpoint is not a URL, a variable is bad, or the extra `otlp` is not installed.
         """
@@ -68,7 +63,7 @@ class OtlpExporter:
                 hint="pip install 'bootseer[otlp]'",
             ) from None
         try:
-            self._delivery = otlp_wire.Delivery(url, headers, timeout_s)
+            self._delivery = otlp_wire.Delivery(url)
             self._processor = otlp_wire.batches(self._delivery, MAX_QUEUE)
         except Exception as error:  # a bad OTEL_* variable; which exception depends on the library's version
             raise UsageError(f"OpenTelemetry refuses its settings: {error}", hint="see the OTEL_* variables") from None

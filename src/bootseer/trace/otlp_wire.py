@@ -12,7 +12,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any
@@ -48,17 +48,15 @@ logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 class Delivery(SpanExporter):
     """Sends batches to one endpoint with the library's exporter, and counts what becomes of them."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None, timeout_s: float | None) -> None:
-        """Headers and timeout come from `OTEL_EXPORTER_OTLP_*` where None. Raises what the library raises."""
+    def __init__(self, url: str) -> None:
+        """Headers and timeout come from `OTEL_EXPORTER_OTLP_*`. Raises what the library raises."""
         self.exported = 0
         self.last_error = ""
         self._gate = _Gate()
         session = requests.Session()
         for scheme in ("http://", "https://"):
             session.mount(scheme, self._gate)
-        self._exporter = OTLPSpanExporter(
-            endpoint=url, headers=dict(headers) if headers else None, timeout=timeout_s, session=session
-        )
+        self._exporter = OTLPSpanExporter(endpoint=url, session=session)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Deliver a batch, in the processor's thread. The library repeats within its timeout; a batch that it gave up

@@ -22,10 +22,11 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from bootseer.errors import UsageError
 from bootseer.io.locks import try_flock
+from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
 
@@ -85,7 +86,7 @@ def _token(env: Mapping[str, str]) -> str:
     if not token and path:
         try:
             with open(path, encoding="ascii") as file:
-                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                if not is_secret(os.fstat(file.fileno())):
                     raise UsageError(f"{path} may be read by others", hint=f"chmod 600 {path}")
                 token = file.read(4096).strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -388,6 +389,11 @@ def event_lines(data: bytes) -> Iterator[bytes]:
             with contextlib.suppress(Malformed):
                 decode(line)
                 yield line + b"\n"
+
+
+def of_log(job: str) -> dict[str, str]:
+    """The headers of a batch of a job's own log."""
+    return {"X-Bootseer-Kind": "log", "X-Bootseer-Job": quote(job)}
 
 
 class Spools:

@@ -83,17 +83,13 @@ def test_without_a_store_the_node_is_asked_alone() -> None:
     node = Node(None)
     node.quarantine.mark(A, "node-1", "ImportError", 100.0)
     assert node.quarantine.why(A)
-    node.quarantine.clear(KEY)
-    assert node.quarantine.why(A) == ""
 
 
 def test_what_is_cleared_in_the_store_is_cleared_for_the_node_that_told_it(store: Store) -> None:
-    node, other = Node(store), Node(store)
+    node = Node(store)
     node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    other.quarantine.clear(KEY)
+    store.delete(quarantine_name(KEY))
     assert node.quarantine.why(A) == ""
-    with pytest.raises(NotFoundError):
-        store.stat(quarantine_name(KEY))
 
 
 def test_what_a_node_remembered_goes_into_the_store_when_it_takes_it_again(store: Store) -> None:
@@ -105,14 +101,6 @@ def test_what_a_node_remembered_goes_into_the_store_when_it_takes_it_again(store
     assert Node(store).quarantine.why(A).startswith("at least 2 jobs died")
     with pytest.raises(NotFoundError):
         node.here.stat(quarantine_name(KEY))
-
-
-def test_a_store_that_deletes_nothing_can_be_cleared(store: Store) -> None:
-    node = Node(FaultyStore(store, lambda request: READ_ONLY if request.verb == "delete" else None))
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    node.quarantine.clear(KEY)
-    assert node.quarantine.why(A) == ""
-    assert node.said == []
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"schema":"x"}'])

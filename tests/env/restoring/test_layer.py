@@ -18,12 +18,12 @@ from bootseer.artifact.room import release
 from bootseer.artifact.unpacked import release_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.restoring.layer import Layer, LayerOptions, in_use, mount_layer
+from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.store.file import FileStore
-from restoring import KEY, Setup, wait_until
+from restoring import Setup, wait_until
 from store_doubles import MemoryStore
 
 pytestmark = pytest.mark.root
@@ -101,12 +101,10 @@ def test_one_mount_serves_all_starts_and_survives_them(
     assert first.path == second.path
     check_tree(second, setup)
     runtime = Runtime(tmp_path / "runtime")
-    assert in_use(runtime) == {KEY}
     cache = Cache(blocks_folder(tmp_path / "cache"))
     first.close()
     assert release(runtime, cache, idle_s=0) == []
     second.close()
-    assert in_use(runtime) == set()
     assert kernel.is_mount(first.path)
     assert release(runtime, cache, idle_s=0) == [document.file.identity]
 

@@ -46,8 +46,9 @@ class ReadingSettings:
 
     deadline_s: float = 60.0
     """One attempt at one chunk, by all means the place has."""
-    lost_s: float = 30.0
-    """So much later than this deadline, a read that has not gone on at all is an error: its end was lost."""
+    lost_s: float = 270.0
+    """So much later than this deadline, a read that has not gone on at all is an error: its end was lost. HDFS's own
+    client puts the deadline off, four times at most, as long as the DataNodes concerned send."""
     look_s: float = 0.05
     """So often a row with parity looks whether one of its chunks would come sooner by rebuilding it."""
     late_s: float = 0.3

@@ -59,19 +59,6 @@ class Quarantine:
         after = self._change(document.key, lambda state: state.rebuilt(document.digest, replaced.digest))
         return after.suspect(document.digest) is None and before.suspect(document.digest) is not None
 
-    def clear(self, key: str) -> None:
-        """Forget everything that is held for or against snapshots of this key."""
-        for store in (self._here, self._store):
-            if store is None:
-                continue
-            try:
-                store.delete(quarantine_name(key))
-            except BootseerError as error:
-                try:
-                    put(store, quarantine_name(key), State(key).encode(), timeout_s=_WRITE_S)
-                except BootseerError:
-                    self._say(f"the quarantine of environment {key[:12]} was not cleared: {error}")
-
     def _change(self, key: str, change: Callable[[State], State]) -> State:
         """Change the state in the store, or on this node where the store refuses."""
         known = self.state(key)

@@ -215,9 +215,3 @@ class _LayerMount(LazyMount):
     def undo(self) -> None:
         with contextlib.suppress(BootseerError):
             kernel.unmount(self.layers.folder / _POINT, lazy=True)
-
-
-def in_use(runtime: Runtime) -> set[str]:
-    """Keys of the environments that starts on this node use now."""
-    found = (state for state in runtime.all() if ENVIRONMENT in state.details)
-    return {state.details[ENVIRONMENT] for state in found if runtime.health(state) != "gone"}

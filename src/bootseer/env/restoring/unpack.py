@@ -7,16 +7,14 @@ name in it leads elsewhere.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import stat
 from pathlib import Path
 
+from bootseer.artifact.unpacked import AttributeWriter, write_file
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
-from bootseer.mounts.user_namespace import is_host, may_mount, num_owners
 
 _PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."
 _BATCH = 64
@@ -39,8 +37,7 @@ class _Unpacking:
     def __init__(self, reader: ErofsReader, folder: bytes) -> None:
         self._reader = reader
         self._folder = folder
-        self._all_attributes = is_host() and may_mount()
-        self._num_owners = num_owners()
+        self._attributes = AttributeWriter(needed=(_PRIVILEGED, _UNPRIVILEGED))
 
     def run(self, threads: int) -> None:
         folders: list[tuple[bytes, Inode]] = []
@@ -69,7 +66,7 @@ class _Unpacking:
     def _write_some(self, leaves: list[tuple[bytes, Inode]]) -> None:
         for path, inode in leaves:
             if stat.S_ISREG(inode.mode):
-                self._write_file(path, inode)
+                write_file(path, self._reader.read(inode), inode.size)
             elif stat.S_ISLNK(inode.mode):
                 os.symlink(self._reader.readlink(inode), path)  # noqa: PTH211
             elif stat.S_ISFIFO(inode.mode):
@@ -79,37 +76,11 @@ class _Unpacking:
             if not stat.S_ISCHR(inode.mode):
                 self._set_attributes(path, inode)
 
-    def _write_file(self, path: bytes, inode: Inode) -> None:
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(opened, "wb", buffering=0) as file:
-            for piece in self._reader.read(inode):
-                if piece.count(0) == len(piece):
-                    os.lseek(opened, len(piece), os.SEEK_CUR)  # holes stay holes
-                    continue
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[file.write(rest) :]
-            os.ftruncate(opened, inode.size)
-
     def _set_attributes(self, path: bytes, inode: Inode) -> None:
-        """In this order: a new owner takes away set-user bits and capabilities, and the time is last."""
-        if self._num_owners:
-            uid, gid = (number if number < self._num_owners else 0 for number in (inode.uid, inode.gid))
-            os.lchown(path, uid, gid)
-        for name, value in self._reader.xattrs(inode).items():
-            self._set_xattr(path, name, value)
-        if not stat.S_ISLNK(inode.mode):
-            os.chmod(path, stat.S_IMODE(inode.mode))  # noqa: PTH101 - bytes
-        os.utime(path, ns=(inode.mtime_ns, inode.mtime_ns), follow_symlinks=False)
-
-    def _set_xattr(self, path: bytes, name: bytes, value: bytes) -> None:
-        if not self._all_attributes and name.startswith(_PRIVILEGED):
-            name = _UNPRIVILEGED + name.removeprefix(_PRIVILEGED)
-        with contextlib.ExitStack() as stack:
-            if not self._all_attributes:
-                stack.enter_context(contextlib.suppress(PermissionError))
-            try:
-                os.setxattr(path, name, value, follow_symlinks=False)
-            except OSError as error:
-                if error.errno != errno.ENOTSUP or name.startswith((_PRIVILEGED, _UNPRIVILEGED)):
-                    raise
+        xattrs = self._reader.xattrs(inode)
+        if not self._attributes.privileged:
+            xattrs = {
+                _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
+                for name, value in xattrs.items()
+            }
+        self._attributes.write(path, inode, xattrs)

@@ -7,7 +7,6 @@ that changes while it is read is an error: what is published must be what the se
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections import deque
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from bootseer.artifact.unpacked import data_extents
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import Source, settled, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
@@ -275,7 +275,7 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
     descriptor = _open(item)
     try:
         at = 0
-        for begin, end in _extents(descriptor, item.size):
+        for begin, end in data_extents(descriptor, item.size):
             write_zeros(begin - at)
             _digest_zeros(found, begin - at)
             at = begin
@@ -309,21 +309,6 @@ def _check_same(item: Item, descriptor: int) -> None:
     status = os.fstat(descriptor)
     if (status.st_mode, status.st_size, status.st_mtime_ns) != (item.mode, item.size, item.mtime_ns):
         raise changed(item.change.path)
-
-
-def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data."""
-    at = 0
-    while at < size:
-        try:
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return  # a hole up to the end
-        at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
-        if begin < at:
-            yield begin, at
 
 
 def _digest_zeros(digest: blake3, count: int) -> None:

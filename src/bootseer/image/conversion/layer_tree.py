@@ -236,6 +236,10 @@ class LayerTree:
         holder = self._existing(directory)
         if holder is None:
             return
+        for name, inode in list(self._tree.walk_directory(holder.inode)):
+            if inode != self._whiteout and self._holds_nothing(inode):
+                self._tree.unlink(holder.inode, name)
+                self._last = None
         if holder.inode == ROOT:
             self.root_opaque = True
             self._last = None

@@ -5,13 +5,13 @@ Names are taken as they are, also those that would be whiteouts in a layer. Sock
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bootseer.artifact.unpacked import data_extents
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree, Lower
@@ -109,25 +109,17 @@ def _xattrs(full: bytes) -> dict[bytes, bytes]:
 def _store(writer: ErofsWriter, full: bytes) -> Extent:
     """The data of a file. Holes are not read."""
     descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        size = os.fstat(descriptor).st_size
-        at = 0
-        while at < size:
-            try:
-                data = os.lseek(descriptor, at, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno != errno.ENXIO:
-                    raise
-                data = size  # a hole up to the end
-            writer.write_zeros(min(data, size) - at)
-            if data >= size:
-                break
-            hole = min(os.lseek(descriptor, data, os.SEEK_HOLE), size)
-            at = data
-            os.lseek(descriptor, at, os.SEEK_SET)
-            while at < hole and (piece := file.read(min(_PIECE, hole - at))):
+    try:
+        size, at = os.fstat(descriptor).st_size, 0
+        for begin, end in data_extents(descriptor, size):
+            writer.write_zeros(begin - at)
+            at = begin
+            while at < end and (piece := os.pread(descriptor, min(_PIECE, end - at), at)):
                 writer.write(piece)
                 at += len(piece)
-            if at < hole:
-                break  # it became shorter meanwhile
+            if at < end:
+                return writer.end_file()  # it became shorter meanwhile
+        writer.write_zeros(size - at)
+    finally:
+        os.close(descriptor)
     return writer.end_file()

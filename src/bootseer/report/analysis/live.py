@@ -125,17 +125,18 @@ class Live:
             self._take(event)
 
     def _take(self, event: Event) -> None:
+        is_new = event.node not in self._nodes
         self._nodes[event.node] = None
         self._stated = max(self._stated, _number(event, "num_nodes"))
         self._world = max(self._world, _number(event, "world_size"))
         key = (event.node, event.rank)
         if event.stage == RUN:
-            if event.phase == BEGIN:  # again, under the same number
+            if event.phase != BEGIN:
+                self._exits[key] = event
+            elif not is_new:  # again, under the same number
                 for known in [k for k in self._lanes if k[0] == event.node and event.rank in (NO_RANK, k[1])]:
                     del self._lanes[known]
                 self._exits.pop(key, None)
-            else:
-                self._exits[key] = event
             return
         if event.restart > self._restart:  # the launcher has started its processes again
             self._restart = event.restart

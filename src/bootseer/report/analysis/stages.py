@@ -38,10 +38,6 @@ class Piece:
     kind: Kind
     outcome: str
 
-    @property
-    def length_ns(self) -> int:
-        return self.end_ns - self.begin_ns
-
 
 def cut(spans: Sequence[Span], begin_ns: int, end_ns: int, last_arrival_ns: dict[int, int]) -> list[Piece]:
     """The pieces of `[begin_ns, end_ns]`, in order, without overlap or hole.

@@ -1,0 +1,27 @@
+#!/bin/sh
+# Prolog of slurm.conf, with PrologFlags=Alloc. A job that names its image by
+#   sbatch --comment bootseer-image=registry.example/team/train:7
+# gets its hot blocks into the cache of its user while Slurm still sets up the job. A node never fails by it.
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+environment=$(dirname "$0")/bootseer.env
+[ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }
+
+comment=${SLURM_JOB_COMMENT-}
+image=${comment##*bootseer-image=}
+[ "$image" != "$comment" ] || exit 0
+image=${image%%[ ,;]*}
+case $image in
+  # What a user writes: a name in a registry, no path of this node and no option.
+  -* | /* | .* | oci:* | dir:* | docker-archive:* | *[!A-Za-z0-9._:/@#-]*) exit 0 ;;
+esac
+run=${BOOTSEER_SLURM_RUN:-/run/bootseer-slurm}
+folder=$run/$SLURM_JOB_ID
+mkdir -p -m 0711 "$run" && mkdir -m 0700 "$folder" && mkdir -m 0700 "$folder/image" || exit 0
+chown -R "$SLURM_JOB_USER" "$folder" || exit 0
+# As the job's user: with that user's logins and cache, and without the rights of root.
+# shellcheck disable=SC2086 # several options
+setsid -f timeout 900 setpriv --reuid "$SLURM_JOB_UID" --regid "$SLURM_JOB_GID" --init-groups --reset-env \
+  env ${BOOTSEER_CACHE:+"BOOTSEER_CACHE=$BOOTSEER_CACHE"} ${BOOTSEER_RUNTIME:+"BOOTSEER_RUNTIME=$BOOTSEER_RUNTIME"} \
+  "${BOOTSEER:-bootseer}" image mount ${BOOTSEER_SLURM_IMAGE_OPTIONS-} "$image" "$folder/image" \
+  </dev/null >"$folder/log" 2>&1
+exit 0

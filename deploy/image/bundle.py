@@ -1,0 +1,143 @@
+"""Make a folder with BootSeer and a Python of its own that runs wherever it is copied to, on any glibc that is as new.
+
+    python bundle.py /opt/bootseer containerd s3 hdfs sign service
+
+It copies what runs it: the interpreter, its standard library, BootSeer with the named extras, and the shared libraries
+that these need besides the C library, found by relative paths. Needs the programs `ldd` and `patchelf`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+_NOT_NEEDED = (
+    "test",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "ensurepip",
+    "lib2to3",
+    "config-*",
+    "site-packages",
+    "_tkinter*",
+)
+# The C library has to fit the kernel's loader and the node's name service: it stays the node's own.
+_GLIBC = re.compile(r"(ld-linux|linux-vdso|lib(c|m|dl|rt|pthread|resolv|util|nsl|anl)\.so)")
+_NEEDED = re.compile(r"(?m)^\s*(\S+) => (/\S+)")
+_START = """#!/bin/sh
+exec "$(dirname "$(readlink -f "$0")")/python3" -P -s -m bootseer "$@"
+"""
+
+
+def main(target: Path, extras: list[str]) -> None:
+    """Write the folder, which must not exist. Its file VERSION names its content."""
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = target / "lib" / python
+    shutil.copytree(
+        sysconfig.get_path("stdlib"),
+        library,
+        symlinks=False,
+        ignore=shutil.ignore_patterns(*_NOT_NEEDED, "dist-packages", "sitecustomize.py"),
+        ignore_dangling_symlinks=True,
+    )
+    (target / "bin").mkdir()
+    shutil.copy2(Path(sys.executable).resolve(), target / "bin" / python)
+    (target / "bin" / "python3").symlink_to(python)
+    for distribution in _distributions("bootseer", extras):
+        _copy_distribution(distribution, library)
+    import bootseer
+
+    if not (library / "bootseer").exists():  # installed as an editable
+        shutil.copytree(Path(bootseer.__file__).parent, library / "bootseer")
+    start = target / "bin" / "bootseer"
+    start.write_text(_START)
+    start.chmod(0o755)
+    _add_libraries(target)
+    version = f"{bootseer.__version__}-{_digest(target)[:12]}"
+    (target / "VERSION").write_text(f"{version}\n")
+    sys.stdout.write(f"{target}: {version}\n")
+
+
+def _distributions(name: str, extras: Iterable[str]) -> Iterator[metadata.Distribution]:
+    """The named one and what it requires."""
+    todo, done = [(name, frozenset(extras))], set()
+    while todo:
+        name, wanted = todo.pop()
+        if (name, wanted) in done:
+            continue
+        done.add((name, wanted))
+        found = metadata.distribution(name)
+        if not any(other == name and others != wanted for other, others in done):
+            yield found
+        for text in found.requires or ():
+            needed = Requirement(text)
+            environments = [{"extra": extra} for extra in wanted or {""}] + [{"extra": ""}]
+            if needed.marker is None or any(needed.marker.evaluate(each) for each in environments):
+                todo.append((canonicalize_name(needed.name), frozenset(needed.extras)))
+
+
+def _copy_distribution(distribution: metadata.Distribution, library: Path) -> None:
+    for file in distribution.files or ():
+        # Not its programs, and not the path file of an editable.
+        if ".." in file.parts or file.is_absolute() or file.suffix == ".pth":
+            continue
+        source, target = Path(str(distribution.locate_file(file))), library / file
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+
+
+def _add_libraries(target: Path) -> None:
+    libraries = target / "lib"
+    for path in sorted(target.rglob("*")):
+        if path.is_symlink() or not path.is_file() or not _is_elf(path):
+            continue
+        # A static program or one of another machine needs nothing.
+        answer = subprocess.run(["ldd", path], capture_output=True, text=True, check=False).stdout
+        foreign = [
+            (name, Path(found))
+            for name, found in _NEEDED.findall(answer)
+            if not _GLIBC.match(name) and not Path(found).is_relative_to(target)
+        ]
+        for name, found in foreign:
+            if not (libraries / name).exists():
+                shutil.copy2(found.resolve(), libraries / name)
+                _search_in(libraries / name, libraries)
+        if foreign:
+            _search_in(path, libraries)
+
+
+def _search_in(path: Path, libraries: Path) -> None:
+    relative = os.path.relpath(libraries, path.parent)
+    path.chmod(path.stat().st_mode | 0o200)
+    subprocess.run(["patchelf", "--set-rpath", f"$ORIGIN/{relative}", path], check=True)
+
+
+def _is_elf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def _digest(target: Path) -> str:
+    digest = sha256()
+    for path in sorted(target.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(f"{path.relative_to(target)}\0".encode())
+            digest.update(sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER [EXTRA]...")
+    main(Path(sys.argv[1]).absolute(), sys.argv[2:])

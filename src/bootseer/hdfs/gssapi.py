@@ -1,0 +1,189 @@
+"""Kerberos logins by the system's own GSSAPI library (MIT's libgssapi_krb5), called through ctypes.
+
+The library is asked for a ticket at each login: so one that was renewed meanwhile counts (`$KRB5CCNAME`), and with
+`$KRB5_CLIENT_KTNAME` it gets tickets from a keytab itself. Its calls may wait for a KDC that hangs: callers bound them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Final
+
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+
+_LIBRARY: Final = "libgssapi_krb5.so.2"
+_KERBEROS = bytes.fromhex("2a864886f712010202")
+_HOST_SERVICE = bytes.fromhex("2a864886f71201020104")  # service@host
+_PRINCIPAL = bytes.fromhex("2a864886f71201020201")  # service/host@REALM
+_MUTUAL, _REPLAY, _SEQUENCE, _CONFIDENTIAL, _INTEGRITY = 2, 4, 8, 16, 32
+_CONTINUE_NEEDED: Final = 1
+_ERRORS: Final = 0xFFFF0000
+_MAX_TEXTS: Final = 8
+_KEYTAB: Final = "the keytab has no key, or an old one, for this name: check $KRB5_CLIENT_KTNAME"
+_HINTS: Final[tuple[tuple[str, str, type[BootseerError]], ...]] = (
+    ("expired", "renew the ticket (kinit)", AccessError),
+    ("clock skew", "set this machine's clock: it differs too much from the KDC's", AccessError),
+    (
+        "gss initiate failed",
+        "the server refuses the ticket: are both clocks right, and is its keytab current?",
+        AccessError,
+    ),
+    ("cannot contact any kdc", "check that the KDC of krb5.conf runs and can be reached", TransientError),
+    ("cannot find kdc", "check the realm and its KDC in krb5.conf ($KRB5_CONFIG)", AccessError),
+    ("server not found", "check dfs.namenode.kerberos.principal, and the names of hosts in DNS", AccessError),
+    ("preauthentication failed", _KEYTAB, AccessError),
+    ("decrypt integrity", _KEYTAB, AccessError),
+    ("keytab", _KEYTAB, AccessError),
+)
+"""What MIT Kerberos says has no numbers that survive its layers of errors."""
+
+
+def login_error(peer: str, said: str) -> BootseerError:
+    """The error for what Kerberos said when it refused a login, with what helps."""
+    low = said.lower()
+    for part, hint, kind in _HINTS:
+        if part in low:
+            return kind(f"{peer}: Kerberos: {said}; {hint}")
+    return AccessError(f"{peer}: Kerberos: {said}; is there a ticket (klist, kinit; $KRB5CCNAME, $KRB5_CLIENT_KTNAME)?")
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_size_t), ("value", ctypes.c_void_p))
+
+
+class _Oid(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_uint32), ("elements", ctypes.c_void_p))
+
+
+@functools.cache
+def _library() -> Any:
+    """Raises `PermanentError` where it is not installed."""
+    try:
+        found = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise PermanentError(f"Kerberos needs {_LIBRARY}: {error}; install it (Debian: libgssapi-krb5-2)") from error
+    number, pointer, size = ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
+    of = ctypes.POINTER
+    out, handle, buffer = of(number), of(pointer), of(_Buffer)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "gss_import_name": (out, buffer, of(_Oid), handle),
+        "gss_init_sec_context": (
+            out, pointer, handle, pointer, of(_Oid), number, number, pointer, buffer, handle, buffer, out, out
+        ),
+        "gss_wrap": (out, pointer, size, number, buffer, of(size), buffer),
+        "gss_unwrap": (out, pointer, buffer, buffer, of(size), out),
+        "gss_display_status": (out, number, size, of(_Oid), out, buffer),
+        "gss_release_buffer": (out, buffer),
+        "gss_release_name": (out, handle),
+        "gss_delete_sec_context": (out, handle, buffer),
+    }  # fmt: skip
+    for name, types in arguments.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = types, number
+    return found
+
+
+class KerberosContext:
+    """One login to one server. Belongs to one thread at a time. Errors are those of `login_error`."""
+
+    def __init__(self, peer: str, target: str) -> None:
+        """`target`: `service@host`, or `service/host@REALM`. `peer` is what errors name."""
+        self._peer = peer
+        self._lib = _library()
+        self._context = ctypes.c_void_p()
+        self._name = ctypes.c_void_p()
+        self._minor = ctypes.c_uint32()
+        self.is_open = False
+        """Whether both sides have proved who they are."""
+        self._mechanism = _oid(_KERBEROS)
+        kind = _oid(_PRINCIPAL if "/" in target else _HOST_SERVICE)
+        name, _kept = _given(target.encode())
+        self._check(
+            self._lib.gss_import_name(
+                ctypes.byref(self._minor), ctypes.byref(name), ctypes.byref(kind), ctypes.byref(self._name)
+            )
+        )
+
+    def __del__(self) -> None:
+        minor = ctypes.byref(ctypes.c_uint32())
+        if "_name" in self.__dict__:
+            self._lib.gss_release_name(minor, ctypes.byref(self._name))
+            self._lib.gss_delete_sec_context(minor, ctypes.byref(self._context), None)
+
+    def step(self, challenge: bytes) -> bytes:
+        """What to send for what came; nothing has come before the first step."""
+        asked, _kept = _given(challenge)
+        answer, flags = _Buffer(), ctypes.c_uint32()
+        wanted = _MUTUAL | _REPLAY | _SEQUENCE | _CONFIDENTIAL | _INTEGRITY
+        status = self._lib.gss_init_sec_context(
+            ctypes.byref(self._minor), None, ctypes.byref(self._context), self._name, ctypes.byref(self._mechanism),
+            wanted, 0, None, ctypes.byref(asked), None, ctypes.byref(answer), ctypes.byref(flags), None,
+        )  # fmt: skip
+        token = self._taken(answer)
+        self._check(status)
+        self.is_open = not status & _CONTINUE_NEEDED
+        if self.is_open and not flags.value & _MUTUAL:
+            raise AccessError(f"{self._peer}: Kerberos: the server has not proved its name")
+        return token
+
+    def wrap(self, data: bytes, *, seal: bool) -> bytes:
+        """Data with a checksum, `seal`: and encrypted."""
+        given, _kept = _given(data)
+        out = _Buffer()
+        status = self._lib.gss_wrap(
+            ctypes.byref(self._minor), self._context, seal, 0, ctypes.byref(given), None, ctypes.byref(out)
+        )
+        wrapped = self._taken(out)
+        self._check(status)
+        return wrapped
+
+    def unwrap(self, data: bytes) -> bytes:
+        """What was wrapped by the server."""
+        given, _kept = _given(data)
+        out = _Buffer()
+        status = self._lib.gss_unwrap(
+            ctypes.byref(self._minor), self._context, ctypes.byref(given), ctypes.byref(out), None, None
+        )
+        unwrapped = self._taken(out)
+        self._check(status)
+        return unwrapped
+
+    def _taken(self, buffer: _Buffer) -> bytes:
+        data = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
+        self._lib.gss_release_buffer(ctypes.byref(ctypes.c_uint32()), ctypes.byref(buffer))
+        return data
+
+    def _check(self, status: int) -> None:
+        if status & _ERRORS:
+            # The second text is Kerberos's own; the first says little more than that there is one.
+            texts = [*self._texts(self._minor.value, 2), *self._texts(status, 1)]
+            raise login_error(self._peer, texts[0] if texts else f"status {status:#x}")
+
+    def _texts(self, status: int, kind: int) -> list[str]:
+        more, out, texts = ctypes.c_uint32(), _Buffer(), list[str]()
+        while status and len(texts) < _MAX_TEXTS:
+            minor = ctypes.byref(ctypes.c_uint32())
+            oid = ctypes.byref(self._mechanism)
+            if self._lib.gss_display_status(minor, status, kind, oid, ctypes.byref(more), ctypes.byref(out)) & _ERRORS:
+                break
+            texts.append(self._taken(out).decode(errors="replace"))
+            if not more.value:
+                break
+        return texts
+
+
+def _given(data: bytes) -> tuple[_Buffer, object]:
+    """A buffer for the library, and what must live as long as it."""
+    kept = ctypes.create_string_buffer(data, len(data)) if data else None
+    return _Buffer(len(data), ctypes.cast(kept, ctypes.c_void_p) if kept is not None else None), kept
+
+
+@functools.cache
+def _oid(elements: bytes) -> _Oid:
+    return _Oid(len(elements), ctypes.cast(_kept(elements), ctypes.c_void_p))
+
+
+@functools.cache
+def _kept(elements: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(elements, len(elements))

@@ -1,0 +1,189 @@
+"""Connections to the DataNodes of a secured cluster: the login of each (SASL), and what protects its bytes.
+
+A connection is logged in with the token of the first block that is asked over it, or, where the cluster encrypts all
+its data, with a key that the NameNode gives. Then `authentication` changes nothing, so that packets come straight into
+the reader's memory; so they do with AES-CTR, which is deciphered where it lies. The rest (`integrity`, and `privacy` of
+DataNodes without AES) comes in messages, each of which is checked as a whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from bootseer.errors import BootseerError
+from bootseer.hdfs.errors import DataNodeError, RefusedError
+from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field
+from bootseer.hdfs.sasl import (
+    AUTHENTICATION,
+    PRIVACY,
+    Digest,
+    LoginError,
+    Mechanism,
+    Token,
+    wanted_protections,
+)
+
+_MAGIC = struct.pack(">I", 0xDEADBEEF)
+_URI: Final = "hdfs/0"
+_AES: Final = 2
+_MAX_ANSWER_BYTES: Final = 64 << 10
+_MAX_MESSAGE_BYTES: Final = 32 << 20
+_PRIVILEGED: Final = 1024
+"""DataNodes at lower ports have shown that root started them: Hadoop does without logins there."""
+
+
+class Aes:
+    """Bytes that are enciphered as they are, in each direction as one stream."""
+
+    def __init__(self, option: Message, unwrap: Callable[[bytes], bytes]) -> None:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        out_key, in_key = unwrap(option.data(2)), unwrap(option.data(4))
+        self._out: Any = Cipher(algorithms.AES(out_key), modes.CTR(option.data(3))).encryptor()
+        self._in: Any = Cipher(algorithms.AES(in_key), modes.CTR(option.data(5))).decryptor()
+
+    def seal(self, views: Sequence[bytes | memoryview]) -> list[bytes]:
+        """What to send for these bytes."""
+        return [self._out.update(view) for view in views]
+
+    def open(self, data: bytes) -> bytes:
+        """What was sent, for what has come."""
+        return bytes(self._in.update(data))
+
+    def open_in_place(self, views: Sequence[memoryview], length: int) -> None:
+        """The same for the first `length` bytes of `views`."""
+        for view in views:
+            part = view[:length]
+            if part:
+                self._in.update_into(part, part)
+            length -= len(part)
+
+
+class Messages:
+    """Bytes in messages that the mechanism of the login protects."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        self._mechanism = mechanism
+        self._received = bytearray()
+
+    def seal(self, views: Sequence[bytes | memoryview]) -> list[bytes]:
+        """What to send for these bytes."""
+        sealed = self._mechanism.wrap(b"".join(views))
+        return [struct.pack(">I", len(sealed)) + sealed]
+
+    def open(self, data: bytes) -> bytes:
+        """What was sent, as far as its messages have come to their ends. Raises `DataNodeError`."""
+        self._received += data
+        opened = []
+        at, received = 0, bytes(self._received)
+        while len(received) - at >= 4:
+            end = at + 4 + int.from_bytes(received[at : at + 4], "big")
+            if end - at > _MAX_MESSAGE_BYTES:
+                raise DataNodeError(f"a message of {end - at} bytes")
+            if end > len(received):
+                break
+            try:
+                opened.append(self._mechanism.unwrap(received[at + 4 : end]))
+            except LoginError as error:
+                raise DataNodeError(str(error)) from error
+            at = end
+        del self._received[:at]
+        return b"".join(opened)
+
+
+Channel = Aes | Messages
+
+
+class Protection:
+    """How the DataNodes of one cluster want their connections. Safe to use from many threads."""
+
+    def __init__(self, settings: Mapping[str, str], *, kerberos: bool, ask_key: Callable[[], bytes]) -> None:
+        """`ask_key`: a `DataEncryptionKeyProto` of the NameNode."""
+        named = settings.get("dfs.data.transfer.protection", "")
+        self._wanted = wanted_protections(named) if kerberos and named else ()
+        self._ask_key = ask_key
+        self.encrypts = False
+        """Whether the cluster encrypts all its data, which the NameNode says."""
+        self.forget()
+
+    def forget(self) -> None:
+        """In the child of a fork: have own locks. The key is asked for again."""
+        self._lock = threading.Lock()
+        self._key: tuple[float, Message] | None = None
+
+    @property
+    def needs_ciphers(self) -> bool:
+        """Whether data may have to be encrypted, for which the package `cryptography` is needed."""
+        return self.encrypts or PRIVACY in self._wanted
+
+    def log_in(
+        self, port: int, token: bytes, send: Callable[[bytes], None], receive: Callable[[int], bytes]
+    ) -> Channel | None:
+        """Log in over a new connection to a DataNode at this port, with a block's token; what its bytes go through from
+        then on, None for nothing. Raises `DataNodeError`, as do `send` and `receive`."""
+        if not self.encrypts and (not self._wanted or port < _PRIVILEGED):
+            return None
+        try:
+            mechanism = self._login(token)
+            send(_MAGIC + _message(b""))
+            challenge = self._answer(receive)
+            answer = mechanism.step(challenge.data(2, b""))
+            offer = field(4, field(1, _AES)) if mechanism.protection == PRIVACY else b""
+            send(_message(answer, offer))
+            last = self._answer(receive)
+            mechanism.step(last.data(2, b""))
+            if mechanism.protection == AUTHENTICATION:
+                return None
+            if 4 in last:
+                return Aes(last.message(4), mechanism.unwrap)
+            return Messages(mechanism)
+        except (LoginError, MalformedError, ValueError) as error:
+            raise DataNodeError(f"the login failed: {error}") from error
+        except BootseerError as error:
+            raise DataNodeError(f"no key to log in with: {error}") from error
+
+    def _login(self, token: bytes) -> Digest:
+        if not self.encrypts:
+            return Token.parse(token).login(_URI, self._wanted)
+        key = self._data_key()
+        cipher = key.text(6, "") or "3des"
+        user = f"{key.number(1)} {key.text(2)} {base64.b64encode(key.data(3)).decode()}"
+        return Digest(user, base64.b64encode(key.data(4)).decode(), _URI, (PRIVACY,), ciphers=(cipher,))
+
+    def _data_key(self) -> Message:
+        with self._lock:
+            if self._key is None or time.time() > self._key[0]:
+                key = Message(self._ask_key())
+                self._key = key.number(5) / 1000, key
+            return self._key[1]
+
+    def _answer(self, receive: Callable[[int], bytes]) -> Message:
+        length = shift = 0
+        while True:
+            byte = receive(1)[0]
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if length > _MAX_ANSWER_BYTES:
+                raise MalformedError("an answer without an end")
+        if length > _MAX_ANSWER_BYTES:
+            raise MalformedError(f"an answer of {length} bytes")
+        answer = Message(receive(length))
+        status = answer.number(1)
+        if not status:
+            return answer
+        said = answer.text(3, "").partition("\n")[0][:200] or f"status {status}"
+        with self._lock:
+            self._key = None
+        # Mostly a key or a token that is over: the NameNode gives new ones.
+        raise RefusedError(f"the login failed: {said}", token=True)
+
+
+def _message(payload: bytes, offer: bytes = b"") -> bytes:
+    return delimited(field(1, 0) + field(2, payload) + offer)

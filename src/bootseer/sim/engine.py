@@ -1,0 +1,159 @@
+"""Virtual time, and the links that bytes flow over.
+
+Links are shared max-min fairly by progressive filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2): the
+link that gives its flows least is full first, these flows keep that rate, and the rest of all links is divided anew.
+A processor is a link too: what it decompresses and verifies in a second.
+
+The same calls in the same order give the same events: nothing here depends on a clock, a hash or an address.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import inf
+from typing import Final
+
+_REST: Final = 1e-6
+"""Bytes: less than that is a rounding error."""
+
+
+class Link:
+    """One direction of a link, or a processor."""
+
+    __slots__ = ("bytes_per_s", "carried", "flows", "free", "name", "number", "unfixed")
+
+    def __init__(self, name: str, bytes_per_s: float, number: int = 0) -> None:
+        self.name = name
+        self.bytes_per_s = bytes_per_s
+        self.carried = 0.0
+        """Bytes so far."""
+        self.number = number
+        self.flows: dict[Flow, None] = {}
+        self.free = 0.0
+        self.unfixed = 0
+
+
+class Flow:
+    """Bytes on their way over some links."""
+
+    __slots__ = ("done", "left", "links", "rate")
+
+    def __init__(self, links: Sequence[Link], num_bytes: float, done: Callable[[], None]) -> None:
+        self.links = links
+        self.left = num_bytes
+        self.rate = 0.0
+        self.done = done
+
+
+class Engine:
+    """Calls things at their times, in order, and lets bytes flow in between."""
+
+    def __init__(self, quantum_s: float = 0.0) -> None:
+        """`quantum_s`: what ends within so many seconds of each other is dealt with at once, a little late. Rates are
+        computed once for each such step, which is what a simulation of many nodes costs."""
+        self.now = 0.0
+        self.links: list[Link] = []
+        self._quantum_s = quantum_s
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._flows: dict[Flow, None] = {}
+        self._soon: dict[Callable[[], None], None] = {}
+        self._changed = False
+        self._halted = False
+
+    def link(self, name: str, bytes_per_s: float) -> Link:
+        """A new link."""
+        self.links.append(Link(name, bytes_per_s, len(self.links)))
+        return self.links[-1]
+
+    def at(self, time_s: float, call: Callable[[], None]) -> None:
+        """Call it then."""
+        heapq.heappush(self._calls, (max(time_s, self.now), next(self._numbers), call))
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Call it so many seconds later."""
+        self.at(self.now + delay_s, call)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call it once when all that happens at this moment has happened."""
+        self._soon[call] = None
+
+    def start(self, links: Sequence[Link], num_bytes: float, done: Callable[[], None]) -> Flow:
+        """Send bytes over links; `done` is called when they have arrived."""
+        flow = Flow(links, num_bytes, done)
+        self._flows[flow] = None
+        for link in links:
+            link.flows[flow] = None
+        self._changed = True
+        return flow
+
+    def stop(self, flow: Flow) -> None:
+        """End a flow before its time."""
+        if self._flows.pop(flow, flow) is None:
+            for link in flow.links:
+                del link.flows[flow]
+            self._changed = True
+
+    def halt(self) -> None:
+        """Have `run` return: what is still to come does not matter."""
+        self._halted = True
+
+    def run(self, until_s: float = inf) -> None:
+        """Let time pass until nothing is left to happen, or until then."""
+        self._settle()
+        while not self._halted:
+            if self._changed:
+                self._share()
+            ends_s = min((flow.left / flow.rate for flow in self._flows if flow.rate), default=inf) + self.now
+            next_s = min(ends_s, self._calls[0][0] if self._calls else inf)
+            if next_s == inf or next_s > until_s:
+                self._pass(min(until_s, max(next_s, self.now)) if until_s < inf else self.now)
+                return
+            self._pass(max(next_s, self.now + self._quantum_s))
+            for flow in [flow for flow in self._flows if flow.left <= max(_REST, flow.rate * 1e-9)]:
+                self.stop(flow)
+                flow.done()
+            while self._calls and self._calls[0][0] <= self.now:
+                heapq.heappop(self._calls)[2]()
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._soon:
+            calls, self._soon = self._soon, {}
+            for call in calls:
+                call()
+
+    def _pass(self, time_s: float) -> None:
+        passed_s = time_s - self.now
+        self.now = time_s
+        for flow in self._flows:
+            moved = min(flow.rate * passed_s, flow.left)
+            flow.left -= moved
+            for link in flow.links:
+                link.carried += moved
+
+    def _share(self) -> None:
+        self._changed = False
+        queue: list[tuple[float, int, Link]] = []
+        for link in self.links:
+            if link.flows:
+                link.free, link.unfixed = link.bytes_per_s, len(link.flows)
+                queue.append((link.free / link.unfixed, link.number, link))
+        heapq.heapify(queue)
+        for flow in self._flows:
+            flow.rate = -1.0
+        while queue:
+            share, _, link = heapq.heappop(queue)
+            if not link.unfixed:
+                continue
+            if share < (least := link.free / link.unfixed) * (1 - 1e-12):  # others have left room since
+                heapq.heappush(queue, (least, link.number, link))
+                continue
+            for flow in link.flows:
+                if flow.rate < 0.0:
+                    flow.rate = max(least, 0.0)
+                    for other in flow.links:
+                        other.free -= flow.rate
+                        other.unfixed -= 1

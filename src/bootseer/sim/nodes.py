@@ -1,0 +1,443 @@
+"""Nodes of a job that load block files (images, environments) from a store and from each other.
+
+What decides is the product itself: `fetch.routed` with its hot sets, pace and hedges, `peers.choice` and
+`peers.health`. Modelled are the store, the links, the processors, and the sockets between nodes: an owner answers from
+what it has, says that it fills, or hangs. A request is delivered as a whole; its progress is told to `Health` when that
+asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+from bootseer.blocks.codec import ZSTD, Buffer
+from bootseer.blocks.index import Place, Stripe
+from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.ledger import Fetch, Key
+from bootseer.fetch.pending import PendingRead, PendingReads
+from bootseer.fetch.routed import RoutedScheduler
+from bootseer.fetch.settings import FetchSettings, Purpose
+from bootseer.peers.choice import Level, Members, Peer, Route, Step
+from bootseer.peers.health import Asked, Health
+from bootseer.peers.origins import run_bytes
+from bootseer.sim.engine import Engine, Flow, Link
+
+STORE: Final = "store"
+_FILLS_EVERY_S: Final = 0.1
+_GIVE_UP_S: Final = 0.5
+Think = tuple[float, int, Sequence[int]]
+"""Seconds of computing, then a read of blocks of a file."""
+
+
+class BlockFile:
+    """A file in blocks of one size, all compressed equally well. A `Geometry`."""
+
+    def __init__(self, identity: str, num_blocks: int, block_bytes: int, ratio: float = 1.0) -> None:
+        """`ratio`: bytes in the store for each of the file."""
+        self.identity = identity
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.stored_block_bytes = size = max(int(block_bytes * ratio), 1)
+        self.stripes = (Stripe("stripe", num_blocks * size),)
+        self._places = [Place(0, block * size, size, ZSTD) for block in range(num_blocks)]
+        self.place = self._places.__getitem__
+
+
+class Store:
+    """A registry or an HDFS: one link, and how many requests a second it takes."""
+
+    def __init__(self, engine: Engine, bytes_per_s: float, latency_s: float, requests_per_s: float = 0.0) -> None:
+        """No `requests_per_s`: any number. Above them it answers 429, with a Retry-After of a second."""
+        self.link = engine.link(STORE, bytes_per_s)
+        self.latency_s = latency_s
+        self.requests = 0
+        self.refused = 0
+        self._per_s = requests_per_s
+        self._second = -1
+        self._in_second = 0
+
+    def takes(self, now_s: float) -> bool:
+        """Whether it takes another request."""
+        if int(now_s) != self._second:
+            self._second, self._in_second = int(now_s), 0
+        self._in_second += 1
+        self.requests += 1
+        if self._per_s and self._in_second > self._per_s:
+            self.refused += 1
+            return False
+        return True
+
+
+@dataclass
+class Rack:
+    """What the links of its nodes meet in."""
+
+    up: Link
+    down: Link
+
+
+@dataclass
+class Guards:
+    """What protects a start from itself. Off in counter-tests."""
+
+    patience: bool = True
+    """Whether an owner that fills counts as alive. Without, a request is given up after 0.5 s and any node may ask the
+    store."""
+
+
+@dataclass
+class Node:
+    """One node, its link and its processors, and what its cache has."""
+
+    engine: Engine
+    name: str
+    up: Link
+    down: Link
+    cpu: Link
+    rack: Rack | None = None
+    alive: bool = True
+    """Whether it answers; one that does not is silent, not gone."""
+    here: set[Key] = field(default_factory=set)
+    claims: dict[Key, Loader] = field(default_factory=dict)
+    loaders: list[Loader] = field(default_factory=list)
+    service: Loader | None = None
+    """What fetches for other nodes."""
+    sent_bytes: float = 0.0
+
+    def way_from(self, other: Node) -> tuple[Link, ...]:
+        """The links of a transfer from another node."""
+        if self.rack is None or other.rack is None or self.rack is other.rack:
+            return other.up, self.down, self.cpu
+        return other.up, other.rack.up, self.rack.down, self.down, self.cpu
+
+    def way_from_store(self, store: Store) -> tuple[Link, ...]:
+        """The links of a transfer from the store."""
+        rack = (self.rack.down,) if self.rack is not None else ()
+        return (store.link, *rack, self.down, self.cpu)
+
+    def brought(self, key: Key, by: Loader | None) -> None:
+        """A block is in the cache."""
+        self.here.add(key)
+        self.claims.pop(key, None)
+        for loader in self.loaders:
+            if loader is not by:
+                loader.found(key)
+
+    def let_go(self, key: Key, by: Loader) -> None:
+        """What was going to bring a block does not."""
+        if self.claims.get(key) is by:
+            del self.claims[key]
+            for loader in self.loaders:
+                if loader is not by:
+                    loader.freed(key)
+
+
+class Job:
+    """The nodes of a job, their store and their files."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        nodes: Sequence[Node],
+        files: Sequence[BlockFile],
+        *,
+        peers: bool,
+        seed: int = 0,
+        latency_s: float = 0.0005,
+        settings: FetchSettings | None = None,
+        guards: Guards | None = None,
+    ) -> None:
+        """`latency_s`: of a round trip between two nodes."""
+        self.engine, self.store, self.nodes, self.files = engine, store, nodes, files
+        self.latency_s = latency_s
+        self.guards = guards or Guards()
+        self.by_name = {node.name: node for node in nodes}
+        self.peers = peers
+        settings = settings or FetchSettings()
+        racks = {id(node.rack): f"rack{at}" for at, node in enumerate(nodes) if node.rack is not None}
+        members = [Peer(node.name, ("",), racks.get(id(node.rack), "")) for node in nodes]
+        for at, node in enumerate(nodes):
+            own = Members(members, node.name) if peers else None
+            node.loaders = [Loader(self, node, own, settings, Random(f"{seed}/{at}").random)]  # noqa: S311
+            if own is not None:
+                fills = replace(settings, max_hedges=0)
+                node.service = Loader(self, node, own, fills, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
+                node.loaders.append(node.service)
+
+    @property
+    def store_bytes(self) -> float:
+        """What the store has sent."""
+        return self.store.link.carried
+
+    def requests(self) -> tuple[int, int]:
+        """To peers: how many, and how many of them were made again elsewhere."""
+        healths = [loader.health for node in self.nodes for loader in node.loaders]
+        return sum(health.requests for health in healths), sum(health.hedges for health in healths)
+
+
+class _Routes:
+    """The routes of one file, as one process has them: `fetch.routed.Routes`."""
+
+    def __init__(self, loader: Loader, members: Members, file: BlockFile, levels: frozenset[Level]) -> None:
+        self._loader = loader
+        self._members = members
+        self._identity = file.identity
+        self._levels = levels if len(levels) < len(Level) else None
+        self.run_blocks = max(run_bytes(file.num_blocks * file.block_bytes) // file.block_bytes, 1)
+
+    @property
+    def turn(self) -> float:
+        return self._members.index / max(len(self._members.peers), 1)
+
+    def route(self, block: int, now: float) -> Route:
+        loader = self._loader
+        absent = loader.health.absent(now, self._identity)
+        route = self._members.route(self._identity, block // self.run_blocks, absent)
+        if self._levels is None and loader.job.guards.patience:
+            return route
+        steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
+        return Route(steps, route.may_ask_origin or not loader.job.guards.patience)
+
+
+@dataclass(eq=False)
+class _Request:
+    fetch: Fetch
+    mine: list[int]
+    flow: Flow | None = None
+    asked: Asked | None = None
+    known_left: float = 0.0
+    """Of the flow, when `Health` was told of its progress last."""
+    fills: bool = False
+    over: bool = False
+
+
+class Loader:
+    """One process that fetches blocks: the mounts of a start, or the service that fetches for other nodes."""
+
+    def __init__(
+        self,
+        job: Job,
+        node: Node,
+        members: Members | None,
+        settings: FetchSettings,
+        jitter: Callable[[], float],
+        *,
+        is_service: bool = False,
+    ) -> None:
+        self.job, self.node = job, node
+        self.health = Health()
+        self.scheduler = RoutedScheduler(settings, jitter)
+        self._engine = job.engine
+        self._pending = PendingReads()
+        self._requests: dict[int, _Request] = {}
+        self._wake_s: float | None = None
+        self._num_files = len(job.files)
+        levels = frozenset({Level.GLOBAL}) if is_service else frozenset(Level)
+        for at in range(2 if is_service else 1):  # of a service: once from the store alone, once by global owners
+            for file in job.files:
+                if members is None or (is_service and at == 0):
+                    self.scheduler.add(file, STORE)
+                else:
+                    self.scheduler.add(file, "peers", STORE, routes=_Routes(self, members, file, levels))
+
+    # What readers want
+
+    def prefetch(self, blocks: Iterable[Key]) -> None:
+        """Load a hot set."""
+        for file, block in self.scheduler.in_turn(list(blocks)):
+            if (file, block) not in self.node.here:
+                self.scheduler.want(file, (block,), Purpose.HOT, self._engine.now)
+        self._engine.soon(self._tick)
+
+    def pull(self, file: int) -> None:
+        """Load all of a file at full speed."""
+        self.scheduler.want_rest(file, range(self.job.files[file].num_blocks), self._engine.now)
+        self.scheduler.rush()
+        self._engine.soon(self._tick)
+
+    def read(self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None]) -> None:
+        """One read, which waits for what is not here."""
+        now = self._engine.now
+        for block in blocks:
+            self.scheduler.needed(file, block, now)
+        missing = [block for block in blocks if (file % self._num_files, block) not in self.node.here]
+        if not missing:
+            done(b"")
+            return
+        self.scheduler.want(file, missing, Purpose.DEMAND, now)
+        read = PendingRead(file, 0, 0, now, float("inf"), done, lambda read: None)
+        self._pending.wait(read, missing)
+        self._engine.soon(self._tick)
+
+    def run(self, steps: Iterator[Think], finished: Callable[[], None]) -> None:
+        """A program that computes, reads, waits, and so on. Its reads fail with the scheduler's errors: see `tick`."""
+
+        def step(answer: Buffer | BootseerError = b"") -> None:
+            if isinstance(answer, BootseerError):
+                raise answer
+            try:
+                think_s, file, blocks = next(steps)
+            except StopIteration:
+                finished()
+                return
+            self._engine.after(think_s, lambda: self.read(file, blocks, step))
+
+        step()
+
+    # What happens to blocks
+
+    def found(self, key: Key) -> None:
+        """Another process of the node has brought a block."""
+        for file in range(key[0], len(self.scheduler.files), self._num_files):
+            self.scheduler.have(file, key[1])
+            for read in self._pending.arrived((file, key[1]), None):
+                read.done(b"")
+        self._engine.soon(self._tick)
+
+    def freed(self, key: Key) -> None:
+        """Another process of the node has given up a block that it had claimed."""
+        for file in range(key[0], len(self.scheduler.files), self._num_files):
+            self.scheduler.freed(file, key[1])
+        self._engine.soon(self._tick)
+
+    def _tick(self) -> None:
+        plan = self.scheduler.tick(self._engine.now)
+        for fetch in plan.fetches:
+            self._launch(fetch)
+        for number in plan.cancelled:
+            if number in self._requests:
+                self._end(self._requests[number], None)
+        for file, block, error in plan.given_up:
+            for read, _ in self._pending.given_up((file, block)):
+                read.done(error)
+        wake_s = plan.wake_at
+        if wake_s is not None and (self._wake_s is None or wake_s < self._wake_s or self._wake_s <= self._engine.now):
+            self._wake_s = wake_s
+            self._engine.at(wake_s, lambda: self._engine.soon(self._tick) if self._wake_s == wake_s else None)
+        if plan.fetches or plan.cancelled:
+            self._engine.soon(self._tick)
+
+    def _launch(self, fetch: Fetch) -> None:
+        mine = []
+        for block in fetch.blocks:
+            key = (fetch.file % self._num_files, block)
+            if key in self.node.here:
+                self.scheduler.have(fetch.file, block)
+            elif self.node.claims.get(key, self) is not self:
+                self.scheduler.elsewhere(fetch.number, block)
+            else:
+                self.node.claims[key] = self
+                mine.append(block)
+        request = self._requests[fetch.number] = _Request(fetch, mine)
+        if not mine:
+            self._end(request, None)
+        elif isinstance(fetch.step, Step):
+            self._ask_peer(request, fetch.step)
+        else:
+            self._ask_store(request)
+
+    def _ask_store(self, request: _Request) -> None:
+        store, fetch = self.job.store, request.fetch
+        file = self.job.files[fetch.file % self._num_files]
+
+        def flows() -> None:
+            if request.over:
+                return
+            if not store.takes(self._engine.now):
+                self._end(request, TransientError("too many requests", retry_after_s=1.0))
+                return
+            num_bytes = len(request.mine) * file.stored_block_bytes
+            way = self.node.way_from_store(store)
+            request.flow = self._engine.start(way, num_bytes, lambda: self._arrived(request))
+
+        self._engine.after(store.latency_s, flows)
+        self._engine.after(fetch.timeout_s, lambda: self._end(request, TransientError("timed out")))
+
+    def _ask_peer(self, request: _Request, step: Step) -> None:
+        file_number = request.fetch.file % self._num_files
+        file, peer = self.job.files[file_number], self.job.by_name[step.peer.name]
+        num_bytes = len(request.mine) * file.block_bytes
+        request.asked = asked = self.health.asked(peer.name, self._engine.now, num_bytes)
+
+        def connected() -> None:
+            if request.over or not peer.alive or peer.service is None:
+                return
+            self.health.connected(asked, self._engine.now)
+            missing = [block for block in request.mine if (file_number, block) not in peer.here]
+            if not missing:
+                send()
+                return
+            request.fills = True
+            at = file_number + (self._num_files if step.level is Level.RACK else 0)
+            peer.service.read(at, missing, send)
+
+        def send(answer: Buffer | BootseerError = b"") -> None:
+            request.fills = False
+            if request.over or not peer.alive:
+                return
+            if isinstance(answer, BootseerError):
+                self._end(request, TransientError(f"{peer.name} could not get it"), late=False)
+                return
+            self.health.filling(asked, self._engine.now)
+            peer.sent_bytes += num_bytes
+            request.known_left = num_bytes
+            request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._arrived(request))
+
+        self._engine.after(self.job.latency_s, connected)
+        self._engine.after(_FILLS_EVERY_S, lambda: self._look(request, peer))
+
+    def _look(self, request: _Request, peer: Node) -> None:
+        """Tell `Health` how a request goes, and ask whether it is late."""
+        asked, now = request.asked, self._engine.now
+        if request.over or asked is None:
+            return
+        if request.flow is not None and request.flow.left < request.known_left:
+            moved, request.known_left = request.known_left - request.flow.left, request.flow.left
+            self.health.received(asked, int(moved), now)
+        elif request.fills and peer.alive:
+            self.health.filling(asked, now)
+        late_s = self.health.late_at(asked) if self.job.guards.patience else asked.since_s + _GIVE_UP_S
+        if late_s > now:
+            self._engine.at(max(late_s, now + _FILLS_EVERY_S), lambda: self._look(request, peer))
+            return
+        self.health.hedged()
+        self._end(request, TransientError("late"))
+
+    def _arrived(self, request: _Request) -> None:
+        self._bring(request, len(request.mine))
+        self._end(request, None)
+
+    def _bring(self, request: _Request, num_blocks: int) -> None:
+        """The first blocks of a request are here."""
+        fetch, now = request.fetch, self._engine.now
+        if request.asked is not None and request.flow is not None:
+            self.health.received(request.asked, int(request.known_left - request.flow.left), now)
+        done, request.mine = request.mine[:num_blocks], request.mine[num_blocks:]
+        for block in done:
+            key = (fetch.file % self._num_files, block)
+            if block in self.scheduler.running[fetch.number].left:
+                self.scheduler.arrived(fetch.number, block, now)
+            self.node.brought(key, self)
+            self.found(key)
+
+    def _end(self, request: _Request, error: BootseerError | None, *, late: bool = True) -> None:
+        if request.over:
+            return
+        request.over, now = True, self._engine.now
+        del self._requests[request.fetch.number]
+        if request.flow is not None:
+            self._engine.stop(request.flow)
+            if request.mine:  # what came before it broke off is kept
+                file = self.job.files[request.fetch.file % self._num_files]
+                size = file.stored_block_bytes if request.asked is None else file.block_bytes
+                self._bring(request, len(request.mine) - int(-(-request.flow.left // size)))
+        if request.asked is not None:
+            self.health.ended(request.asked, late=late and error is not None, now_s=now)
+        self.scheduler.finished(request.fetch.number, now, error)
+        for block in request.mine:
+            self.node.let_go((request.fetch.file % self._num_files, block), self)
+        self._engine.soon(self._tick)

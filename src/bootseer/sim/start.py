@@ -1,0 +1,286 @@
+"""One start of a job: image, environment, imports, checkpoint and connections of all its nodes, in virtual time.
+
+Image and environment are loaded by what `nodes` imports from the product. The checkpoint's bytes flow over as many
+streams as a read has stripes; the choice of DataNodes is not simulated. Installs, imports and connections are times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from random import Random
+from statistics import median
+from typing import Any, Final
+
+from bootseer.sim.engine import Engine, Link
+from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
+from bootseer.sim.scenario import Scenario
+from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
+
+_GBIT: Final = 1e9 / 8
+_BLOCK_BYTES: Final = 4 << 20
+"""As large as the largest request of a prefetch: a request is what flows, whatever blocks it consists of."""
+_IMPORTS: Final = 40
+"""Imports read what they need in so many steps."""
+_QUANTUM_S: Final = 0.01
+IMAGE, ENVIRONMENT = 0, 1
+_EPOCH_NS: Final = 1_700_000_000_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Techniques:
+    """Which parts of BootSeer a start uses. Without any: a full pull, an install, a read in one stream."""
+
+    image: bool = True
+    environment: bool = True
+    checkpoint: bool = True
+    record: bool = True
+    """Whether hot sets of earlier starts are there."""
+    peers: bool = True
+
+
+ARMS: Final = {
+    "today": Techniques(image=False, environment=False, checkpoint=False, record=False, peers=False),
+    "lazy": Techniques(environment=False, checkpoint=False, record=False, peers=False),
+    "without peers": Techniques(peers=False),
+    "without image": Techniques(image=False),
+    "without environment": Techniques(environment=False),
+    "without checkpoint": Techniques(checkpoint=False),
+    "bootseer": Techniques(),
+}
+"""By name: what is compared, the ablation among them."""
+
+
+@dataclass
+class Outcome:
+    """How a start went."""
+
+    arm: str
+    nodes: int
+    seed: int
+    digest: str
+    spans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
+    """Of each node: stage, begin and end in seconds."""
+    began_s: float = 0.0
+    """When the last node was ready, and training began."""
+    registry_bytes: float = 0.0
+    peer_bytes: float = 0.0
+    asked: int = 0
+    late: int = 0
+
+    def stages(self) -> dict[str, dict[str, float]]:
+        """Of each stage what the median node and the slowest one took."""
+        taken: dict[str, list[float]] = defaultdict(list)
+        for spans in self.spans.values():
+            for stage, begin_s, end_s in spans:
+                taken[stage].append(end_s - begin_s)
+        return {
+            stage: {"median_s": round(median(values), 3), "max_s": round(max(values), 3)}
+            for stage, values in taken.items()
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Without the spans."""
+        ready = [spans[-2][2] for spans in self.spans.values()]
+        return {
+            "arm": self.arm, "nodes": self.nodes, "seed": self.seed, "parameters": self.digest,
+            "startup_s": round(self.began_s, 3), "median_ready_s": round(median(ready), 3), "stages": self.stages(),
+            "registry_gb": round(self.registry_bytes / 1e9, 3), "peer_gb": round(self.peer_bytes / 1e9, 3),
+            "asked_peers": self.asked, "late": self.late,
+        }  # fmt: skip
+
+    def events(self, job: str) -> Iterator[Event]:
+        """The lines that such a start would have written."""
+        number = 0
+        for node, spans in self.spans.items():
+
+            def event(at_s: float, stage: str, phase: str, span: int, node: str = node, **more: Any) -> Event:
+                return Event(_EPOCH_NS + int(at_s * 1e9), int(at_s * 1e9) + 10**9, job, node, stage, phase,
+                             f"{span:016x}", **more)  # fmt: skip
+
+            for stage, begin_s, end_s in spans:
+                number += 1
+                yield event(begin_s, stage, BEGIN, number)
+                yield event(end_s, stage, END, number, outcome=OK)
+            number += 1
+            yield event(self.began_s, "training_began", INSTANT, number, attrs={"by": "simulated"})
+
+
+def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Outcome:
+    """One start. The same arguments give the same outcome."""
+    return _Start(scenario, num_nodes, arm, seed).run()
+
+
+class _Start:
+    def __init__(self, scenario: Scenario, num_nodes: int, arm: str, seed: int) -> None:
+        self._scenario, self._techniques = scenario, ARMS[arm]
+        self._outcome = Outcome(arm, num_nodes, seed, scenario.digest)
+        self._engine = engine = Engine(_QUANTUM_S)
+        links, image, environment = scenario.links, scenario.image, scenario.environment
+        self._index = engine.link("index", links.index_gbit * _GBIT)
+        self._datanodes = [engine.link(f"datanode{at}", links.datanode_gbit * _GBIT) for at in range(links.datanodes)]
+        store = Store(engine, links.registry_gbit * _GBIT, links.registry_latency_ms / 1e3,
+                      links.registry_requests_per_s)  # fmt: skip
+        self._nodes = list(self._make_nodes(num_nodes))
+        files = [
+            _file("image", image.gb * 1e9, image.ratio),
+            _file("environment", environment.gb * 1e9, image.ratio),
+        ]
+        shares = (image.hot_share, environment.hot_share)
+        self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
+        self._job = Job(engine, store, self._nodes, files, peers=self._techniques.peers and num_nodes > 1, seed=seed,
+                        latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
+        self._left = num_nodes
+        for fault in scenario.fault:
+            if fault.node < num_nodes:
+                engine.at(fault.at_s, partial(_fail, self._nodes[fault.node], fault.upload_factor))
+
+    def _make_nodes(self, num_nodes: int) -> Iterator[Node]:
+        links, engine = self._scenario.links, self._engine
+        load_mb_s = (
+            self._scenario.processors.load_mb_s if self._techniques.image else self._scenario.processors.unpack_mb_s
+        )
+        racks: list[Rack] = []
+        for at in range(num_nodes):
+            if links.rack_nodes and num_nodes > links.rack_nodes and at % links.rack_nodes == 0:
+                rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
+                racks.append(
+                    Rack(engine.link(f"rack{len(racks)} up", rate), engine.link(f"rack{len(racks)} down", rate))
+                )
+            name, rate = f"node-{at:04d}", links.node_gbit * _GBIT
+            yield Node(engine, name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
+                       engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
+
+    def run(self) -> Outcome:
+        for at, node in enumerate(self._nodes):
+            _NodeStart(self, at, node, Random(f"{self._outcome.seed}/{at}"))  # noqa: S311
+        self._engine.run()
+        outcome, job = self._outcome, self._job
+        outcome.registry_bytes = job.store_bytes
+        outcome.peer_bytes = sum(node.sent_bytes for node in self._nodes)
+        outcome.asked, outcome.late = job.requests()
+        return outcome
+
+    def ready(self) -> None:
+        """A node has all it needs."""
+        self._left -= 1
+        if not self._left:
+            rest, ranks = self._scenario.rest, len(self._nodes) * self._scenario.gpus_per_node
+            connect_s = rest.connect_s + rest.connect_s_per_1000_ranks * ranks / 1000
+            for spans in self._outcome.spans.values():
+                spans.append(("connection_setup", self._engine.now, self._engine.now + connect_s))
+            self._outcome.began_s = self._engine.now + connect_s
+            self._engine.halt()
+
+
+class _NodeStart:
+    """One node, stage after stage."""
+
+    def __init__(self, start: _Start, at: int, node: Node, random: Random) -> None:
+        self._start, self._at, self._node, self._random = start, at, node, random
+        self._engine, self._scenario, self._techniques = start._engine, start._scenario, start._techniques
+        noise = self._scenario.noise
+        self._factor = random.lognormvariate(0.0, noise.sigma)
+        if random.random() < noise.slow_share:
+            self._factor *= noise.slow_factor
+        self._begin_s = 0.0
+        self._engine.at(self._scenario.rest.allocate_s, self._image)
+
+    def _stage(self, name: str) -> None:
+        """A stage ends now; the next one begins."""
+        spans = self._start._outcome.spans.setdefault(self._node.name, [])
+        spans.append((name, self._begin_s, self._engine.now))
+        self._begin_s = self._engine.now
+
+    def _image(self) -> None:
+        self._begin_s = self._engine.now
+        loader, techniques = self._node.loaders[0], self._techniques
+        hot = []
+        if techniques.record:
+            if techniques.environment:
+                hot = [(ENVIRONMENT, block) for block in self._start._hot[ENVIRONMENT]]
+            if techniques.image:
+                hot += [(IMAGE, block) for block in self._start._hot[IMAGE]]
+            loader.prefetch(hot)
+        fixed_s = self._scenario.image.fixed_s * self._factor
+        if techniques.image:
+            self._engine.after(fixed_s, self._environment)
+            return
+
+        def pulled(answer: object) -> None:
+            self._engine.after(fixed_s, self._environment)
+
+        loader.pull(IMAGE)
+        loader.read(IMAGE, range(self._start._job.files[IMAGE].num_blocks), pulled)
+
+    def _environment(self) -> None:
+        self._stage("image_loading")
+        environment = self._scenario.environment
+        if self._techniques.environment:
+            self._engine.after(environment.fixed_s * self._factor, self._imports)
+            return
+        seconds = environment.install_s * self._factor
+        if self._random.random() < environment.retry_share:
+            seconds += environment.retry_s
+        way = self._down(self._start._index)
+        self._engine.start(way, max(environment.gb * 1e9, 1.0), lambda: self._engine.after(seconds, self._imports))
+
+    def _imports(self) -> None:
+        self._stage("environment_setup")
+        files = [IMAGE] * self._techniques.image + [ENVIRONMENT] * self._techniques.environment
+        think_s = self._scenario.rest.import_s * self._factor / _IMPORTS
+        steps: list[Think] = []
+        for at in range(_IMPORTS):
+            reads = [(file, part) for file in files if (part := _part(self._start._hot[file], at))]
+            steps += [(think_s / len(reads), file, part) for file, part in reads] or [(think_s, IMAGE, ())]
+        self._node.loaders[0].run(iter(steps), self._checkpoint)
+
+    def _checkpoint(self) -> None:
+        self._stage("model_initialization.imports")
+        checkpoint, start = self._scenario.checkpoint, self._start
+        shared = checkpoint.gb * checkpoint.replicated_share
+        mine = shared + (checkpoint.gb - shared) / len(start._nodes)
+        streams = checkpoint.streams if self._techniques.checkpoint else 1
+        left = [streams]
+
+        def ended() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._stage("model_initialization.checkpoint")
+                start.ready()
+
+        for stream in range(streams):
+            datanode = start._datanodes[(self._at * streams + stream) % len(start._datanodes)]
+            pace = self._engine.link("stream", checkpoint.stream_mb_s * 1e6)
+            self._engine.start((*self._down(datanode), pace), max(mine * 1e9 / streams, 1.0), ended)
+
+    def _down(self, link: Link) -> tuple[Link, ...]:
+        """The way of bytes from a server to this node."""
+        rack = (self._node.rack.down,) if self._node.rack is not None else ()
+        return (link, *rack, self._node.down)
+
+
+def _file(name: str, stored_bytes: float, ratio: float) -> BlockFile:
+    blocks = max(ceil(stored_bytes / _BLOCK_BYTES), 1)
+    return BlockFile(name, blocks, int(_BLOCK_BYTES / ratio), ratio)
+
+
+def _hot(num_blocks: int, share: float) -> Sequence[int]:
+    """What starts read, in their order: spread over the whole file."""
+    blocks = list(range(num_blocks))
+    Random(0).shuffle(blocks)  # noqa: S311
+    return blocks[: max(round(share * num_blocks), 1)]
+
+
+def _part(blocks: Sequence[int], at: int) -> Sequence[int]:
+    return blocks[at * len(blocks) // _IMPORTS : (at + 1) * len(blocks) // _IMPORTS]
+
+
+def _fail(node: Node, factor: float) -> None:
+    if factor:
+        node.up.bytes_per_s *= factor
+    else:
+        node.alive = False

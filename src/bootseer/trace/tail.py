@@ -1,0 +1,220 @@
+"""Send logs that still grow to the service, each as one stream of batches, also across rotation and a crash.
+
+How far each log was sent lies in a file of this user's state. A batch is written down there before it is sent: a
+sender that was killed sends the same bytes under the same number, which the service knows again.
+
+A log is known by its first bytes, not by its name or inode: when it was renamed, or copied and cut (`copytruncate`),
+what was not sent of it is read from where it is now, and then the new file from its beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from bootseer.errors import UsageError
+from bootseer.io.locks import try_flock
+from bootseer.io.trusted_folder import home_of, trusted_folder
+from bootseer.logs import logger
+from bootseer.trace import ship
+from bootseer.trace.sinks import safe_name
+from bootseer.trace.spools import fingerprint
+
+STATE: Final = "BOOTSEER_SHIP_STATE"
+_LOG = logger(__name__)
+_OTHERWISE: Final = f"set {STATE} to another folder"
+_HEAD_BYTES: Final = 4096
+_MAX_STATE: Final = 64 << 20
+_PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".lz4")
+_ROTATED: Final = re.compile(r"(.+?)[.-][0-9][0-9.-]*")
+_FORGOTTEN_S: Final = 30 * 86_400
+_SETTLED_S: Final = 2.0
+_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A log, and how far it was sent."""
+
+    sender: str
+    sequence: int = 0
+    offset: int = 0
+    head_size: int = 0
+    head: int = 0
+    """Checksum of so many first bytes of the file that `offset` is in."""
+    inode: int = 0
+    size: int = 0
+    """Of the batch that is being sent; 0 for none."""
+
+
+def _is_it(place: str, stream: _Stream, *, same_inode: bool) -> bool:
+    """Whether the file at `place` is the one that was sent up to `offset`."""
+    try:
+        file = os.open(place, _FILE)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(file)
+        good = status.st_size >= stream.offset + stream.size and (status.st_ino == stream.inode or not same_inode)
+        return good and zlib.crc32(os.pread(file, stream.head_size, 0)) == stream.head
+    finally:
+        os.close(file)
+
+
+def state_folder(env: Mapping[str, str]) -> Path:
+    """Where positions are kept: `$BOOTSEER_SHIP_STATE`, else a folder of this machine for root, and of the user's state
+    for others. Raises `AccessError` for one that others can change."""
+    place = env.get(STATE, "")
+    if not place and os.geteuid() == 0:
+        place = "/var/lib/bootseer/ship"
+    elif not place:
+        state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=_OTHERWISE)}/.local/state"
+        place = f"{state}/bootseer/ship"
+    return trusted_folder(place, otherwise=_OTHERWISE, private=True)
+
+
+class Logs:
+    """Sends what is new in some logs. For one thread."""
+
+    def __init__(self, places: Sequence[str], job: str, link: ship.Link, where: ship.Target, state: Path) -> None:
+        """`places`: files, which need not be there yet, and folders. With `job` all lines are sent, as its log;
+        without, those that are events.
+
+        Raises `UsageError` when another process sends the same.
+        """
+        self._places = [os.path.abspath(place) for place in places]
+        self._job = job
+        self._link = link
+        self._more = ship.of_log(job) if job else {}
+        about = json.dumps([where.host, where.port, where.path, job, sorted(self._places)])
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(state):
+                if time.time() - entry.stat().st_mtime > _FORGOTTEN_S:
+                    Path(entry).unlink()
+        path = state / f"{fingerprint(about)[:32]}.json"
+        self._positions = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if not try_flock(self._positions):
+            os.close(self._positions)
+            raise UsageError("another process follows the same logs for this job and service")
+        self._streams = self._loaded()
+        self._lost: set[str] = set()
+
+    def step(self) -> bool:
+        """Send what is new; whether there was any. Never raises."""
+        any_sent = False
+        for path in list(dict.fromkeys([*self._listed(), *self._streams])):
+            stream = self._streams.get(path)
+            if stream is None:
+                sender = f"{safe_name(Path(path).name)[:60]}-{os.urandom(4).hex()}"
+                stream = self._streams[path] = _Stream(sender)
+            try:
+                while self._sent(path, stream):
+                    any_sent = True
+            except FileNotFoundError:
+                del self._streams[path]
+            except OSError as error:
+                _LOG.info("%s: %s", path, error)  # the next look tries again
+            if time.monotonic() < self._link.not_before:
+                break
+        return any_sent
+
+    def close(self) -> None:
+        """Let another one send."""
+        os.close(self._positions)
+
+    def _sent(self, path: str, stream: _Stream) -> bool:
+        """Send one batch of a log, if there is one; whether it was sent. Raises `OSError` for a file that is gone."""
+        if time.monotonic() < self._link.not_before:
+            return False
+        place = self._place(path, stream)
+        if place is None:
+            status = os.stat(path)
+            if stream.head_size:
+                _LOG.warning("%s was replaced or cut; what it had that was not sent yet is lost", path)
+                stream.sequence += bool(stream.size)  # the service may have had that batch
+            stream.offset = stream.size = stream.head_size = 0
+            stream.inode, place = status.st_ino, path
+        file = os.open(place, _FILE)
+        try:
+            if not stream.size:
+                data = os.pread(file, ship.BATCH_BYTES, stream.offset)
+                is_over = place != path and os.path.exists(path)
+                # Its writer may not have been told of the new file yet.
+                is_over = is_over and time.time() - os.fstat(file).st_mtime > _SETTLED_S
+                end = data.rfind(b"\n") + 1
+                if is_over and not data:
+                    stream.offset = stream.head_size = 0
+                    return self._sent(path, stream)
+                if not end and not is_over and len(data) < ship.BATCH_BYTES:
+                    return False  # the line goes on
+                stream.size = end or len(data)
+                stream.head_size, stream.inode = min(stream.offset + stream.size, _HEAD_BYTES), os.fstat(file).st_ino
+                stream.head = zlib.crc32(os.pread(file, stream.head_size, 0))
+                self._save()
+            data = os.pread(file, stream.size, stream.offset)
+            lines = data if self._job else b"".join(ship.event_lines(data))
+            if lines:
+                if not self._link.send(lines, stream.sender, stream.sequence, self._more):
+                    return False
+                stream.sequence += 1
+            stream.offset, stream.size = stream.offset + stream.size, 0
+            self._save()
+        finally:
+            os.close(file)
+        return True
+
+    @staticmethod
+    def _place(path: str, stream: _Stream) -> str | None:
+        """Where the file is that was sent up to `offset`: at its name, or beside it under a longer one. None where it
+        is gone, and when nothing was sent yet."""
+        if not stream.head_size:
+            return None
+        if _is_it(path, stream, same_inode=True):
+            return path
+        folder, name = os.path.split(path)
+        with os.scandir(folder) as entries:
+            places = [entry.path for entry in entries if entry.name.startswith(name)]
+        for same_inode in (True, False):
+            for place in sorted(places):
+                if not place.endswith(_PACKED) and _is_it(place, stream, same_inode=same_inode):
+                    return place
+        return None
+
+    def _listed(self) -> Iterator[str]:
+        """The logs that there are. In folders those that were packed or rotated away are left out, and hidden ones."""
+        for place in self._places:
+            if not os.path.isdir(place):
+                yield place
+                continue
+            for folder, _, names in os.walk(place):
+                there = set(names)
+                for name in sorted(names):
+                    rotated = _ROTATED.fullmatch(name)
+                    path = os.path.join(folder, name)
+                    before = path[: len(rotated[1]) - len(name)] if rotated else ""
+                    if rotated and (rotated[1] in there or before in self._streams) and path not in self._streams:
+                        continue
+                    if not name.startswith(".") and not name.endswith(_PACKED):
+                        yield path
+
+    def _loaded(self) -> dict[str, _Stream]:
+        try:
+            size = min(os.fstat(self._positions).st_size, _MAX_STATE)
+            said = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
+            return {path: _Stream(**stream) for path, stream in said.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}  # new, or torn: what is sent again is known by its lines
+
+    def _save(self) -> None:
+        data = json.dumps({path: asdict(stream) for path, stream in self._streams.items()}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
+            os.pwrite(self._positions, data, 0)
+            os.ftruncate(self._positions, len(data))
