@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.artifact.document import OtherVersionError
-from bootseer.env.document import CLOCK_SKEW_S, MAX_BYTES, EnvironmentDocument, Export, document_name
+from bootseer.env.document import CLOCK_SKEW_S, MAX_BYTES, Daemon, EnvironmentDocument, Export, document_name
 from bootseer.errors import CorruptError, PermanentError
 from env.life.samples import BUILT_S, KEY, digest_of, document
 
@@ -158,7 +158,7 @@ def test_any_bytes_are_refused_with_an_error_of_ours(data: bytes) -> None:
         EnvironmentDocument.parse(data)
 
 
-@pytest.mark.parametrize("schema", ["bootseer.environment/2", "", None])
+@pytest.mark.parametrize("schema", ["bootseer.environment/3", "", None])
 def test_another_version_is_told_apart_from_damage(schema: str | None) -> None:
     value = {**json.loads(document().encode()), "schema": schema}
     with pytest.raises(OtherVersionError, match="another version"):
@@ -202,3 +202,30 @@ def test_a_document_that_shows_none_of_its_files_is_none() -> None:
         EnvironmentDocument.parse(json.dumps(value).encode())
     value["platform"] = {"base": "image sha256:12"}
     assert EnvironmentDocument.parse(json.dumps(value).encode()).roots == ()
+
+
+DAEMON = Daemon(
+    "agent", "/bin/agent", ("agent", "-p"), (Export("A", "set", "1"),), "/", "bin", 2, 2, sockets=("tcp [::]:1",)
+)  # fmt: skip
+
+
+def test_daemons_are_read_only_by_those_that_can_start_them() -> None:
+    written = document(daemons=(DAEMON,))
+    assert EnvironmentDocument.parse(written.encode()) == written
+    assert json.loads(written.encode())["schema"] == "bootseer.environment/2"
+    assert json.loads(document().encode())["schema"] == "bootseer.environment/1"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"program": "../../bin/sh"}, {"program": "/bin/../sh"}, {"argv": []}, {"argv": ["a\0b"]}, {"uid": -1},
+        {"uid": (1 << 32) - 1}, {"nice": 100}, {"cwd": "etc"}, {"sockets": ["ftp 1"]}, {"pid_files": ["x.pid"]},
+        {"output": "log"}, {"env": [{"name": "A=B", "kind": "set", "value": ""}]}, {"argv": ["x" * 70_000]},
+    ],
+)  # fmt: skip
+def test_daemons_that_no_capture_notes_are_refused(changed: dict[str, Any]) -> None:
+    value = json.loads(document(daemons=(DAEMON,)).encode())
+    value["daemons"][0].update(changed)
+    with pytest.raises(CorruptError, match="daemons"):
+        EnvironmentDocument.parse(json.dumps(value).encode())

@@ -17,11 +17,12 @@ from bootseer.env import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment.task import EnvironmentWanted
+    from bootseer.launch.environment.task import Daemons, EnvironmentWanted
 
 MODE = "BOOTSEER_ENV"
 _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
 _WAIT = "BOOTSEER_ENV_WAIT"
+_DAEMONS = "BOOTSEER_ENV_DAEMONS"
 _PUBLISH = "BOOTSEER_ENV_PUBLISH"
 _TENANT = "BOOTSEER_ENV_TENANT"
 _LEAVE_OUT = "BOOTSEER_ENV_LEAVE_OUT"
@@ -105,6 +106,13 @@ ENVIRONMENT = (
     *KEY,
     *CAPTURE,
     Option(
+        "daemons",
+        ("--env-daemons",),
+        "Processes that the setup leaves running: started again where its snapshot is used (relaunch, the default), or "
+        "no snapshot is made or used (refuse).",
+        choices=("relaunch", "refuse"),
+    ),
+    Option(
         "wait",
         ("--env-wait",),
         "How long to wait while another node makes the snapshot, as 10m (the default).",
@@ -135,6 +143,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         keep=_patterns("--env-keep", _listed(values["keep"], env, _KEEP)),
         secret_rules=tuple(map(os.path.abspath, _listed(values.get("secret_rules", ()), env, _RULES))),
         conflicts=values.get("conflicts") or "refuse",
+        daemons=_daemons(values, env),
         max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
         wait_s=_duration(values.get("wait"), "--env-wait", env, _WAIT) or 600.0,
         publish_s=_duration(None, "", env, _PUBLISH) or 600.0,
@@ -148,6 +157,14 @@ def _mode(env: Mapping[str, str]) -> Mode:
         if mode == said:
             return mode
     raise UsageError(f"{MODE}={said!r} is not a mode", hint=f"choose from {', '.join(MODES)}")
+
+
+def _daemons(values: Mapping[str, Any], env: Mapping[str, str]) -> Daemons:
+    # The owner of a node forbids by the variable what a job may not allow.
+    said = {values.get("daemons") or "relaunch", env.get(_DAEMONS) or "relaunch"}
+    if not said <= {"relaunch", "refuse"}:
+        raise UsageError(f"{_DAEMONS}={env[_DAEMONS]!r} is unknown", hint="choose from relaunch, refuse")
+    return "refuse" if "refuse" in said else "relaunch"
 
 
 def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:

@@ -177,6 +177,10 @@ def show_command(key: str, store: str | None, plain_http: bool, output: Output) 
             "exports": [
                 {"name": export.name, "kind": export.kind, "value": export.value} for export in document.exports
             ],
+            "daemons": [
+                {"name": one.name, "argv": list(one.argv), "user": one.user, "sockets": list(one.sockets)}
+                for one in document.daemons
+            ],
             "unaccounted": list(document.unaccounted),
             "left_out": [{"path": one.path, "rule": one.rule, "reason": one.reason} for one in document.left_out],
             **_row(document, now_s),
@@ -187,6 +191,8 @@ def show_command(key: str, store: str | None, plain_http: bool, output: Output) 
 
 def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
     from rich.text import Text
+
+    from bootseer.artifact.document import printable
 
     age = format_seconds(max(now_s - document.built_s, 0))
     limit = "" if document.max_age_s is None else f", serves for {format_seconds(document.max_age_s)}"
@@ -204,6 +210,10 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
     if document.num_loose:
         rows.append(("elsewhere", f"{document.num_loose:,} files, written to their places"))
     rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
+    rows += [
+        ("daemon", printable(f"{one.name}: {' '.join(one.argv)} ({', '.join(one.sockets)})"))
+        for one in document.daemons
+    ]
     rows += [("not in key", path) for path in document.unaccounted]
     rows += [("left out", f"{one.path} ({one.rule}): {one.reason}") for one in document.left_out]
     rows += [("key part", f"{name}: {value}") for name, value in document.components.items()]

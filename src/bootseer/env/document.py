@@ -20,9 +20,11 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored, is_content_name
 
-__all__ = ["EnvironmentDocument", "Export", "LeftOutPath", "OtherVersionError", "document_name", "is_key"]
+__all__ = ["Daemon", "EnvironmentDocument", "Export", "LeftOutPath", "OtherVersionError", "document_name", "is_key"]
 
 SCHEMA = "bootseer.environment/1"
+SCHEMA_DAEMONS = "bootseer.environment/2"
+"""Of a document with daemons: a BootSeer that cannot start them must not use it."""
 MAX_BYTES = 1 << 20
 """What stores create in one step."""
 MAX_MANIFEST_BYTES = 256 << 20
@@ -32,6 +34,7 @@ MAX_PACKAGES = 10_000
 MAX_EXPORTS = 1000
 MAX_UNACCOUNTED = 100
 MAX_LEFT_OUT = 1000
+MAX_DAEMONS = 100
 MAX_TEXT = 64 << 10
 CLOCK_SKEW_S = 3600.0
 """So far in the future may a snapshot of another node be before its age means nothing."""
@@ -53,6 +56,39 @@ class Export:
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,255}\Z")]
     kind: ExportKind
     value: Annotated[str, Meta(pattern=r"\A[^\0]*\Z", max_length=MAX_TEXT)] = ""
+
+
+_Argument = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", max_length=MAX_TEXT)]
+_Path = Annotated[str, Meta(pattern=r"\A/[^\0]*\Z", max_length=4096)]
+_Id = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A process that the setup left running, as a restore starts it again: as this user, never with more rights."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    program: _Path
+    argv: Annotated[tuple[_Argument, ...], Meta(min_length=1, max_length=1000)]
+    env: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
+    """In what its environment differs from the job's."""
+    cwd: _Path
+    user: Annotated[str, Meta(max_length=256)]
+    """Name of the user, empty where it has none."""
+    uid: _Id
+    gid: _Id
+    nice: Annotated[int, Meta(ge=-39, le=39)] = 0
+    """Added to the run's own."""
+    umask: Annotated[int, Meta(ge=0, le=0o777)] = 0o022
+    output: Annotated[str, Meta(pattern=r"\A(/[^\0]*)?\Z", max_length=4096)] = ""
+    """The file that it writes its output to; empty: none."""
+    sockets: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"\A(tcp|udp|unix) [^\0]+\Z", max_length=512)], ...], Meta(max_length=100)
+    ] = ()
+    """Where it listens (`env.processes`)."""
+    pid_files: Annotated[tuple[_Path, ...], Meta(max_length=100)] = ()
+    ready_s: _Seconds = 0.0
+    """How long it took during the setup until it listened and its pid files were there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +149,8 @@ class EnvironmentDocument:
     hide what was written on that machine. None where that is nothing."""
     left_out: Annotated[tuple[LeftOutPath, ...], Meta(max_length=MAX_LEFT_OUT)] = ()
     """The first paths of each rule that kept some out; of secrets all."""
+    daemons: Annotated[tuple[Daemon, ...], Meta(max_length=MAX_DAEMONS)] = ()
+    """What the setup left running, in the order of their starts."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Unknown keys of later versions, kept."""
 
@@ -135,7 +173,7 @@ class EnvironmentDocument:
     def encode(self) -> bytes:
         """JSON; the same document gives the same bytes. Raises `PermanentError` for one that could not be read."""
         try:
-            data = encode(self, SCHEMA, platform=dict(self.platform))
+            data = encode(self, SCHEMA_DAEMONS if self.daemons else SCHEMA, platform=dict(self.platform))
             EnvironmentDocument.parse(data)
         except (TypeError, ValueError, CorruptError) as error:
             raise PermanentError(f"the document of environment {self.key[:12]} cannot be written: {error}") from error
@@ -144,7 +182,8 @@ class EnvironmentDocument:
     @classmethod
     def parse(cls, data: bytes) -> EnvironmentDocument:
         """Read a document. Raises `CorruptError`, or `OtherVersionError`."""
-        found = decode(data, cls, "environment document", limit=MAX_BYTES, schema=SCHEMA)
+        schema = SCHEMA_DAEMONS if f'"{SCHEMA_DAEMONS}"'.encode() in data[:MAX_BYTES] else SCHEMA
+        found = decode(data, cls, "environment document", limit=MAX_BYTES, schema=schema)
         found._check()
         return replace(
             found,
@@ -158,6 +197,7 @@ class EnvironmentDocument:
                 LeftOutPath(printable(one.path), printable(one.rule), printable(one.reason), secret=one.secret)
                 for one in found.left_out
             ),
+            daemons=tuple(replace(one, name=printable(one.name)) for one in found.daemons),
         )
 
     def _check(self) -> None:
@@ -174,6 +214,11 @@ class EnvironmentDocument:
             inner.startswith(outer) for outer, inner in pairwise(folders)
         ):
             raise _wrong("roots")
+        paths = [path for one in self.daemons for path in (one.program, one.output, *one.pid_files) if path]
+        if not all(map(_is_plain_path, paths)) or not all(
+            one.cwd == "/" or _is_plain_path(one.cwd) for one in self.daemons
+        ):
+            raise _wrong("daemons")
         # On a machine, a document that leads to none of its files: nothing would be there, and the job would find out.
         on_machine = str(self.platform.get("base", "")).startswith("host")
         if on_machine and self.num_files and not self.roots and self.loose is None:

@@ -64,12 +64,12 @@ class Background:
         self._next += 1
         return self._messages[self._next - 1]
 
-    def stop(self) -> None:
-        """Let it undo what it does and end; kill it when that takes long."""
+    def stop(self, timeout_s: float = _KILL_AFTER_S) -> None:
+        """Let it undo what it does and end; kill it when that takes longer than `timeout_s`."""
         if not self._open:
             return
         self._signal(signal.SIGTERM)
-        if not self.ended(_KILL_AFTER_S):
+        if not self.ended(timeout_s):
             self._signal(signal.SIGKILL)
             self.ended(_KILL_AFTER_S)
 

@@ -1,7 +1,8 @@
 """What a setup did besides writing files: processes, mounts, kernel state, files where no capture keeps them.
 
-A restore brings back files and the environment, nothing else. So any of these makes a setup "not snapshot-safe", in
-words that say what it was. Users and groups are lines of files and come back with /etc; they are told as notes.
+A restore brings back files and the environment, and starts again what it can of processes (`daemons`). So any of the
+rest makes a setup "not snapshot-safe", in words that say what it was. Users and groups are lines of files and come back
+with /etc; they are told as notes.
 
 *Processes* are the setup's when they run in its mount namespace or have its mark in their environment. Neither depends
 on which process is the parent now: a daemon has none. They are left alone, as the job may need them. In a mount
@@ -21,14 +22,16 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bootseer.env.capturing.daemons import Found, Setup, recorded, rights
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
 from bootseer.env.changes import Change
+from bootseer.env.processes import process
 from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.process import end_child
 
@@ -47,27 +50,26 @@ def new_mark() -> str:
     return secrets.token_hex(8)
 
 
-def processes(mark: str, namespace: int | None) -> dict[int, str]:
-    """Names of the processes that are the setup's, by process id. `namespace`: the inode of its mount namespace."""
+def left_running(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> dict[int, str]:
+    """Names of the processes that the setup left, by process id. `namespace`: the inode of its mount namespace.
+
+    Those that are just ending are waited for, at most `grace_s`.
+    """
+    end = time.monotonic() + grace_s
+    while (found := _running(mark, namespace)) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return found
+
+
+def _running(mark: str, namespace: int | None) -> dict[int, str]:
     needle = f"{MARK}={mark}".encode()
     found = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208 - numbers, not paths
         if pid != os.getpid() and _is_of_setup(pid, needle, namespace):
-            name = _process_name(pid)
-            if name and name not in _HARMLESS:
-                found[pid] = name
+            one = process(pid)
+            if one is not None and one.name not in _HARMLESS:
+                found[pid] = one.name
     return found
-
-
-def left_running(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> list[str]:
-    """What the setup left running, for people. Processes that are just ending are waited for, at most `grace_s`."""
-    end = time.monotonic() + grace_s
-    while (found := processes(mark, namespace)) and time.monotonic() < end:
-        time.sleep(_POLL_S)
-    named = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
-    if len(named) > _MAX_NAMED:
-        named[_MAX_NAMED:] = [f"it left {len(named) - _MAX_NAMED} more processes running"]
-    return named
 
 
 def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
@@ -79,14 +81,9 @@ def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
         return False
 
 
-def _process_name(pid: int) -> str:
-    """Empty for a process that has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return ""
-    name, _, rest = stat.partition(b"(")[2].rpartition(b")")
-    return "" if rest.split()[0] in (b"Z", b"X") else os.fsdecode(name)
+def _named(reasons: Sequence[str]) -> list[str]:
+    more = [f"it left {len(reasons) - _MAX_NAMED} more processes running"] if len(reasons) > _MAX_NAMED else []
+    return [*reasons[:_MAX_NAMED], *more]
 
 
 _SETTINGS = "/proc/sys"
@@ -208,6 +205,8 @@ class SideEffects:
     """Why it is not snapshot-safe; empty when it is."""
     notes: tuple[str, ...]
     """What comes back with the files, and is worth telling."""
+    daemons: tuple[Found, ...] = ()
+    """What it left running and can be started again."""
 
 
 Mounted = tuple[str, str, str, str]
@@ -245,22 +244,32 @@ class Effects:
         *,
         mentions: Sequence[str] = (),
         grace_s: float = 1.0,
+        relaunch: Setup | None = None,
     ) -> SideEffects:
         """Look once the setup has ended. `reads` is what `Watch.end` gave; `mentions` are texts that tell what the job
         will use (see `leftovers`). Forks like `before`.
 
-        Waits up to `grace_s` seconds for processes that are just ending.
+        Waits up to `grace_s` seconds for processes that are just ending. What still runs then is unsafe, or one of the
+        `daemons` if `relaunch` tells of the setup and they can be started again.
         """
-        namespace = self._inside.get("namespace") if self._enter is not None else None
-        unsafe = left_running(self._mark, namespace, grace_s=grace_s)
+        found = self.running(grace_s=grace_s)
+        daemons: list[Found] = []
+        if relaunch is None:
+            unsafe = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
+        else:
+            daemons, unsafe = recorded(found, replace(relaunch, rights=self._inside.get("rights", {})), reads)
+            mentions = [*mentions, *(word for one in daemons for word in one.daemon.argv)]
+        unsafe = _named(unsafe)
+        again = {path for one in daemons for path in one.made}
         # What the host mounts or unmounts meanwhile shows up inside too: it is looked at before and after.
         host = set(_mounts()) if self._enter is not None else set()
         inside = _look(self._enter)
         unsafe += self._mounted(inside, host, set(_mounts()) if self._enter is not None else set())
         unsafe += KernelState.now().changes(self._kernel)
         if reads.complete:
-            unsafe += left_in_scratch(reads.outside_writes, mentions)
-            unsafe += left_elsewhere(reads.outside_writes, Exclusions())
+            written = [path for path in reads.outside_writes if path not in again]
+            unsafe += left_in_scratch(written, mentions)
+            unsafe += left_elsewhere(written, Exclusions())
         else:
             unsafe += self._new_in_scratch(inside, mentions)
         notes = [
@@ -268,7 +277,12 @@ class Effects:
             for kind, key in (("user", "users"), ("group", "groups"))
             for name in sorted({*inside.get(key, ())} - {*self._inside.get(key, ())})
         ]
-        return SideEffects(tuple(unsafe), tuple(notes))
+        return SideEffects(tuple(unsafe), tuple(notes), tuple(daemons))
+
+    def running(self, *, grace_s: float = 0.0) -> dict[int, str]:
+        """Names of the setup's processes, by process id (`left_running`)."""
+        namespace = self._inside.get("namespace") if self._enter is not None else None
+        return left_running(self._mark, namespace, grace_s=grace_s)
 
     def _mounted(self, inside: Mapping[str, Any], host: set[Mounted], host_later: set[Mounted]) -> list[str]:
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))
@@ -325,6 +339,7 @@ def _tell(enter: Enter, report: int) -> NoReturn:
 def _seen() -> dict[str, Any]:
     return {
         "namespace": _namespace(),
+        "rights": rights("self"),
         "mounts": _mounts(),
         "users": _names("/etc/passwd"),
         "groups": _names("/etc/group"),

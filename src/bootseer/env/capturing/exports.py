@@ -198,7 +198,7 @@ def read(folder: Path, before: Mapping[str, str], *, node_words: Iterable[str] =
 
 def difference(before: Mapping[str, str], after: Mapping[str, str], *, node_words: Iterable[str] = ()) -> Left:
     """The same from the two environments. Pure."""
-    words = [re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])") for word in node_words if len(word) >= _MIN_WORD]
+    words = _patterns(node_words)
     exports: list[Export] = []
     unsafe = []
     for name in sorted({*before, *after}):
@@ -244,6 +244,15 @@ def _change(name: str, old: str, new: str) -> Iterator[Export]:
         yield Export(name, "append", new[found + len(old) + 2 :])
     else:
         yield Export(name, "set", search_path(new))
+
+
+def why_not_kept(value: str, node_words: Iterable[str] = ()) -> str:
+    """Why a text that the setup chose is of no use on another node, or no other's business; empty when it is kept."""
+    return _why_not(Export("value", "set", value), _patterns(node_words))
+
+
+def _patterns(node_words: Iterable[str]) -> list[re.Pattern[str]]:
+    return [re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])") for word in node_words if len(word) >= _MIN_WORD]
 
 
 def _why_not(export: Export, words: Sequence[re.Pattern[str]]) -> str:

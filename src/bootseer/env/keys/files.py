@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from bootseer.env.processes import pid_in
 from bootseer.errors import PermanentError
 from bootseer.units import format_bytes
 
@@ -113,10 +114,12 @@ class NodeFiles:
         self._num_bytes = 0
 
     def kind(self, path: str) -> Literal["file", "folder", ""]:
-        """What is there; links are followed. Pipes, sockets and devices are not there."""
+        """What is there; links are followed. Pipes, sockets, devices and files that name a process are not there."""
         try:
             mode = os.stat(path).st_mode if self._visible(path) else 0  # noqa: PTH116 - many calls, no object for each
         except (OSError, ValueError):
+            return ""
+        if path.endswith(".pid") and pid_in(path) is not None:
             return ""
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
 

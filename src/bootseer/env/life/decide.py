@@ -73,12 +73,13 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "cannot-mount": "the snapshot can be neither mounted nor unpacked on this node",
         "damaged": "parts of the snapshot are missing in the store or are not what their digests say",
         "not-safe": "the setup does more than writing files, which no snapshot can repeat",
+        "daemons": "processes that the setup left running could not be started again, or are not to be",
         "not-root": "the setup's changes could not be captured with the rights of this user",
         "failed": "an error of BootSeer",
     }
 )
 """What each code means, for people. `refused:<code>` stands for all codes of the gate (`keys.gate`)."""
-FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "not-root", "failed")
+FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "daemons", "not-root", "failed")
 """Codes that `fell_back` takes, besides those of `refused`."""
 
 

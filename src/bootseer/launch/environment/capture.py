@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -22,11 +23,12 @@ from pathlib import Path
 import bootseer
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.capturing.daemons import Setup
 from bootseer.env.capturing.effects import Effects, mentions
 from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
 from bootseer.env.changes import Change
-from bootseer.env.document import Trust
+from bootseer.env.document import Daemon, Trust
 from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed, library_folders, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
@@ -36,12 +38,14 @@ from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, is_system
 from bootseer.errors import BootseerError
+from bootseer.launch.environment.daemons import SocketWatch, clean, end_processes, mark, pids_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, start_publishing, tell
 from bootseer.launch.environment.setup import Machine, SetupResult, SetupRun
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import Shown, check_ended, divided, enter_of, open_view, show
 from bootseer.launch.interrupt import interruptible
+from bootseer.launch.observers import harmless
 from bootseer.launch.supervise import say
 
 _MAX_NAMED = 3
@@ -97,6 +101,10 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
     with contextlib.ExitStack() as opened:
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
+            # Before the watch: it would hold the pipe whose end stops that.
+            ports = SocketWatch(task) if task.wanted.daemons == "relaunch" else None
+            if ports is not None:
+                opened.callback(ports.end)
             watch = _Watching(view, opened)
             effects = Effects.before(enter_of(view))
             facts["way"] = view.way
@@ -108,6 +116,15 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
         judge = _Judge(task, key, view, effects, done)
         with interruptible(), task.stage("capture") as facts:
             judge.reads = watch.end()
+            if ports is not None:
+                judge.left_by = Setup(
+                    env=machine.env,
+                    mark=next(iter(effects.environment.items())),
+                    scripts=tuple(os.path.realpath(path) for path in (task.setup,) if path is not None),
+                    node=task.node,
+                    seen=ports.end(),
+                    ended_s=time.monotonic(),
+                )
             judge.find_changes()
             facts["changes"] = len(judge.changes)
         if judge.compile_own_environments(machine):
@@ -119,6 +136,8 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
                 reasons = judge.unsafe(command)
                 shown = Shown("captured", decision, exports.apply(judge.done.exports, task.env))
                 shown.undo.push(opened.pop_all())  # from here on the command needs what was opened
+                if judge.daemons and not reasons:
+                    shown.undo.callback(_end_daemons, effects, judge.daemons, pids_of(judge.daemons))
                 show(task, view, judge.changes, division, shown)
                 facts.update(roots=len(division.roots), loose=len(division.loose))
             publication = judge.publication(decision, division)
@@ -142,6 +161,13 @@ def _publishing(task: Task, publication: Publication, reasons: Sequence[str]) ->
     except BootseerError as error:
         tell(task, False, str(error))
         return None
+
+
+def _end_daemons(effects: Effects, daemons: Sequence[Daemon], made: Mapping[str, int]) -> None:
+    """What the setup left running ends with the run, as it does in a restored start: the next one starts it again."""
+    with harmless("what the setup left running was not ended"):
+        end_processes(lambda: {*effects.running()})
+        clean(daemons, made)
 
 
 class _Watching:
@@ -169,6 +195,10 @@ class _Judge:
 
     reads: Reads
     changes: Sequence[Change]
+    left_by: Setup | None = None
+    """What is known of processes that are left, where they may be started again."""
+    daemons: tuple[Daemon, ...] = ()
+    """Those that can be."""
 
     def __init__(self, task: Task, key: RequestKey, view: Capture, effects: Effects, done: SetupResult) -> None:
         self._task = task
@@ -201,7 +231,12 @@ class _Judge:
         """Why a restart of the files alone would not do."""
         done = self.done
         used = [*command, self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
-        found = self._effects.after(self.reads, mentions=used)
+        pid_files = tuple(path for path in self._view.left_out.reasons if path.endswith(".pid"))
+        setup = replace(self.left_by, paths=pid_files) if self.left_by is not None else None
+        found = self._effects.after(self.reads, mentions=used, relaunch=setup)
+        self.daemons = tuple(one.daemon for one in found.daemons)
+        for one in found.daemons:
+            mark(self._task, one.daemon, one.began_s, one.began_s + one.daemon.ready_s)
         for note in found.notes:
             say(f"the setup: {note}")
         for line in self._view.left_out.missed:
@@ -211,17 +246,20 @@ class _Judge:
     def publication(self, decision: Decision, division: Division) -> Publication:
         """The snapshot that is to be made of it."""
         unknown = self._unaccounted(self.changes) if self.reads.complete else ()
+        # What daemons write at each start: it would be in the next restore's way.
+        theirs = {path for daemon in self.daemons for path in (*daemon.pid_files, daemon.output)}
         trust, unaccounted_for = trust_of(self.reads, unknown)
         return Publication(
             key=self._key,
             decision=decision,
-            changes=self.changes,
+            changes=[change for change in self.changes if change.path not in theirs],
             root=self._view.root,
             division=division,
             done=self.done,
             trust=trust,
             unaccounted=unaccounted_for,
             left_out=self._view.left_out,
+            daemons=self.daemons,
             validate=partial(self._problems, division),
         )
 

@@ -21,7 +21,7 @@ from bootseer import __version__
 from bootseer.artifact.places import environments_folder
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
-from bootseer.env.document import MAX_LEFT_OUT, EnvironmentDocument, Trust
+from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Trust
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Decision
@@ -63,6 +63,8 @@ class Publication:
     unaccounted: tuple[str, ...]
     left_out: LeftOut
     """What the rules kept out of the changes."""
+    daemons: tuple[Daemon, ...]
+    """What it left running."""
     validate: Callable[[], Sequence[str]]
     """What is wrong with it; runs beside the command."""
 
@@ -208,6 +210,7 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         job=task.job,
         what=task.what,
         left_out=tuple(publication.left_out.reasons.values())[:MAX_LEFT_OUT],
+        daemons=publication.daemons,
     )
 
 

@@ -66,6 +66,8 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
     try:
         with task.stage("restore") as facts:
             _restore(task, document, command, shown, on_host=on_host)
+            if document.daemons:
+                _relaunch(task, document, shown, on_host=on_host)
             facts.update(key=document.key, way=shown.facts.get("way"))
     except BaseException as error:
         shown.undo.close()
@@ -74,6 +76,8 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
             raise
         raise NotShown(code, str(error)) from error
     seconds = time.monotonic() - began_s
+    if document.daemons:
+        shown.facts["daemons"] = len(document.daemons)
     age_s = max(time.time() - document.built_s, 0.0)
     shown.facts.update(
         key=document.key,
@@ -93,6 +97,18 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
     )
     _say_missing(document, on_host=on_host)
     return shown
+
+
+def _relaunch(task: Task, document: EnvironmentDocument, shown: Shown, *, on_host: bool) -> None:
+    names = ", ".join(one.name for one in document.daemons)
+    if task.wanted.daemons == "refuse" or not on_host:
+        why = "this start does not want them (--env-daemons)" if on_host else "an image has none"
+        raise NotShown("daemons", f"the setup left processes running ({names}), and {why}")
+    from bootseer.launch.environment.daemons import Relaunched
+
+    daemons = Relaunched(task, document.daemons, shown.enter)
+    shown.undo.callback(daemons.close)
+    daemons.wait()
 
 
 def _say_missing(document: EnvironmentDocument, *, on_host: bool) -> None:

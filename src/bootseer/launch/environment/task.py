@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Conflicts = Literal["refuse", "accept"]
+Daemons = Literal["relaunch", "refuse"]
 UNPINNED_AGE_S = 7 * 86_400.0
 """How long a snapshot serves whose setup would install other versions some day, unless told otherwise."""
 
@@ -51,6 +52,9 @@ class EnvironmentWanted:
     """Names of further variables that it depends on."""
     imports: tuple[str, ...] = ()
     """Modules that must be importable before a snapshot is published."""
+    daemons: Daemons = "relaunch"
+    """What becomes of processes that the setup leaves running: a restore starts them again, or they keep the snapshot
+    from being made and from being used."""
     conflicts: Conflicts = "refuse"
     """Whether a snapshot is published although `pip check` finds a conflict that was not there before."""
     leave_out: tuple[str, ...] = ()

@@ -329,6 +329,7 @@ class Keeping:
             trust=trust,
             unaccounted=unknown,
             left_out=self._left_out,
+            daemons=(),
             validate=partial(self._machine.problems, done),
         )
         self._start.publishing = start_publishing(task, publication)

@@ -1,0 +1,139 @@
+"""Processes as /proc shows them: trees of them, and the addresses on which they listen.
+
+An address is `tcp 127.0.0.1:6379`, `tcp [::]:80`, `udp 0.0.0.0:8125`, `unix /run/x.sock` or `unix @abstract`. What has
+ended meanwhile, or belongs to another user, is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_TABLES = (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07"))
+"""Tables of the kernel, and the state of a socket that waits for others: listening, or not connected."""
+_ACCEPTS, _DATAGRAMS = "00010000", "0002"
+_FORK_NO_EXEC = 0x40  # PF_FORKNOEXEC of the kernel
+_TICKS = os.sysconf("SC_CLK_TCK")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, nothing listens
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One that has not ended."""
+
+    pid: int
+    parent: int
+    name: str
+    forked: bool
+    """Whether it still runs the program of the process that it is a copy of."""
+    began_s: float
+    """On the monotonic clock."""
+
+
+def process(pid: int) -> Process | None:
+    """This one; None when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    name, _, rest = stat.partition(b"(")[2].rpartition(b")")
+    fields = rest.split()
+    if fields[0] in (b"Z", b"X"):
+        return None
+    # The kernel counts from the boot, sleep included, which the monotonic clock leaves out.
+    asleep_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    began_s = int(fields[19]) / _TICKS - asleep_s
+    return Process(pid, int(fields[1]), os.fsdecode(name), bool(int(fields[6]) & _FORK_NO_EXEC), began_s)
+
+
+def processes() -> dict[int, Process]:
+    """All of them, by process id."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
+    return {pid: found for pid in pids if (found := process(pid)) is not None}
+
+
+def below(pid: int, table: dict[int, Process]) -> set[int]:
+    """The children of a process, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for one in table.values():
+        children.setdefault(one.parent, []).append(one.pid)
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = [child for child in children.get(waiting.pop(), ()) if child not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def listening() -> dict[int, str]:
+    """Addresses on which processes of this network namespace wait for others, by the inode of the socket."""
+    found = {}
+    for table, state in _TABLES:
+        for fields in map(str.split, _rows(f"/proc/net/{table}")):
+            with contextlib.suppress(IndexError, ValueError, struct.error):
+                if fields[3] == state:
+                    found[int(fields[9])] = f"{table[:3]} {_address(fields[1])}"
+    for line in _rows("/proc/net/unix"):
+        fields = line.rstrip("\n").split(None, 7)
+        if len(fields) == 8 and (fields[3] == _ACCEPTS or fields[4] == _DATAGRAMS):
+            found[int(fields[6])] = f"unix {fields[7]}"
+    return found
+
+
+def sockets_of(pids: Iterable[int]) -> set[int]:
+    """Inodes of the sockets that these processes have open."""
+    return {int(target[8:-1]) for pid in pids for target in open_files(pid) if target.startswith("socket:[")}
+
+
+def open_files(pid: int) -> Iterator[str]:
+    """What a process has open, as the kernel names it."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - numbers, not paths
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115 - many
+
+
+def clash(one: str, other: str) -> bool:
+    """Whether sockets on both addresses would be in each other's way. Pure."""
+    if one == other:
+        return True
+    (kind, place), (other_kind, other_place) = (text.split(" ", 1) for text in (one, other))
+    if kind == "unix" or kind != other_kind:
+        return False
+    (host, _, port), (other_host, _, other_port) = place.rpartition(":"), other_place.rpartition(":")
+    return port == other_port and (host in _WILDCARDS or other_host in _WILDCARDS)
+
+
+def pid_in(path: str) -> int | None:
+    """The process that a pid file names; None for any other file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = re.fullmatch(rb"\s*([1-9][0-9]{0,9})\s*", file.read(64))
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _rows(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(errors="surrogateescape").splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _address(text: str) -> str:
+    host, _, port = text.partition(":")
+    # Words of 32 bits, each in this machine's order of bytes.
+    data = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
+    if len(data) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, data)}:{int(port, 16)}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, data)}]:{int(port, 16)}"

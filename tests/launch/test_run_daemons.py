@@ -1,0 +1,204 @@
+"""`bootseer run --setup`: what the setup leaves running is started again where its snapshot is used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.env.document import Daemon
+from bootseer.env.processes import listening, pid_in, processes, sockets_of
+from bootseer.launch.environment.daemons import Relaunched
+from bootseer.launch.environment.task import EnvironmentWanted, Task
+from bootseer.launch.environment.view import NotShown
+from environment_place import Place, end, made_place
+
+pytestmark = pytest.mark.root
+
+SERVER = """
+import os, socket, sys, time
+kind = sys.argv[1]
+index = os.path.expanduser("~/index-" + kind)
+if not os.path.exists(index):  # what a first start pays
+    time.sleep(float(os.environ.get("BUILDS_S", "0")))
+    open(index, "w").write("built")
+if kind == "daemon" and os.fork():
+    os._exit(0)
+if kind == "unix":
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(AT)
+else:
+    server = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+if kind == "daemon":
+    os.setsid()
+    open(PID_FILE, "w").write(str(os.getpid()) + "\\n")
+server.listen()
+print("listens", flush=True)
+while True:
+    server.accept()[0].sendall(os.environ.get("SAYS", "nothing").encode())
+"""
+ASK = """
+import socket
+for address in (AT, ("127.0.0.1", PORT), ("127.0.0.1", SLOW)):
+    one = socket.socket(socket.AF_UNIX if address == AT else socket.AF_INET)
+    one.connect(address)
+    print(one.makefile().read())
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with made_place() as place:
+        yield place
+
+
+class Daemons:
+    """A setup with three: one says what the setup exported, one has a pid file, one builds an index first."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.port, self.slow = free_ports(2)
+        self.at = place.outside / "agent" / "socket"
+        self.pid_file = place.outside / "agent" / "server.pid"
+        # Not in the setup's text: what that names and is there counts as its input.
+        places = {"AT": str(self.at), "PID_FILE": str(self.pid_file), "PORT": self.port, "SLOW": self.slow}
+        text = "".join(f"{name} = {value!r}\n" for name, value in places.items())
+        place.write("server.py", text + SERVER)
+        place.write("ask.py", text + ASK)
+        place.outside.mkdir(parents=True)
+        self.script = place.counting_script(
+            f"mkdir -p {self.at.parent}\n"
+            "SAYS=hello python server.py unix </dev/null >/dev/null 2>&1 &\n"
+            f"python server.py daemon {self.port} </dev/null >~/agent.out 2>&1\n"
+            f"BUILDS_S=1 python server.py slow {self.slow} </dev/null >/dev/null 2>&1 &\n"
+            "until python ask.py; do sleep 0.05; done 2>/dev/null >&2"
+        )
+        self.words = ("--setup", self.script, "--")
+        self.ask = (*self.words, "python", "ask.py")
+
+    @property
+    def addresses(self) -> set[str]:
+        return {f"unix {self.at}", f"tcp 127.0.0.1:{self.port}", f"tcp 127.0.0.1:{self.slow}"}
+
+    def end(self) -> None:
+        """End what a setup left whose start notes nothing."""
+        waiting = {number for number, address in listening().items() if address in self.addresses}
+        for pid in processes():
+            if waiting & sockets_of((pid,)):
+                os.kill(pid, signal.SIGKILL)
+        awaited(lambda: self.addresses.isdisjoint({*listening().values()}))
+        self.at.unlink()
+        self.pid_file.unlink()
+
+    def gone(self) -> bool:
+        """Whether nothing listens any more and nothing is in the next one's way."""
+        taken = self.addresses & {*listening().values()}
+        return not taken and not self.at.exists() and not self.pid_file.exists()
+
+
+def free_ports(number: int) -> list[int]:
+    with closing(socket.socket()) as one, closing(socket.socket()) as other:
+        for held in (one, other):
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in (one, other)][:number]
+
+
+def awaited(fact: Callable[[], object]) -> None:
+    until = time.monotonic() + 300
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_what_a_setup_leaves_running_is_started_again_on_another_node(place: Place) -> None:
+    daemons = Daemons(place)
+    assert place.run(*daemons.ask).stdout == "hello\nnothing\nnothing\n"
+    assert place.published()["published"] is True, place.published()
+    assert daemons.gone()
+    (document,) = place.documents()
+    assert {address for one in document["daemons"] for address in one["sockets"]} == daemons.addresses
+    assert [path for one in document["daemons"] for path in one["pid_files"]] == [str(daemons.pid_file)]
+    daemons.at.parent.rmdir()  # no node keeps what lies in /run
+    place.cache = "other"
+    ran = place.run(*daemons.ask)
+    assert (ran.stdout, place.start()["mode"], place.num_setups) == ("hello\nnothing\nnothing\n", "restored", 1)
+    assert daemons.gone()
+    stages = [event for event in place.events() if event.stage == "environment_setup.daemon"]
+    assert len(stages) == 2 * 3 * 2
+    # The run is killed: its daemons end with it.
+    running = place.begin(*daemons.words, "sleep", "600")
+    awaited(lambda: pid_in(str(daemons.pid_file)) and daemons.addresses <= {*listening().values()})
+    end(running)
+    awaited(daemons.gone)
+
+
+def test_what_cannot_be_started_again_makes_the_setup_run(place: Place) -> None:
+    daemons = Daemons(place)
+    place.run(*daemons.ask)
+    stale = f"{daemons.pid_file}, the pid file of python, is there already and is stale"
+    for number, (why, *more) in enumerate(((stale,), ("does not want them", "--env-daemons", "refuse")), 2):
+        daemons.pid_file.write_text("4194304\n")  # no process has this number
+        ran = place.run(*more, *daemons.words, "true")
+        assert why in ran.stderr
+        assert (place.start()["mode"], place.start()["code"]) == ("installed", "daemons")
+        assert place.num_setups == number
+        daemons.end()
+
+
+DAEMON = Daemon(
+    "agent", "/bin/sh", ("sh", "-c", "sleep 600"), (), "/", "", os.getuid(), os.getgid(), nice=0, sockets=()
+)  # fmt: skip
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[Task]:
+    task = Task(None, (), EnvironmentWanted(tmp_path / "cache", tmp_path / "runtime"), dict(os.environ))
+    yield task
+    task.folder.remove()
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"argv": ("sh", "-c", "kill -9 $$")}, "agent was killed by SIGKILL at its start"),
+        ({"argv": ("sh", "-c", "exit 3"), "sockets": ("tcp 127.0.0.1:1",)}, "agent ended with exit code 3"),
+        ({"program": "/nowhere/agent"}, "agent cannot be started: No such file or directory: /nowhere/agent"),
+        ({"uid": os.getuid() + 12345, "user": "bin"}, "agent ran as user bin"),
+        ({"cwd": "/nowhere"}, "agent cannot be started: No such file or directory: /nowhere"),
+    ],
+)
+def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:
+    daemons = Relaunched(task, (replace(DAEMON, **changed),), None)
+    with pytest.raises(NotShown) as raised:
+        daemons.wait()
+    assert why in str(raised.value)
+    assert raised.value.code == "daemons"
+
+
+def test_a_taken_port_is_named_with_its_owner(task: Task) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp 127.0.0.1:{server.getsockname()[1]}"
+        daemons = Relaunched(task, (replace(DAEMON, sockets=(address,)),), None)
+        with pytest.raises(NotShown, match=rf"{address}, which is taken by .*\({os.getpid()}\)"):
+            daemons.wait()
+
+
+def test_one_that_needs_another_is_started_once_more(task: Task, tmp_path: Path) -> None:
+    first = replace(DAEMON, argv=("sh", "-c", f"[ -e {tmp_path}/up ] || exit 1; sleep 600"))
+    server = f"import socket, time; s = socket.socket(1); s.bind('{tmp_path}/up'); s.listen(); time.sleep(600)"
+    other = replace(DAEMON, program=sys.executable, argv=("python", "-c", server), sockets=(f"unix {tmp_path}/up",))
+    daemons = Relaunched(task, (first, other), None)
+    daemons.wait()
+    daemons.close()
+    assert not (tmp_path / "up").exists()
