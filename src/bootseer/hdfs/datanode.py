@@ -33,11 +33,9 @@ from bootseer.hdfs.requests import MAX_PACKETS
 _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20
-_EARLY_BYTES: Final = 4096
-_MESSAGES_BYTES: Final = 256 << 10
+_EARLY_BYTES, _PACKET_BYTES, _MESSAGES_BYTES = 4 << 10, 64 << 10, 256 << 10
 _SMALL_BYTES: Final = 16 << 10
 """Packets up to this size are received in a row and copied: pieces of memory for each would take longer."""
-_PACKET_BYTES: Final = 64 << 10
 _MAX_VIEWS: Final = 1000
 """The kernel takes 1,024 pieces of memory at once."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
@@ -48,7 +46,6 @@ _HEADER_BYTES: Final = _LENGTHS.size + _HEADER.size
 _MAX_HEADER_BYTES: Final = 1024
 _TAGS = (0x09, 0x11, 0x18, 0x25)
 _SUCCESS, _TOKEN, _CHECKSUM_OK = 0, 5, 6
-_CLIENT = "bootseer"
 
 
 class DataNodeConnection:
@@ -56,7 +53,6 @@ class DataNodeConnection:
 
     def __init__(self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None) -> None:
         """`protection`: of a cluster whose DataNodes may want a login."""
-        self._port = address[1]
         self._protection = protection
         self._channel: Channel | None = None
         try:
@@ -71,6 +67,7 @@ class DataNodeConnection:
         self.last_used_s = 0.0
         self.sums = bytearray()
         """Room for checksums, kept for the next read."""
+        self.row = np.empty(0, np.uint8)
         self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
         self._early = memoryview(b"")
         """Received, and not asked for yet."""
@@ -120,7 +117,7 @@ class DataNodeConnection:
             self.receive([memoryview(data)], on_silence)
             return bytes(data)
 
-        self._channel = protection.log_in(self._port, token, self.send, receive)
+        self._channel = protection.log_in(int(self._found[0][4][1]), token, self.send, receive)
 
     def send(self, data: bytes) -> None:
         """Send all of a small message."""
@@ -227,7 +224,7 @@ class BlockRead:
         self._left = length
         read = field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
         base = field(1, read) + field(2, block.token)
-        header = field(1, base) + field(2, _CLIENT)
+        header = field(1, base) + field(2, "bootseer")
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
         connection.log_in(block.token, on_silence)
         connection.send(_READ_BLOCK + delimited(request))
@@ -320,8 +317,11 @@ class BlockRead:
     def _receive_small(self, into: Sequence[memoryview], num_packets: int) -> None:
         """The same for many whole packets of few bytes, as DataNodes with logins send them (`io.file.buffer.size`)."""
         size, num_sums = self._size, self._sums_bytes(self._size)
-        packets = np.empty((num_packets, num_sums + size + _HEADER_BYTES), np.uint8)
-        self._connection.receive([packets.reshape(-1).data], self._on_silence)
+        num_bytes = num_packets * (num_sums + size + _HEADER_BYTES)
+        if len(self._connection.row) < num_bytes:
+            self._connection.row = np.empty(num_bytes, np.uint8)
+        self._connection.receive([self._connection.row[:num_bytes].data], self._on_silence)
+        packets = self._connection.row[:num_bytes].reshape(num_packets, -1)
         heads = packets[:, num_sums + size :]
         numbers = np.arange(1, num_packets)[:, None]
         first = _LENGTHS.pack(4 + num_sums + size, _HEADER.size)
@@ -338,12 +338,12 @@ class BlockRead:
             self._size = self._checked(memoryview(heads[-1].tobytes()))
         except MalformedError as error:
             raise DataNodeError(f"its answer is malformed: {error}") from error
-        data = memoryview(packets[:, num_sums : num_sums + size].tobytes())
-        at = 0
+        unit = 1 if any(len(view) % size for view in into) else size
+        body, at = packets[:, num_sums : num_sums + size].reshape(-1, unit), 0
         for view in into:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
-        self._check([data], memoryview(packets[:, :num_sums].tobytes()))
+            np.frombuffer(view, np.uint8).reshape(-1, unit)[:] = body[at : at + len(view) // unit]
+            at += len(view) // unit
+        self._check(into, memoryview(packets[:, :num_sums].tobytes()))
 
     def finish(self) -> None:
         """After the last byte: the connection can serve another read."""
