@@ -171,7 +171,10 @@ def task(tmp_path: Path) -> Iterator[Task]:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"argv": ("sh", "-c", "kill -9 $$")}, "agent was killed by SIGKILL at its start"),
+        (
+            {"argv": ("sh", "-c", "kill -9 $$"), "sockets": ("tcp 127.0.0.1:1",)},
+            "agent was killed by SIGKILL at its start",
+        ),
         ({"argv": ("sh", "-c", "exit 3"), "sockets": ("tcp 127.0.0.1:1",)}, "agent ended with exit code 3"),
         ({"program": "/nowhere/agent"}, "agent cannot be started: No such file or directory: /nowhere/agent"),
         ({"uid": os.getuid() + 12345, "user": "bin"}, "agent ran as user bin"),

@@ -66,6 +66,9 @@ def default_authority(uri: str) -> str:
     named = _settings(_conf_dir()).get("fs.defaultFS", "")
     scheme, _, rest = named.partition("://")
     authority = rest.partition("/")[0]
+    if "@" in authority:  # not shown: it may be a password
+        raise UsageError("fs.defaultFS has a user or password, which does not belong into an address",
+                         hint="set HADOOP_USER_NAME")  # fmt: skip
     if scheme != "hdfs" or not authority:
         why = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"
         raise UsageError(

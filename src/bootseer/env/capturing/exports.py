@@ -95,6 +95,7 @@ def command(script: str, folder: Path, env: Mapping[str, str]) -> tuple[list[str
     else:
         bash = shutil.which("bash", path=env.get("PATH"))
         words, shell, line = [bash or "/bin/sh", script], "bash" if bash else "", []
+    (folder / OUTPUT).touch(mode=0o600)  # where there is no room for it, that is known now
     if shell == "bash":
         hook = folder / _HOOK
         hook.write_text(_hook(head, folder / OUTPUT, env.get("BASH_ENV", "")), errors="surrogateescape")

@@ -102,7 +102,7 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
             # Before the watch: it would hold the pipe whose end stops that.
-            ports = SocketWatch(task) if task.wanted.daemons == "relaunch" else None
+            ports = SocketWatch() if task.wanted.daemons == "relaunch" else None
             if ports is not None:
                 opened.callback(ports.end)
             watch = _Watching(view, opened)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from bootseer.env.capturing import exports
@@ -51,9 +52,9 @@ _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal
 class SocketWatch:
     """Sees beside a setup when sockets begin to wait for others."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self) -> None:
         self._background = start_background(
-            partial(_watch, {*listening()}), name="bootseer-ports", log=task.folder.path / "ports.log"
+            partial(_watch, {*listening()}), name="bootseer-ports", log=Path(os.devnull)
         )
 
     def end(self) -> dict[str, float]:
@@ -142,6 +143,10 @@ class _Start:
     report: int = -1
     """Says why it could not start; empty at its end when it has."""
     began_s: float = 0.0
+    runs_s: float | None = None
+    """Since when its program runs."""
+    why: bytes = b""
+    """What it said there."""
     ready: bool = False
     again: bool = False
     """Whether it was started twice."""
@@ -207,7 +212,9 @@ def _check(daemon: Daemon, uid: int) -> None:
             raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}), who is another here or not known")
     for number, address in listening().items():
         if any(clash(address, own) for own in daemon.sockets):
-            owner = next((one for one in processes().values() if number in sockets_of((one.pid,))), None)
+            # This process may have inherited the socket.
+            others = (one for one in processes().values() if one.pid != os.getpid())
+            owner = next((one for one in others if number in sockets_of((one.pid,))), None)
             by = f" by {owner.name} ({owner.pid})" if owner is not None else ""
             raise PermanentError(f"{name} listens on {address}, which is taken{by}")
     for path in daemon.pid_files:
@@ -220,7 +227,7 @@ def _check(daemon: Daemon, uid: int) -> None:
 
 def _begin(one: _Start, uid: int) -> None:
     one.report, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    one.began_s, one.ended = time.monotonic(), ""
+    one.began_s, one.runs_s, one.why, one.ended = time.monotonic(), None, b"", ""
     one.pid = os.fork()
     if one.pid == 0:
         _become(one, uid, report)
@@ -308,11 +315,10 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 def _how(one: _Start, status: int) -> str:
     """Why it is no daemon; empty for one that left a copy of itself running."""
-    why, code, name = b"", os.waitstatus_to_exitcode(status), one.daemon.name
-    with contextlib.suppress(OSError):
-        why = os.read(one.report, _MAX_WHY)
-    if why:
-        return f"{name} cannot be started: {why.decode('utf-8', 'replace')}"
+    code, name = os.waitstatus_to_exitcode(status), one.daemon.name
+    _listen(one)
+    if one.why:
+        return f"{name} cannot be started: {one.why.decode('utf-8', 'replace')}"
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name} at its start"
     return f"{name} ended with exit code {code} at its start" if code else ""
@@ -321,7 +327,16 @@ def _how(one: _Start, status: int) -> str:
 def _is_ready(one: _Start, family: set[int], own: set[str]) -> bool:
     if one.daemon.sockets or one.daemon.pid_files:
         return not _missing(one, family, own)
-    return bool(family) and time.monotonic() - one.began_s >= _SETTLED_S
+    _listen(one)
+    return bool(family) and one.runs_s is not None and time.monotonic() - one.runs_s >= _SETTLED_S
+
+
+def _listen(one: _Start) -> None:
+    """Whether its program runs by now, or why not."""
+    if one.runs_s is None and not one.why:
+        with contextlib.suppress(BlockingIOError):
+            one.why = os.read(one.report, _MAX_WHY)
+            one.runs_s = None if one.why else time.monotonic()
 
 
 def _missing(one: _Start, family: set[int], own: set[str]) -> str:
