@@ -1,0 +1,44 @@
+"""`bootseer simulate`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+Run = Callable[..., CompletedProcess[str]]
+SMALL = [f"--what-if={change}" for change in ("image.gb=0.2", "environment.gb=0.05", "checkpoint.gb=1")]
+
+
+def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
+    words = ["simulate", "--nodes", "2", "--arm", "bootseer", *SMALL]
+    shown = run(*words, "--events", str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    assert "Simulated: parameters " in shown.stdout
+    (start,) = json.loads(run(*words, "--json").stdout)["starts"]
+    assert (start["nodes"], start["arm"]) == (2, "bootseer")
+    report = json.loads(run("report", "--json", str(tmp_path), "--job", "simulated-moe-bootseer-2").stdout)
+    assert report["overhead"]["startup_s"] == pytest.approx(start["startup_s"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such.toml"], "shipped scenarios: dense, diffusion"),
+        (["--arm", "faster"], "no arm 'faster'"),
+        (["--nodes", "0"], "nodes"),
+        (["--nodes", "two"], "moe: "),
+        (["--what-if", "links.node-gbit"], "say TABLE.FIELD=VALUE"),
+        (["--what-if", "links.node-gbit=-1"], "links.node-gbit"),
+        (["--what-if", "links.unheard=1"], "unheard"),
+        (["--what-if", "name.of=1"], "name is no table"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_a_line(run: Run, words: list[str], said: str) -> None:
+    ran = run("simulate", *words)
+    assert ran.returncode == 2, ran.stderr
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
