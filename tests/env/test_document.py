@@ -216,6 +216,11 @@ def test_daemons_are_read_only_by_those_that_can_start_them() -> None:
     assert json.loads(document().encode())["schema"] == "bootseer.environment/1"
 
 
+def test_a_field_with_the_text_of_another_version_does_not_matter() -> None:
+    written = document(builder="bootseer.environment/2")
+    assert EnvironmentDocument.parse(written.encode()) == written
+
+
 @pytest.mark.parametrize(
     "changed",
     [

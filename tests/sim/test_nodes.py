@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.fetch.schedule import Scheduler
 from bootseer.sim.engine import Engine
-from bootseer.sim.nodes import BlockFile, Guards, Job, Node, Store
+from bootseer.sim.nodes import BlockFile, Job, Node, Store
 from bootseer.sim.scenario import read_scenario, shipped
 from bootseer.sim.start import ARMS, simulate
 
@@ -24,18 +24,18 @@ def load(
     origin: float,
     node: float,
     peers: bool = True,
-    guards: Guards | None = None,
+    patience: bool = True,
     change: Change = lambda engine, nodes: None,
 ) -> tuple[float, float]:
     """All nodes load 64 MiB: seconds until the last has it, and MiB that the origin sent. Rates in Mbit/s."""
     engine = Engine()
     store = Store(engine, origin * MBIT, 0.002)
     nodes = [
-        Node(engine, f"n{at}", *(engine.link(f"{way}{at}", node * MBIT) for way in ("up", "down")),
+        Node(f"n{at}", *(engine.link(f"{way}{at}", node * MBIT) for way in ("up", "down")),
              engine.link(f"cpu{at}", 500e6))
         for at in range(num_nodes)
     ]  # fmt: skip
-    job = Job(engine, store, nodes, [BlockFile("a" * 64, 1024, 64 << 10)], peers=peers, guards=guards)
+    job = Job(engine, store, nodes, [BlockFile("a" * 64, 1024, 64 << 10)], peers=peers, patience=patience)
     ends: dict[str, float] = {}
 
     def ended(name: str) -> None:
@@ -73,7 +73,7 @@ def test_what_was_measured_in_namespaces_is_predicted(
 def test_a_naive_limit_on_waiting_collapses() -> None:
     """Measured: 373 MiB and four times as long; a model that does not show it says nothing about peers."""
     guarded_s, _ = load(8, origin=100, node=200)
-    seconds, mib = load(8, origin=100, node=200, guards=Guards(patience=False))
+    seconds, mib = load(8, origin=100, node=200, patience=False)
     assert mib > 5 * 64
     assert seconds > 3 * guarded_s
 
@@ -91,7 +91,7 @@ def test_a_scheduler_that_prefers_cold_blocks_loses(monkeypatch: pytest.MonkeyPa
     def startup_s() -> float:
         """Until a program has read the hot tenth of a file of which all is wanted."""
         engine = Engine()
-        node = Node(engine, "n0", *(engine.link(name, 100 * MBIT) for name in ("up", "down")), engine.link("cpu", 1e9))
+        node = Node("n0", *(engine.link(name, 100 * MBIT) for name in ("up", "down")), engine.link("cpu", 1e9))
         Job(engine, Store(engine, 100 * MBIT, 0.002), [node], [BlockFile("a" * 64, 1024, 64 << 10)], peers=False)
         blocks = random.Random(0).sample(range(1024), 100)
         loader = node.loaders[0]
@@ -126,7 +126,9 @@ def test_each_technique_makes_a_start_faster() -> None:
 
 def test_a_registry_that_refuses_is_asked_again() -> None:
     scenario = read_scenario("moe", [*SMALL, "links.registry-requests-per-s=40"])
-    assert simulate(scenario, 2, "without peers").began_s > 0
+    outcome = simulate(scenario, 2, "without peers")
+    assert outcome.began_s > 0
+    assert outcome.refused > 0
 
 
 @pytest.mark.parametrize("name", ["moe", "dense", "diffusion", "install-1440"])

@@ -48,16 +48,17 @@ def decode(
     what: str,
     *,
     limit: int,
-    schema: str,
+    schema: str | tuple[str, ...],
     other_version: type[PermanentError] = OtherVersionError,
 ) -> _T:
     """The document in `data`, of at most `limit` bytes. `what` is it for people: `environment document`.
 
-    Raises `CorruptError`, and `other_version` where its key `schema` is not `schema`.
+    Raises `CorruptError`, and `other_version` where its key `schema` is not `schema`, or none of several.
     """
     value = parse_object(data, what, limit)
-    if value.pop("schema", None) != schema:
-        raise other_version(f"{what}: another version, this BootSeer reads {schema}")
+    known = (schema,) if isinstance(schema, str) else schema
+    if value.pop("schema", None) not in known:
+        raise other_version(f"{what}: another version, this BootSeer reads {' and '.join(known)}")
     return convert(value, kind, what)
 
 

@@ -182,8 +182,7 @@ class EnvironmentDocument:
     @classmethod
     def parse(cls, data: bytes) -> EnvironmentDocument:
         """Read a document. Raises `CorruptError`, or `OtherVersionError`."""
-        schema = SCHEMA_DAEMONS if f'"{SCHEMA_DAEMONS}"'.encode() in data[:MAX_BYTES] else SCHEMA
-        found = decode(data, cls, "environment document", limit=MAX_BYTES, schema=schema)
+        found = decode(data, cls, "environment document", limit=MAX_BYTES, schema=(SCHEMA, SCHEMA_DAEMONS))
         found._check()
         return replace(
             found,

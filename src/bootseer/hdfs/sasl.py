@@ -229,7 +229,7 @@ def _pairs(challenge: bytes) -> dict[str, str]:
     while at < len(text):
         match = _PAIR.match(text, at)
         if match is None:
-            raise LoginError("a challenge that is none of DIGEST-MD5")
+            raise LoginError("malformed DIGEST-MD5 challenge")
         quoted = match[2]
         found[match[1]] = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else match[3].strip()
         at = match.end()
@@ -295,7 +295,7 @@ def _tokens(data: bytes) -> list[Token]:
             return first
         size = 0x90 - first
         if not 0 < size <= 4:
-            raise MalformedError("a length that is none")
+            raise MalformedError("malformed length")
         at += size
         return int.from_bytes(data[at - size : at], "big")
 

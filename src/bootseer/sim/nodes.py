@@ -53,7 +53,6 @@ class Store:
         """No `requests_per_s`: any number. Above them it answers 429, with a Retry-After of a second."""
         self.link = engine.link(STORE, bytes_per_s)
         self.latency_s = latency_s
-        self.requests = 0
         self.refused = 0
         self._per_s = requests_per_s
         self._second = -1
@@ -64,7 +63,6 @@ class Store:
         if int(now_s) != self._second:
             self._second, self._in_second = int(now_s), 0
         self._in_second += 1
-        self.requests += 1
         if self._per_s and self._in_second > self._per_s:
             self.refused += 1
             return False
@@ -80,19 +78,9 @@ class Rack:
 
 
 @dataclass
-class Guards:
-    """What protects a start from itself. Off in counter-tests."""
-
-    patience: bool = True
-    """Whether an owner that fills counts as alive. Without, a request is given up after 0.5 s and any node may ask the
-    store."""
-
-
-@dataclass
 class Node:
     """One node, its link and its processors, and what its cache has."""
 
-    engine: Engine
     name: str
     up: Link
     down: Link
@@ -105,7 +93,6 @@ class Node:
     loaders: list[Loader] = field(default_factory=list)
     service: Loader | None = None
     """What fetches for other nodes."""
-    sent_bytes: float = 0.0
 
     def way_from(self, other: Node) -> tuple[Link, ...]:
         """The links of a transfer from another node."""
@@ -118,7 +105,7 @@ class Node:
         rack = (self.rack.down,) if self.rack is not None else ()
         return (store.link, *rack, self.down, self.cpu)
 
-    def brought(self, key: Key, by: Loader | None) -> None:
+    def brought(self, key: Key, by: Loader) -> None:
         """A block is in the cache."""
         self.here.add(key)
         self.claims.pop(key, None)
@@ -148,16 +135,16 @@ class Job:
         peers: bool,
         seed: int = 0,
         latency_s: float = 0.0005,
-        settings: FetchSettings | None = None,
-        guards: Guards | None = None,
+        patience: bool = True,
     ) -> None:
-        """`latency_s`: of a round trip between two nodes."""
+        """`latency_s`: of a round trip between two nodes. Without `patience` a request to an owner that fills is given
+        up after 0.5 s, and any node may ask the store: a counter-test.
+        """
         self.engine, self.store, self.nodes, self.files = engine, store, nodes, files
         self.latency_s = latency_s
-        self.guards = guards or Guards()
+        self.patience = patience
         self.by_name = {node.name: node for node in nodes}
-        self.peers = peers
-        settings = settings or FetchSettings()
+        settings = FetchSettings()
         racks = {id(node.rack): f"rack{at}" for at, node in enumerate(nodes) if node.rack is not None}
         members = [Peer(node.name, ("",), racks.get(id(node.rack), "")) for node in nodes]
         for at, node in enumerate(nodes):
@@ -197,10 +184,10 @@ class _Routes:
         loader = self._loader
         absent = loader.health.absent(now, self._identity)
         route = self._members.route(self._identity, block // self.run_blocks, absent)
-        if self._levels is None and loader.job.guards.patience:
+        if self._levels is None and loader.job.patience:
             return route
         steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
-        return Route(steps, route.may_ask_origin or not loader.job.guards.patience)
+        return Route(steps, route.may_ask_origin or not loader.job.patience)
 
 
 @dataclass(eq=False)
@@ -383,7 +370,6 @@ class Loader:
                 self._end(request, TransientError(f"{peer.name} could not get it"), late=False)
                 return
             self.health.filling(asked, self._engine.now)
-            peer.sent_bytes += num_bytes
             request.known_left = num_bytes
             request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._arrived(request))
 
@@ -400,7 +386,7 @@ class Loader:
             self.health.received(asked, int(moved), now)
         elif request.fills and peer.alive:
             self.health.filling(asked, now)
-        late_s = self.health.late_at(asked) if self.job.guards.patience else asked.since_s + _GIVE_UP_S
+        late_s = self.health.late_at(asked) if self.job.patience else asked.since_s + _GIVE_UP_S
         if late_s > now:
             self._engine.at(max(late_s, now + _FILLS_EVERY_S), lambda: self._look(request, peer))
             return

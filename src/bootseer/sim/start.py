@@ -15,6 +15,7 @@ from random import Random
 from statistics import median
 from typing import Any, Final
 
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.sim.engine import Engine, Link
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
 from bootseer.sim.scenario import Scenario
@@ -68,6 +69,8 @@ class Outcome:
     """When the last node was ready, and training began."""
     registry_bytes: float = 0.0
     peer_bytes: float = 0.0
+    refused: int = 0
+    """Requests that the registry answered with 429."""
     asked: int = 0
     late: int = 0
 
@@ -89,7 +92,7 @@ class Outcome:
             "arm": self.arm, "nodes": self.nodes, "seed": self.seed, "parameters": self.digest,
             "startup_s": round(self.began_s, 3), "median_ready_s": round(median(ready), 3), "stages": self.stages(),
             "registry_gb": round(self.registry_bytes / 1e9, 3), "peer_gb": round(self.peer_bytes / 1e9, 3),
-            "asked_peers": self.asked, "late": self.late,
+            "asked_peers": self.asked, "late": self.late, "refused": self.refused,
         }  # fmt: skip
 
     def events(self, job: str) -> Iterator[Event]:
@@ -110,8 +113,13 @@ class Outcome:
 
 
 def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Outcome:
-    """One start. The same arguments give the same outcome."""
-    return _Start(scenario, num_nodes, arm, seed).run()
+    """One start. The same arguments give the same outcome. Raises `PermanentError` for one that would have failed."""
+    try:
+        return _Start(scenario, num_nodes, arm, seed).run()
+    except BootseerError as error:
+        raise PermanentError(
+            f"{arm} on {num_nodes} nodes does not start: a read fails after all attempts: {error}"
+        ) from error
 
 
 class _Start:
@@ -151,7 +159,7 @@ class _Start:
                     Rack(engine.link(f"rack{len(racks)} up", rate), engine.link(f"rack{len(racks)} down", rate))
                 )
             name, rate = f"node-{at:04d}", links.node_gbit * _GBIT
-            yield Node(engine, name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
+            yield Node(name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
                        engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
@@ -160,7 +168,8 @@ class _Start:
         self._engine.run()
         outcome, job = self._outcome, self._job
         outcome.registry_bytes = job.store_bytes
-        outcome.peer_bytes = sum(node.sent_bytes for node in self._nodes)
+        outcome.peer_bytes = sum(node.up.carried for node in self._nodes)
+        outcome.refused = job.store.refused
         outcome.asked, outcome.late = job.requests()
         return outcome
 
@@ -211,6 +220,8 @@ class _NodeStart:
             return
 
         def pulled(answer: object) -> None:
+            if isinstance(answer, BootseerError):
+                raise answer
             self._engine.after(fixed_s, self._environment)
 
         loader.pull(IMAGE)

@@ -49,8 +49,8 @@ class OtlpExporter:
     """Delivers spans to one endpoint. No method raises."""
 
     def __init__(self, endpoint: str | None = None) -> None:
-        """Headers and timeout (seconds) come from `OTEL_EXPORTER_OTLP_HEADERS` and `_TIMEOUT`, an endpoint that is None
-        from `_ENDPOINT`.
+        """Headers and timeout (seconds) come from `OTEL_EXPORTER_OTLP_HEADERS` and `_TIMEOUT`. The default endpoint
+        is that of `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
         Raises `UsageError` when the endpoint is not a URL, a variable is bad, or the extra `otlp` is not installed.
         """
