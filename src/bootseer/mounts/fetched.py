@@ -131,8 +131,11 @@ class _OpenFiles:
             self._fetcher.prefetch(wanted)
         # Until training begins the rest would take its links from what the start waits for: its own checkpoint, other
         # nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight without a record ten minutes.
-        if self.recorder is not None:
-            self.began.wait(_START_S)
+        if self.recorder is None:
+            self.began.set()
+        over_s = time.monotonic() + _START_S
+        while not self.began.wait(_SYNC_S) and time.monotonic() < over_s:
+            self._sync()
         if self._what.rest and not self._stopped.is_set():
             self._fetcher.stream_rest()
         while not self._closed.wait(_SYNC_S):
