@@ -70,7 +70,7 @@ def measure(quick: bool) -> Outcome:
                 Must(
                     f"ISA-L against zlib by processor time, {layers} layers",
                     best[_name(layers, "isal")] / best[_name(layers, "zlib")],
-                    1.25,
+                    1.1,
                     "times",
                     at_least=True,
                 )
