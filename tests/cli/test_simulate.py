@@ -38,7 +38,6 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     [
         (["no-such.toml"], "shipped scenarios: dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
-        (["--html", "/dev/null/x", "--arm", "lazy", "--nodes", "1", *SMALL], "/dev/null/x: Not a directory"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),
         (["--what-if", "links.node-gbit"], "say TABLE.FIELD=VALUE"),

@@ -43,7 +43,7 @@ body{margin:0 auto;max-width:920px;padding:16px;background:var(--bg);color:var(-
 font:14px/1.45 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:21px;margin:8px 0}figure{margin:0 0 28px;padding:8px;background:var(--bg)}h2{font-size:16px;margin:0 0 6px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:12px}svg .name{font-weight:600}
-svg .in{fill:#fff;font-size:11px}figcaption{color:var(--soft);font-size:13px}figcaption b{color:var(--ink)}
+svg .in{fill:var(--bg);font-size:11px}figcaption{color:var(--soft);font-size:13px}figcaption b{color:var(--ink)}
 .grid{stroke:var(--line)}.none{fill:none}details{margin-top:8px}pre{overflow-x:auto;font-size:12px;color:var(--soft)}
 """
 _COLOURS: Final = 8
