@@ -150,7 +150,7 @@ class ObjectReads:
             return
         read.num_running += 1
         if not is_hedge:
-            self._timer.after(self._late_s(), partial(self._look, read))
+            self._timer.after(min(self._late_s(), read.until_s - began_s), partial(self._look, read))
         try:
             data = self._get(read)
         except BootseerError as error:
@@ -210,18 +210,18 @@ class ObjectReads:
             read.end(error)
 
     def _look(self, read: _Read) -> None:
-        """A request had its time."""
+        """A request had its time, or the read has."""
+        left_s = read.until_s - time.monotonic()
+        if left_s <= 0:
+            read.end(TransientError(f"{read.file.what}: the server did not answer in time"))
         if read.is_over or read.is_hedged or not read.num_running:
             return
         read.is_hedged = True
         with self._lock:
             self._events["hedges"] += 1
-        self._timer.after(max(read.until_s - time.monotonic(), 0.0), partial(self._give_up, read))
+        self._timer.after(left_s, partial(self._look, read))
         with suppress(BootseerError):
             self._threads.submit(partial(self._ask, read))
-
-    def _give_up(self, read: _Read) -> None:
-        read.end(TransientError(f"{read.file.what}: the server did not answer in time"))
 
     def _late_s(self) -> float:
         """After how long a request is late: four times what nineteen of twenty take."""

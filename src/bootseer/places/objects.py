@@ -10,6 +10,7 @@ not belong to it any more (docs/adr/0049-checkpoints-in-buckets.md).
 - Links are made by conditional writes (`If-None-Match`, `If-Match`), so that of many who want a name one gets it.
 - A folder whose renaming was cut short has two links. `.attempts-owner` among its objects says which counts, and is
   changed first, by a conditional write: what is not the owner may be read, but neither renamed nor removed.
+- Keys in links are of the whole bucket: what a place shows may lie outside of its own root.
 - Objects have no rights, owners or times that can be set: those calls do nothing.
 
 Safe to use from many threads; not in the child of a fork, which obstore's threads do not follow.
@@ -48,7 +49,7 @@ from bootseer.places.place import (
 _LINKS = f"{TEMPORARY}links"
 _OWNER = f"{TEMPORARY}owner"
 _DATA = f"{TEMPORARY}data"
-"""Below the root: folders whose own name leads elsewhere when they are made."""
+"""Has folders that were made while the objects of another one lay under their name."""
 _OWN = (_LINKS, _OWNER, _DATA)
 _BELIEVED_S = 2.0
 """So long, a folder on the way to what is asked for is where it was."""
@@ -66,9 +67,9 @@ class _Folder:
     """Where a folder lies."""
 
     prefix: str
-    """What the keys of its objects begin with, from the root on: "" or with a slash at its end."""
+    """What the keys of its objects begin with: "" for the bucket itself, else with a slash at its end."""
     link: str
-    """The key of the link that it has or could have; "" for the root."""
+    """The key of the link that it has or could have; "" for the bucket itself."""
     e_tag: str | None
     """Of its link; None where it has none."""
     mtime_ns: int
@@ -81,8 +82,11 @@ class ObjectPlace(SmallReads):
     is_local = False
 
     def __init__(self, uri: str) -> None:
-        self._bucket = Bucket(uri)
-        self.uri = self._bucket.uri
+        scheme, _, rest = uri.partition("://")
+        bucket, _, root = rest.partition("/")
+        self._root = "/".join(names_of(root.strip("/")))
+        self._bucket = Bucket(f"{scheme}://{bucket}")
+        self.uri = f"{self._bucket.uri}/{self._root}".rstrip("/")
         self._store: Any = self._bucket.reader
         self._reads = ObjectReads(self._bucket)
         self._lock = threading.Lock()
@@ -99,10 +103,9 @@ class ObjectPlace(SmallReads):
     # Names
 
     def stat(self, path: str) -> Entry:
-        key = self._key(path)
         if path:
             with suppress(NotFoundError):
-                return _entry(path, self._head(key))
+                return _entry(path, self._head(self._key(path)))
         return _folder_entry(path, self._folder(path).mtime_ns)
 
     def list(self, path: str) -> Iterator[Entry]:
@@ -216,7 +219,7 @@ class ObjectPlace(SmallReads):
             if parents:
                 return
             raise TakenError(f"{self._what(path)} is there already")
-        prefix = f"{_DATA}/{secrets.token_hex(16)}/"
+        prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
         self._put(f"{prefix}{_OWNER}", link.encode())
         if self._put(link, prefix.encode(), e_tag=e_tag) is None and not parents:
             raise TakenError(f"{self._what(path)} is there already")
@@ -235,7 +238,7 @@ class ObjectPlace(SmallReads):
         with self._lock:
             clock = self._clock
         if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
-            key = f"{TEMPORARY}{secrets.token_hex(8)}"
+            key = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
             try:
                 self._put(key, b"")
                 now_s = self._head(key)["last_modified"].timestamp()
@@ -259,26 +262,39 @@ class ObjectPlace(SmallReads):
     # Folders
 
     def _folder(self, path: str, *, fresh: bool = False) -> _Folder:
-        """Where a folder lies. Raises `NotFoundError`. What was found a moment ago is believed, unless `fresh`."""
+        """Where a folder lies. Raises `NotFoundError`. What was found a moment ago is believed, unless `fresh`.
+
+        The root is there without anything that shows it, as are the folders above it, which may not be ours to read.
+        """
         _check_path(path)
+        return self._find(join(self._root, path) if path else self._root, fresh=fresh)
+
+    def _find(self, path: str, *, fresh: bool = False) -> _Folder:
+        """As `_folder`, for a path from the bucket on."""
         if not path:
             return _Folder("", "", None, 0)
         with self._lock:
             until_s, known = self._known.get(path, (0.0, None))
         if known is not None and not fresh and time.monotonic() < until_s:
             return known
-        parent, name = self._folder(folder_of(path)), name_of(path)
+        parent, name = self._find(folder_of(path)), name_of(path)
         link, plain = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
-        data, e_tag, mtime_ns = self._read_link(link)
+        is_above = f"{self._root}/".startswith(f"{path}/")
+        try:
+            data, e_tag, mtime_ns = self._read_link(link)
+        except AccessError:
+            if not is_above:
+                raise
+            data, e_tag, mtime_ns = "", None, 0
         if e_tag is not None and not data:
-            raise NotFoundError(f"{self._what(path)} is not there")
+            raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
         folder = _Folder(data or plain, link, e_tag, mtime_ns)
-        if e_tag is None and not self._has_any(plain):
+        if e_tag is None and not is_above and not self._has_any(plain):
             try:
                 self._head(plain.rstrip("/"))
             except NotFoundError:
-                raise NotFoundError(f"{self._what(path)} is not there") from None
-            raise NotFolderError(f"{self._what(path)} is not a folder")
+                raise NotFoundError(f"{self._bucket.uri}/{path} is not there") from None
+            raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
         with self._lock:
             self._known[path] = (time.monotonic() + _BELIEVED_S, folder)
         return folder
@@ -287,7 +303,7 @@ class ObjectPlace(SmallReads):
         """These folders lie elsewhere now."""
         with self._lock:
             for known in list(self._known):
-                if any(f"{known}/".startswith(f"{path}/") for path in paths):
+                if any(f"{known}/".startswith(f"{join(self._root, path)}/") for path in paths):
                     del self._known[known]
 
     def _key(self, path: str) -> str:
