@@ -164,6 +164,23 @@ def test_a_late_reader_is_not_hedged_at_places() -> None:
     assert len(w.launched) == 1
 
 
+def test_where_all_nodes_wait_for_the_store_it_is_asked_twice_for_what_hangs_alone() -> None:
+    own = [block for block in range(400) if block // RUN % 4 == 2]
+    hangs, slow = own[-1], own[40:-1]
+    faults = {hangs: Fault(hang=True), **{block: Fault(elsewhere={block: (2.0, True)}) for block in slow}}
+    w = world(Ring(FOUR), (BLOCK,) * 400, fault=lambda fetch, earlier: None if earlier else faults.get(fetch.blocks[0]))
+    for block in [block for block in range(400) if block not in slow]:
+        void(w.read(0, [block], void))
+    w.run(until=1.0)
+    for block in slow:  # this node's service, which other nodes have asked, brings them
+        void(w.read(0, [block], void))
+    w.run()
+    assert len(w.here) == 400
+    twice = [(at, fetch.blocks[0]) for at, fetch in w.launched if fetch.hedge]
+    assert [block for _, block in twice] == [hangs]
+    assert twice[0][0] >= SETTINGS.shared_hedge_s
+
+
 def test_what_still_waits_follows_a_new_list() -> None:
     ring = Ring(["a", "b"])
     w = world(ring, (BLOCK,) * 400, bytes_per_s=20e6)

@@ -108,8 +108,10 @@ class RoutedScheduler(Scheduler):
             self._places = Places(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
             # What it passes on is started in the same `tick`: it comes first.
             self.origins = {origins[0]: self._places, **self.origins}
-            # Of many nodes that start at once, each would spend it on the same slow origin.
+            # Of many nodes that start at once, each would spend it on the same slow origin: where half a second was
+            # late, origins sent 1.1 to 1.5 copies.
             self._hedge_credit = 0.0
+            self._hedge_earned, self._hedge_from_s = self._settings.shared_hedge_credit, self._settings.shared_hedge_s
         number = super().add(geometry, *origins)
         if routes is not None:
             self._routes[number] = routes

@@ -66,6 +66,7 @@ class Scheduler(Ledger):
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._last_need: float | None = None
         self._hedge_credit = settings.first_hedge_credit
+        self._hedge_earned, self._hedge_from_s = settings.hedge_credit, 0.0
         self._has_hot_set = False
         self._rush = False
         self.worth = HotSetTrust(settings)
@@ -122,8 +123,8 @@ class Scheduler(Ledger):
         """A running request brought a block, verified."""
         request = self.running[number]
         self._received(request, block, now)
-        if request.fetch.purpose is Purpose.DEMAND:
-            self._hedge_credit = min(self._hedge_credit + self._settings.hedge_credit, self._settings.max_hedge_credit)
+        if request.fetch.purpose is Purpose.DEMAND and request.fetch.step is None:
+            self._hedge_credit = min(self._hedge_credit + self._hedge_earned, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
         self._detach(number, key)
         self.have(*key)
@@ -364,7 +365,8 @@ class Scheduler(Ledger):
         """A reader's block is on its way: remember when that has taken too long."""
         wanted = self.wanted[key]
         if self._may_hedge(wanted):
-            wanted.late_at = now + self.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
+            after_s = max(self.origin_of(key).pace.hedge_after_s(), self._hedge_from_s)
+            wanted.late_at = now + after_s * 2**wanted.hedges
             heapq.heappush(self._late, (wanted.late_at, key))
 
     # Prefetch

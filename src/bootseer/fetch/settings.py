@@ -101,3 +101,8 @@ class FetchSettings:
     """Each block that came for a reader earns this part of a hedge, so that hedges cannot flood a slow origin."""
     first_hedge_credit: float = 2.0
     max_hedge_credit: float = 8.0
+    shared_hedge_s: float = 5.0
+    """Where other nodes wait for the same origin, never ask it a second time earlier than this: what is late there is
+    late because all nodes ask at once, and a second request makes all of them wait longer."""
+    shared_hedge_credit: float = 0.05
+    """... and each block that came from there for a reader earns this part of a hedge."""

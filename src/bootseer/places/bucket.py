@@ -98,11 +98,11 @@ class Bucket:
         is_no_bucket = "NoSuchBucket" in str(error)
         if is_no_bucket or isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
-            return AccessError(f"{said}; check the credentials in the environment")
         if "169.254.169.254" in said:
             # Without any credentials, obstore asks the machine's own cloud for some.
             return AccessError(f"{self.uri}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
+            return AccessError(f"{said}; check the credentials in the environment")
         if "builder error" in said:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):

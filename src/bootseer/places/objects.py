@@ -106,7 +106,10 @@ class ObjectPlace(SmallReads):
         if path:
             with suppress(NotFoundError):
                 return _entry(path, self._head(self._key(path)))
-        return _folder_entry(path, self._folder(path).mtime_ns)
+        folder = self._folder(path)
+        if not path:
+            self._has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
+        return _folder_entry(path, folder.mtime_ns)
 
     def list(self, path: str) -> Iterator[Entry]:
         folder = self._folder(path)

@@ -1,0 +1,124 @@
+"""Which images of a repository are new: its tags, asked for again and again.
+
+A webhook would need the registry's operator and an open port; tags need only the right to read. What was converted is
+remembered in a file, by digest, so that a restart asks for nothing twice and a tag that moves is noticed. What failed
+is tried again, after pauses that grow.
+
+    {"schema": "bootseer.watch/1", "converted": ["sha256:...", ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+from bootseer.errors import NotFoundError, PermanentError, UsageError
+from bootseer.io.locks import flocked
+from bootseer.io.tasks import Tasks
+from bootseer.store.registry import Registry
+from bootseer.store.retry import retrying
+
+_SCHEMA = "bootseer.watch/1"
+_OTHERS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
+"""Tags of objects of ours, and of lists of referrers and signatures."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_THREADS = 8
+_PAUSE_S, _MAX_PAUSE_S = 60.0, 3600.0
+
+
+class Watch:
+    """The new images of one repository. Used by one thread."""
+
+    def __init__(self, registry: Registry, state: Path, patterns: Sequence[str] = ()) -> None:
+        """`patterns` are those of tags, as a shell's; none: all. Raises `UsageError` for a file that is no state."""
+        self._registry = registry
+        self._state = state
+        self._patterns = patterns or ("*",)
+        self._converted = _read(state)
+        self._failed: dict[str, tuple[int, float]] = {}
+        """By digest: how often, and when it may be tried again."""
+
+    def new(self) -> list[tuple[str, str]]:
+        """Tags and digests of what is to be converted now, each digest once. Raises what the registry raises."""
+        tags = sorted(
+            tag
+            for tag in retrying(lambda left_s: list(self._registry.tags(timeout_s=left_s)))
+            if not _OTHERS.match(tag) and any(fnmatchcase(tag, pattern) for pattern in self._patterns)
+        )
+        with Tasks("bootseer-watch", min(_THREADS, len(tags) or 1)) as pool:
+            digests = list(pool.map(self._digest, tags))
+        found = {digest: tag for tag, digest in reversed(list(zip(tags, digests, strict=True))) if digest}
+        self._failed = {digest: tried for digest, tried in self._failed.items() if digest in found}
+        if gone := self._converted - found.keys():
+            self._converted -= gone
+            self._write()
+        now_s = time.monotonic()
+        return [
+            (tag, digest)
+            for digest, tag in reversed(found.items())
+            if digest not in self._converted and self._failed.get(digest, (0, now_s))[1] <= now_s
+        ]
+
+    def converted(self, digest: str) -> None:
+        """This one is not to be converted again. Raises `PermanentError` where that cannot be written."""
+        self._failed.pop(digest, None)
+        self._converted.add(digest)
+        self._write()
+
+    def failed(self, digest: str) -> float:
+        """This one is to be tried again; in how many seconds."""
+        tries = self._failed.get(digest, (0, 0.0))[0] + 1
+        pause_s = min(_PAUSE_S * 2.0 ** min(tries - 1, 10), _MAX_PAUSE_S)
+        self._failed[digest] = (tries, time.monotonic() + pause_s)
+        return pause_s
+
+    def _digest(self, tag: str) -> str:
+        try:
+            return retrying(partial(self._ask, tag))
+        except NotFoundError:
+            return ""  # removed since
+
+    def _ask(self, tag: str, left_s: float) -> str:
+        return self._registry.manifest_digest(tag, timeout_s=left_s)
+
+    def _write(self) -> None:
+        new = self._state.with_name(f"{self._state.name}.new")
+        try:
+            with new.open("w") as file:
+                json.dump({"schema": _SCHEMA, "converted": sorted(self._converted)}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._state)
+        except OSError as error:
+            raise PermanentError(f"{self._state}: what was converted cannot be kept: {error.strerror}") from error
+
+
+@contextmanager
+def alone(state: Path) -> Iterator[None]:
+    """Keep other processes from the same state. Raises `TransientError` where one has it, `PermanentError`."""
+    try:
+        state.parent.mkdir(parents=True, exist_ok=True)
+        with flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0):
+            yield
+    except OSError as error:
+        raise PermanentError(f"{state}: cannot be used: {error.strerror}") from error
+
+
+def _read(state: Path) -> set[str]:
+    hint = "remove it: all images are looked at again, converted layers are kept"
+    try:
+        document = json.loads(state.read_bytes())
+        if document["schema"] == _SCHEMA and all(map(_DIGEST.fullmatch, document["converted"])):
+            return set(document["converted"])
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    raise UsageError(f"{state}: not the state of a watch", hint=hint, exit_code=1)
