@@ -100,7 +100,8 @@ class Bucket:
             return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
         if "169.254.169.254" in said:
             # Without any credentials, obstore asks the machine's own cloud for some.
-            return AccessError(f"{self.uri}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            return AccessError(f"{self.uri}: no credentials; set {names}")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
         if "builder error" in said:
