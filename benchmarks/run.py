@@ -24,6 +24,7 @@ NAMES = (
     "scan_foreign",
     "diff_noise",
     "image",
+    "convert",
     "environment",
     "checkpoint",
     "small_files",

@@ -48,7 +48,7 @@ def encoded(text: str) -> str:
 
 
 def test_without_a_file_there_is_no_login(config: object) -> None:
-    assert find_credentials(HOST) is None
+    assert find_credentials(HOST) == Credentials()
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_without_a_file_there_is_no_login(config: object) -> None:
 )
 def test_a_file_without_our_host_has_no_login(config: Callable[[Any], None], content: Any) -> None:
     config(content)
-    assert find_credentials(HOST) is None
+    assert find_credentials(HOST) == Credentials()
 
 
 @pytest.mark.parametrize("key", [HOST, f"https://{HOST}", f"https://{HOST}/v1/", f"http://{HOST}/"])
 def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> None:
     config({"auths": {key: {"auth": encoded("me:pass:word")}}})
     assert find_credentials(HOST) == Credentials("me", "pass:word")
-    assert find_credentials("registry.example") is None
+    assert find_credentials("registry.example") == Credentials()
 
 
 def test_user_and_password_may_be_written_out(config: Callable[[Any], None]) -> None:
@@ -136,7 +136,7 @@ def test_secrets_do_not_show_in_text() -> None:
 def test_a_user_without_a_home_has_no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCKER_CONFIG", raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
-    assert find_credentials(HOST) is None
+    assert find_credentials(HOST) == Credentials()
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
-    assert find_credentials(HOST) is None
+    assert find_credentials(HOST) == Credentials()

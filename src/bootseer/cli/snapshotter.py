@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from bootseer import logs
 from bootseer.cli.command import with_options
 from bootseer.cli.image_options import SOURCE, parse_workload, signatures
 from bootseer.errors import UsageError
@@ -26,9 +27,19 @@ _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", 
               help="Which hot set of each image is used and recorded.")  # fmt: skip
 @click.option("--record", "record_s", type=click.FloatRange(1.0, 86_400.0), default=60.0, show_default=True,
               metavar="S", help="Seconds from an image's first container to the end of its record.")  # fmt: skip
+@click.option("--credential-provider-config", "providers", metavar="PATH",
+              help="Logins by plugins, as kubelet's --image-credential-provider-config.")  # fmt: skip
+@click.option("--credential-provider-bin-dir", "programs", metavar="DIR", help="Where these plugins are.")
 @with_options(_OPTIONS)
 def snapshotter_command(
-    socket: Path | None, root: Path, workload: str, record_s: float, store: str | None, **values: Any
+    socket: Path | None,
+    root: Path,
+    workload: str,
+    record_s: float,
+    providers: str | None,
+    programs: str | None,
+    store: str | None,
+    **values: Any,
 ) -> None:
     """Serve containerd's snapshots: converted images lazily, all others as its overlayfs snapshotter does.
 
@@ -42,9 +53,16 @@ def snapshotter_command(
     from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.snapshotter.lazy import Settings
     from bootseer.snapshotter.service import SOCKET, run_snapshotter
+    from bootseer.store import credential_providers
 
     if os.geteuid() != 0:
         raise UsageError("containerd's snapshots need root", hint="run it as root, or from its systemd unit")
+    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # a service's warnings belong into the journal
+    # In the environment, which the programs that mount images inherit.
+    for variable, path in ((credential_providers.CONFIG, providers), (credential_providers.PROGRAMS, programs)):
+        if path:
+            os.environ[variable] = str(Path(path).absolute())
+    credential_providers.check_providers(os.environ)
     runtime = runtime_root(os.environ, os.getuid())
     settings = Settings(
         cache=str(cache_root(os.environ, os.getuid())),

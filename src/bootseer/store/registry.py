@@ -22,6 +22,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -185,7 +186,7 @@ class Registry:
         self._base = f"{scheme}://{host}/v2/{repository}/"
         self._origin = Origin.of(self._base)
         self._transport = Transport()
-        self._authorizer = Authorizer(self._transport, host, scheme, find_credentials)
+        self._authorizer = Authorizer(self._transport, host, scheme, partial(find_credentials, repository=repository))
         self._lock = threading.Lock()
         self._addresses: dict[str, tuple[str, float]] = {}
 

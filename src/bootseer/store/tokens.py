@@ -11,8 +11,8 @@ One lock guards it all and is held while a token is fetched: of many readers tha
 the others wait for it. A burst of token requests is how registries start to answer 429.
 
 Logins are those that `docker login` and its kin left behind: in `config.json` in `$DOCKER_CONFIG` or `~/.docker`,
-`auths` hold the secret itself, `credHelpers` and `credsStore` name a program that knows it. They are asked when a
-registry wants to know, not before: helpers may be slow.
+`auths` hold the secret itself, `credHelpers` and `credsStore` name a program that knows it; then those of kubelet's
+plugins (`credential_providers`). They are asked when a registry wants to know, not before: helpers may be slow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.store.credential_providers import find_login
 from bootseer.store.open import is_loopback
 from bootseer.store.transport import Answer, Origin, Transport
 
@@ -48,6 +50,10 @@ class Credentials:
     user: str = ""
     password: str = field(default="", repr=False)
     identity_token: str = field(default="", repr=False)
+    until: float = field(default=math.inf, compare=False)
+    """When (monotonic) it is to be asked for again."""
+    why: str = field(default="", compare=False)
+    """Why there is none, where there should be one."""
 
     @property
     def basic(self) -> str:
@@ -55,8 +61,20 @@ class Credentials:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
-def find_credentials(host: str) -> Credentials | None:
-    """The login for `host[:port]`, None when there is none. Raises `AccessError` when one is there but unusable."""
+def find_credentials(host: str, repository: str = "") -> Credentials:
+    """The login for a repository of `host[:port]`; an empty one when there is none, which may change after its `until`.
+
+    Raises `AccessError` when one is there but unusable.
+    """
+    found = _of_docker(host)
+    if found is not None:
+        return found
+    login, source = find_login(host, repository, os.environ)
+    user, password = (login.username, login.password) if login is not None else ("", "")
+    return Credentials(user, password, until=source.until, why=source.why)
+
+
+def _of_docker(host: str) -> Credentials | None:
     # `Path.home` raises for a user without a name or a home, who has no logins.
     folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")  # noqa: PTH111
     path = Path(folder) / "config.json"
@@ -160,15 +178,14 @@ class Authorizer:
     """Authorization for one registry. `host` is how logins and messages call it."""
 
     def __init__(
-        self, transport: Transport, host: str, scheme: str, find_credentials: Callable[[str], Credentials | None]
+        self, transport: Transport, host: str, scheme: str, find_credentials: Callable[[str], Credentials]
     ) -> None:
         self._transport = transport
         self._host = host
         self._origin = Origin.of(f"{scheme}://{host}")
         self._find = find_credentials
         self._lock = threading.Lock()
-        self._credentials: Credentials | None = None
-        self._looked_up = False
+        self._credentials = Credentials(until=-math.inf)
         self._basic: str | None = None
         self._challenges: dict[str, dict[str, str]] = {}  # by action: what the registry wanted for it
         self._tokens: dict[str, _Token] = {}  # by scope
@@ -213,6 +230,8 @@ class Authorizer:
 
     def denied(self, why: str) -> AccessError:
         """The error for a registry that does not let us in, with what to do about it."""
+        if self._credentials.why:
+            return AccessError(f"{why}: {self._credentials.why}")
         return AccessError(f"{why}; log in with: docker login {self._host}")
 
     def _fetch(self, challenge: dict[str, str], until: float) -> _Token:
@@ -263,13 +282,13 @@ class Authorizer:
 
     def _login(self, target: Origin) -> Credentials | None:
         """The login to be sent to `target`, None when there is none. Raises `AccessError` where it may not go."""
-        if not self._looked_up:
+        if self._credentials.until <= time.monotonic():
             self._credentials = self._find(self._host)
-            self._looked_up = True
-        if self._credentials is not None:
-            # What `target` gives for the login is sent to the registry, and is as good as the login for a while.
-            for receiver in (self._origin, target):
-                _check_receiver(self._origin.host, receiver, os.environ.get(AUTH_HOSTS, ""))
+        if not self._credentials.user and not self._credentials.identity_token:
+            return None
+        # What `target` gives for the login is sent to the registry, and is as good as the login for a while.
+        for receiver in (self._origin, target):
+            _check_receiver(self._origin.host, receiver, os.environ.get(AUTH_HOSTS, ""))
         return self._credentials
 
     @contextmanager

@@ -19,6 +19,7 @@ from bootseer.errors import CorruptError, PermanentError
 
 _PIECE = 1 << 20
 _INPUT = 1 << 16
+_GZIP_INPUT = 1 << 18  # with ratios up to 4 one call, and nothing is copied for the next one
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(bytes([number]) + b"\x2a\x4d\x18" for number in range(0x50, 0x60))
@@ -51,20 +52,29 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
     return (piece for piece in everything if piece)
 
 
+def inflating() -> Any:
+    """What inflates: ISA-L, the extra `convert`, in less than half the time, or zlib with the same interface."""
+    try:
+        return importlib.import_module("isal.isal_zlib")
+    except ImportError:
+        return zlib
+
+
 def _gunzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    member: zlib._Decompress | None = None
+    library = inflating()
+    member: Any = None
     for piece in pieces:
-        for at in range(0, len(piece), _INPUT):
-            data = piece[at : at + _INPUT]
+        for at in range(0, len(piece), _GZIP_INPUT):
+            data = piece[at : at + _GZIP_INPUT]
             while True:
                 if member is None:
                     data = data.lstrip(b"\0")  # some writers fill up with zeros
                     if not data:
                         break
-                    member = zlib.decompressobj(31)
+                    member = library.decompressobj(31)
                 try:
                     output = member.decompress(data, _PIECE)
-                except zlib.error as error:
+                except library.error as error:
                     raise CorruptError(f"damaged gzip data: {error}") from error
                 if output:
                     yield output

@@ -1,0 +1,186 @@
+"""How fast are images converted, and by what is it limited?
+
+The image: files of a Python installation with PyTorch (libraries, sources, data), as layers of gzip level 6, in an OCI
+layout whose files are in memory. The store is a folder. The objects of all arms must be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import resource
+import shutil
+import site
+import tarfile
+import tempfile
+import time
+import zlib
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import ROOT, Benchmark, Must, Outcome
+
+_LAYER_MIB = 96
+_LAYERS = 4
+_FILE_MIB = 64
+"""Of the largest library no more than this, so that a layer is not one file."""
+_METHOD = (
+    "one process; the layout is in the page cache, the store is a new folder for each arm; arms take turns and swap "
+    "order; megabytes of compressed layers for a second; processor time is of all threads, also for reads and writes"
+)
+
+
+def measure(quick: bool) -> Outcome:
+    from bootseer.image.sources import decompress
+
+    rounds = 1 if quick else 5
+    has_isal = decompress.inflating() is not zlib
+    arms = [
+        (layers, library) for layers in (1, _LAYERS) for library in ("isal", "zlib") if has_isal or library == "zlib"
+    ]
+    samples: dict[str, list[float]] = {_name(*arm): [] for arm in arms}
+    cpu: dict[str, list[float]] = {_name(*arm): [] for arm in arms}
+    objects: dict[int, set[str]] = {1: set(), _LAYERS: set()}
+    with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+        images = {layers: _make(Path(folder) / str(layers), layers) for layers in (1, _LAYERS)}
+        sizes = {layers: sum(file.stat().st_size for file in image.rglob("*")) for layers, image in images.items()}
+        for number in range(rounds + 1):
+            for layers, library in arms if number % 2 else reversed(arms):
+                store = Path(folder) / "store"
+                took_s, cpu_s = _convert(images[layers], store, library)
+                objects[layers].add(_digest(store))
+                shutil.rmtree(store)
+                if number:  # the first is thrown away
+                    samples[_name(layers, library)].append(sizes[layers] / took_s / 1e6)
+                    cpu[_name(layers, library)].append(sizes[layers] / cpu_s / 1e6)
+    best = {name: median(values) for name, values in cpu.items()}
+    return Outcome(
+        parameters={"layer_bytes": _LAYER_MIB << 20, "layers": _LAYERS, "compressed_bytes": sizes, "rounds": rounds},
+        samples=samples,
+        unit="MB/s",
+        baselines={_name(layers, "isal"): _name(layers, "zlib") for layers in (1, _LAYERS)},
+        must_reach=[
+            *(
+                Must(
+                    f"ISA-L against zlib by processor time, {layers} layers",
+                    best[_name(layers, "isal")] / best[_name(layers, "zlib")],
+                    1.1,
+                    "times",
+                    at_least=True,
+                )
+                for layers in (1, _LAYERS)
+            ),
+            Must("different results", float(sum(map(len, objects.values())) - 2), 0.0, ""),
+        ],
+        details={"compressed MB for a second of processor": cpu},
+        method=_METHOD,
+    )
+
+
+def _name(layers: int, library: str) -> str:
+    return f"{layers} layer{'s' if layers > 1 else ''}, {library}"
+
+
+def _folder() -> Path:
+    cache = ROOT / ".demo-cache"
+    cache.mkdir(exist_ok=True)
+    return cache
+
+
+def _convert(layout: Path, store: Path, library: str) -> tuple[float, float]:
+    """Seconds, and seconds of processors."""
+    from bootseer.image.conversion.convert import convert
+    from bootseer.image.reference import parse_reference
+    from bootseer.image.sources import decompress
+    from bootseer.image.sources.open import open_source
+    from bootseer.store.open import open_store
+
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    began_s = time.monotonic()
+    found = decompress.inflating
+    try:
+        if library == "zlib":
+            decompress.inflating = lambda: zlib
+        with (
+            closing(open_source(parse_reference(f"oci:{layout}"))) as source,
+            closing(open_store(str(store))) as opened,
+        ):
+            convert(source, opened)
+    finally:
+        decompress.inflating = found
+    took_s = time.monotonic() - began_s
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return took_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _digest(store: Path) -> str:
+    """Of all content that the store holds, by its names."""
+    names = sorted(path.name for path in store.rglob("*") if path.is_file() and len(path.name) == 64)
+    if not names:
+        raise RuntimeError(f"no objects of content in {store}")
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()
+
+
+def _make(folder: Path, layers: int) -> Path:
+    """A layout of so many layers."""
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+    roots = [Path(root) / name for root in site.getsitepackages() for name in ("torch", "numpy", "sympy")]
+    # Mixed, so that each layer has some of everything.
+    files = sorted(
+        (path for root in roots for path in root.rglob("*") if path.is_file()),
+        key=lambda path: _sha(bytes(path.name, "utf-8")),
+    )
+    rows: list[dict[str, Any]] = []
+    diff_ids = []
+    for number in range(layers):
+        plain = _tar(files[number::layers], (_LAYERS // layers) * (_LAYER_MIB << 20))
+        diff_ids.append(_sha(plain))
+        data = gzip.compress(plain, 6, mtime=0)
+        rows.append(_blob(blobs, data, "application/vnd.oci.image.layer.v1.tar+gzip"))
+    config = {"architecture": _architecture(), "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids}}
+    manifest = {
+        "schemaVersion": 2,
+        "config": _blob(blobs, json.dumps(config).encode(), "application/vnd.oci.image.config.v1+json"),
+        "layers": rows,
+    }
+    entry = _blob(blobs, json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    return folder
+
+
+def _tar(files: list[Path], most: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for number, path in enumerate(files):
+            with contextlib.suppress(OSError):
+                data = path.read_bytes()[: min(_FILE_MIB << 20, most - buffer.tell())]
+                member = tarfile.TarInfo(f"f/{number % 200}/{number}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+            if buffer.tell() >= most:
+                break
+    return buffer.getvalue()
+
+
+def _blob(blobs: Path, data: bytes, kind: str) -> dict[str, Any]:
+    (blobs / _sha(data).removeprefix("sha256:")).write_bytes(data)
+    return {"mediaType": kind, "digest": _sha(data), "size": len(data)}
+
+
+def _sha(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+
+
+BENCHMARK = Benchmark("convert", "How fast are images converted?", measure)

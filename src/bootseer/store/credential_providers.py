@@ -1,0 +1,264 @@
+"""Logins from kubelet's credential provider plugins: programs on a node that know logins for its cloud's registries.
+
+    BOOTSEER_CREDENTIAL_PROVIDER_CONFIG    a CredentialProviderConfig (YAML or JSON), or a folder of such files
+    BOOTSEER_CREDENTIAL_PROVIDER_BIN_DIR   where the programs lie
+
+They are what kubelet's options `--image-credential-provider-config` and `--image-credential-provider-bin-dir` name. A
+plugin gets a CredentialProviderRequest on its standard input and answers with logins by registry, and for how long and
+for which images they may be kept: in memory, by each process for itself. A plugin that fails costs one line and is
+asked again a minute later; meanwhile there is no login, which public images do not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as member
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from bootseer.errors import AccessError, PermanentError, UsageError
+from bootseer.logs import logger
+
+CONFIG = "BOOTSEER_CREDENTIAL_PROVIDER_CONFIG"
+PROGRAMS = "BOOTSEER_CREDENTIAL_PROVIDER_BIN_DIR"
+_LOG = logger(__name__)
+_PLUGIN_S = 60.0
+_FAILED_S = 60.0
+_MAX_BYTES = 1 << 20
+_SCHEMA = "credentialprovider.kubelet.k8s.io/"
+_DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DOCKER_HUB = ("registry-1.docker.io", "index.docker.io")
+
+
+class _Variable(msgspec.Struct):
+    name: str
+    value: str = ""
+
+
+class _Provider(msgspec.Struct):
+    name: str
+    matchImages: list[str]  # noqa: N815 - the format's own names
+    defaultCacheDuration: str  # noqa: N815
+    apiVersion: Literal[  # noqa: N815
+        "credentialprovider.kubelet.k8s.io/v1",
+        "credentialprovider.kubelet.k8s.io/v1beta1",
+        "credentialprovider.kubelet.k8s.io/v1alpha1",
+    ]
+    args: list[str] = []
+    env: list[_Variable] | None = None
+    tokenAttributes: dict[str, Any] | None = None  # noqa: N815
+
+
+class _Config(msgspec.Struct):
+    apiVersion: Literal["kubelet.config.k8s.io/v1", "kubelet.config.k8s.io/v1beta1", "kubelet.config.k8s.io/v1alpha1"]  # noqa: N815
+    kind: Literal["CredentialProviderConfig"]
+    providers: list[_Provider]
+
+
+class Login(msgspec.Struct):
+    """One login of an answer."""
+
+    username: str = ""
+    password: str = ""
+
+
+class _Answer(msgspec.Struct):
+    apiVersion: str  # noqa: N815
+    kind: Literal["CredentialProviderResponse"]
+    cacheKeyType: Literal["Image", "Registry", "Global"]  # noqa: N815
+    auth: dict[str, Login] | None = None
+    cacheDuration: str | None = None  # noqa: N815
+
+
+class Found(NamedTuple):
+    """What plugins say of an image."""
+
+    logins: Mapping[str, Login] = {}
+    """By registry, or pattern of registries."""
+    until: float = math.inf
+    """When (monotonic) they are to be asked again."""
+    why: str = ""
+    """What failed, for people."""
+
+
+def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Login | None, Found]:
+    """The login for `host[:port]/repository` by the plugins that `env` names, and where it is from.
+
+    None where no plugin has one, or it fails, which is logged.
+    """
+    config, programs = env.get(CONFIG, ""), env.get(PROGRAMS, "")
+    if not config:
+        return None, Found()
+    image = f"{'docker.io' if host in _DOCKER_HUB else host}/{repository}"
+    why, until = "", math.inf
+    try:
+        plugins = _plugins(config, programs, _changed(Path(config)))
+    except UsageError as error:
+        _LOG.warning("%s is asked for without a login: %s", image, error)
+        return None, Found({}, time.monotonic() + _FAILED_S, str(error))
+    for plugin in plugins:
+        if any(matches(pattern, image) for pattern in plugin.provider.matchImages):
+            found = plugin.ask(image)
+            why, until = why or found.why, min(until, found.until)
+            # The longest name is the most exact one.
+            for name in sorted(found.logins, key=len, reverse=True):
+                if matches(name, image):
+                    return found.logins[name], found
+    return None, Found({}, until, why)
+
+
+def check_providers(env: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a configuration that cannot be used, and for programs that are not there."""
+    if config := env.get(CONFIG, ""):
+        _plugins(config, env.get(PROGRAMS, ""), _changed(Path(config)))
+
+
+def matches(pattern: str, image: str) -> bool:
+    """Whether an image, `host[:port]/path`, is one of a pattern of kubelet's: as many parts between dots in the host,
+    each by its own wildcards, the same port, and a path that begins as the pattern's does."""
+    host, _, path = pattern.partition("://")[2].partition("/") if "://" in pattern else pattern.partition("/")
+    wanted_host, _, wanted_path = image.partition("/")
+    name, _, port = host.partition(":")
+    wanted_name, _, wanted_port = wanted_host.partition(":")
+    parts, wanted = name.split("."), wanted_name.split(".")
+    return (
+        port == wanted_port
+        and len(parts) == len(wanted)
+        and wanted_path.startswith(path)
+        and all(fnmatchcase(one, part.replace("[^", "[!")) for part, one in zip(parts, wanted, strict=True))
+    )
+
+
+@dataclass
+class _Plugin:
+    provider: _Provider
+    program: Path
+    lock: threading.Lock = member(default_factory=threading.Lock)
+    kept: dict[tuple[str, str], Found] = member(default_factory=dict)
+    """By the kind of the key and the key."""
+
+    def ask(self, image: str) -> Found:
+        keys = {"Image": image, "Registry": image.partition("/")[0], "Global": ""}
+        with self.lock:  # one program at a time: of many pulls one asks, the others wait for its answer
+            now = time.monotonic()
+            self.kept = {key: found for key, found in self.kept.items() if found.until > now}
+            for key in keys.items():
+                if key in self.kept:
+                    return self.kept[key]
+            try:
+                answer = self._ask(image)
+                lasts_s = seconds(answer.cacheDuration or self.provider.defaultCacheDuration)
+                found = Found(answer.auth or {}, time.monotonic() + lasts_s)
+                self.kept[answer.cacheKeyType, keys[answer.cacheKeyType]] = found
+            except AccessError as error:
+                _LOG.warning("%s is asked for without a login: %s", image, error)
+                found = Found({}, time.monotonic() + _FAILED_S, str(error))
+                self.kept["Image", image] = found
+            return found
+
+    def _ask(self, image: str) -> _Answer:
+        provider = self.provider
+        request = {"apiVersion": provider.apiVersion, "kind": "CredentialProviderRequest", "image": image}
+        who = f"credential provider {provider.name}"
+        try:
+            ended = subprocess.run(
+                [self.program, *provider.args],
+                input=json.dumps(request).encode(),
+                capture_output=True,
+                timeout=_PLUGIN_S,
+                check=False,
+                env={**os.environ, **{variable.name: variable.value for variable in provider.env or ()}},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AccessError(f"{who} did not answer in {_PLUGIN_S:g} s") from error
+        except (OSError, ValueError) as error:
+            raise AccessError(f"{who} does not run: {error}") from error
+        if ended.returncode:
+            words = ended.stderr[-200:].decode(errors="replace").strip()
+            raise AccessError(f"{who} ended with {ended.returncode}: {words!r}")
+        try:
+            answer = msgspec.json.decode(ended.stdout[:_MAX_BYTES], type=_Answer)
+            seconds(answer.cacheDuration or "0")
+        except (msgspec.MsgspecError, PermanentError) as error:
+            # Not what it said: that may hold a password.
+            raise AccessError(f"{who} answered with something that is not a CredentialProviderResponse") from error
+        if answer.apiVersion != provider.apiVersion:
+            raise AccessError(
+                f"{who} answers as {answer.apiVersion[:80]!r}, its configuration says {provider.apiVersion}"
+            )
+        return answer
+
+
+def seconds(text: str) -> float:
+    """Of a duration as Go writes it, `1h30m`. Raises `PermanentError` for another text."""
+    if not _DURATION.fullmatch(text):
+        raise PermanentError(f"{text[:40]!r} is not a duration as 12h or 1h30m")
+    return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(r"(\d+\.?\d*)([a-zµ]+)", text))
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or those of a folder in the order of their names, as kubelet takes them."""
+    if not path.is_dir():
+        return [path]
+    return sorted(one for one in path.iterdir() if one.suffix in (".json", ".yaml", ".yml") and one.is_file())
+
+
+def _changed(path: Path) -> tuple[tuple[str, int], ...]:
+    """What tells whether the configuration is still the one that was read."""
+    try:
+        return tuple((str(one), one.stat().st_mtime_ns) for one in _files(path))
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+
+
+@lru_cache(maxsize=1)
+def _plugins(config: str, programs: str, _changed: tuple[tuple[str, int], ...]) -> Sequence[_Plugin]:
+    if not programs:
+        raise UsageError(f"{CONFIG} is set without {PROGRAMS}", hint="name the folder of the plugins too")
+    found = list(itertools.chain.from_iterable(_read(path, Path(programs)) for path in _files(Path(config))))
+    names = [plugin.provider.name for plugin in found]
+    if len(names) > len(set(names)):
+        raise _unusable(Path(config), "two providers have the same name")
+    return found
+
+
+def _read(path: Path, programs: Path) -> Iterator[_Plugin]:
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        with path.open("rb") as file:
+            config = msgspec.convert(yaml.safe_load(file.read(_MAX_BYTES)), _Config)
+        for provider in config.providers:
+            if not provider.matchImages or not re.fullmatch(r"[^/]+", provider.name) or provider.name in (".", ".."):
+                raise PermanentError(f"provider {provider.name[:80]!r} has no usable name, or no matchImages")
+            seconds(provider.defaultCacheDuration)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    except (yaml.YAMLError, msgspec.ValidationError, PermanentError, RecursionError) as error:
+        raise _unusable(path, " ".join(str(error).split())[:300]) from error
+    for provider in config.providers:
+        if (provider.tokenAttributes or {}).get("requireServiceAccount"):
+            _LOG.info("%s: provider %s needs the pod's service account and is left out", path, provider.name)
+            continue
+        program = programs / provider.name
+        if not os.access(program, os.X_OK):
+            raise UsageError(f"{program}: no such program", hint=f"{path} names it; set {PROGRAMS}")
+        yield _Plugin(provider, program)
+
+
+def _unusable(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path}: not a usable CredentialProviderConfig: {why}", hint=f"mend it, or unset {CONFIG}")
