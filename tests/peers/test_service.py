@@ -91,7 +91,15 @@ def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockS
     assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
 
 
-@pytest.mark.parametrize("level", Level)
+def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, source: BlockSource) -> None:
+    node.job.register_blocks(source)
+    with pytest.raises(TransientError, match="could not get it"):
+        node.ask(index, 1, Level.HELD)
+    node.ask(index, 1)
+    assert node.ask(index, 1, Level.HELD) == DATA[BLOCK : 2 * BLOCK]
+
+
+@pytest.mark.parametrize("level", [Level.RACK, Level.GLOBAL])
 def test_a_missing_block_is_fetched_once_for_all_and_kept(
     node: Node, index: Index, source: BlockSource, tmp_path: Path, level: Level
 ) -> None:

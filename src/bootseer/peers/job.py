@@ -4,6 +4,7 @@
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
+    files/IDENTITY.ahead names of nodes that asked for it before any process here did: they have read it already
     state.json          what the service has done, for `report` and `status`
     began               made when training begins: from then on the network belongs to it
 
@@ -14,6 +15,7 @@ All files are replaced as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -38,6 +40,8 @@ _LOOK_EVERY_S: Final = 0.5
 _BURST_S: Final = 0.05
 _MAX_WAIT_S: Final = 1.0
 _MAX_BYTES: Final = 16 << 20
+_MAX_AHEAD: Final = 16
+_MAX_UNKNOWN: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class JobPeers:
         self._read: tuple[int, int] | None = None
         self._members = Members((), "")
         self._limit: int | None = None
+        self._ahead: dict[str, frozenset[str]] = {}
         self._paid_until_s = float("-inf")
         """When what came so far would have come at the limit."""
 
@@ -137,6 +142,27 @@ class JobPeers:
         except (OSError, ValueError):
             return None
         return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
+
+    def note_ahead(self, identity: str, node: str) -> None:
+        """A node has asked for a file that this one does not use, or not yet: if it ever does, that node has it."""
+        with self._lock:
+            known = self._ahead.get(identity, frozenset())
+            if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) >= _MAX_UNKNOWN:
+                return
+            self._ahead[identity] = known | {node}
+            listed = sorted(self._ahead[identity])
+        with contextlib.suppress(OSError):  # without it more comes from the store
+            _replace(self._file(identity, "ahead"), json.dumps(listed).encode())
+
+    def ahead(self, identity: str) -> frozenset[str]:
+        """Nodes that had begun to read a file before any process of this node did. The same object each time."""
+        with self._lock:
+            if identity not in self._ahead:
+                try:  # all that will be noted was noted before the file was registered
+                    self._ahead[identity] = frozenset(json.loads(self._file(identity, "ahead").read_bytes()))
+                except (OSError, ValueError, TypeError):
+                    self._ahead[identity] = frozenset()
+            return self._ahead[identity]
 
     def identities(self) -> set[str]:
         """Of all files that are registered by now."""

@@ -31,7 +31,7 @@ _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 _FILLING_EVERY_S: Final = 0.1
-_SOON_S: Final = 1.0
+_SOON_S: Final = 3.0
 """So long after the first request for a file this node may still begin to read it. A job whose nodes read different
 files pays it once for each."""
 _MAX_UNKNOWN: Final = 4096
@@ -75,16 +75,19 @@ class Server:
         *,
         name: str = "",
         max_rate: int | None = None,
+        on_unknown: Callable[[str, str], object] = lambda file, sender: None,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
-        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together.
+        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
+        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet.
         """
         self._name = name
         self._listening = listening
         self._secret = secret
         self._find = find
         self._max_rate = max_rate
+        self._on_unknown = on_unknown
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -213,6 +216,7 @@ class Server:
             self.served.requests += 1
         content = self._find_soon(connection, request.file)
         if content is None:
+            self._on_unknown(request.file, request.sender)
             connection.send(encode_answer(404))
         elif request.start + request.length > content.size_bytes:
             connection.send(encode_answer(416))

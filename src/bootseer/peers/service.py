@@ -30,7 +30,7 @@ from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
-from bootseer.peers.origins import PeerGroup
+from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import is_identity
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
@@ -63,8 +63,8 @@ class BlockFiles:
         self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
-        self._owners: PeerGroup | None = None
-        """Whom an owner in a rack asks: the global owners, and no others."""
+        self._groups: list[PeerGroup] = []
+        """Which nodes a global owner asks, and an owner in a rack: never one that would ask a node like itself."""
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
         """An `Opener`."""
@@ -76,13 +76,15 @@ class BlockFiles:
             self._stores[place] = open_store(source.store, plain_http=source.plain_http)
         cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
-        if self._owners is None:
-            self._owners = PeerGroup(job, levels=frozenset({Level.GLOBAL}))
+        if not self._groups:
+            asked = ({Level.HELD}, {Level.HELD, Level.GLOBAL})
+            self._groups = [PeerGroup(job, levels=frozenset(levels)) for levels in asked]
         add = partial(self._fetcher.add, source.index, self._stores[place], cached)
+        ahead, owners = (FilePeers(group, source.index) for group in self._groups)
         return _BlockFile(
             cached,
             self._fetcher,
-            {Level.GLOBAL: add(), Level.RACK: add(peers=self._owners.file(source.index, *place, source.cache))},
+            {Level.GLOBAL: add(peers=ahead), Level.RACK: add(peers=owners)},
         )
 
     def figures(self) -> dict[str, object]:
@@ -93,8 +95,8 @@ class BlockFiles:
     def close(self) -> None:
         """End all fetching."""
         self._fetcher.close(1.0)
-        if self._owners is not None:
-            self._owners.close()
+        for group in self._groups:
+            group.close()
         for cached in self._cached:
             cached.close()
         for store in self._stores.values():
@@ -114,6 +116,9 @@ class _BlockFile:
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         if not self._cached.missing(start, length):
             return True
+        if level not in self._numbers:
+            done(TransientError("it is not here"))
+            return False
 
         def fetched(answer: object) -> None:
             problem = answer if isinstance(answer, BootseerError) else None
@@ -203,7 +208,12 @@ class Service:
         if listening:
             own = self._source.own
             self._server = Server(
-                listening, self._secret, self._find, name=own.name if own else "", max_rate=self._limits.before
+                listening,
+                self._secret,
+                self._find,
+                name=own.name if own else "",
+                max_rate=self._limits.before,
+                on_unknown=self._job.note_ahead,
             )
 
     def _follow_members(self) -> None:
