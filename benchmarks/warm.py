@@ -1,5 +1,5 @@
-"""What a warm parent saves: eight ranks that import the demo's stack, a recorded start of the demo's job, and a restart in
-place of it behind the SIGKILL of its launcher."""
+"""What a warm parent saves: eight ranks that import the demo's stack, a recorded start of the demo's job, and
+its restart in place behind the SIGKILL of its launcher."""
 
 from __future__ import annotations
 
