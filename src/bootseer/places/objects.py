@@ -118,19 +118,13 @@ class ObjectPlace(SmallReads):
         folder = self._folder(path)
         found = self._listed(folder.prefix)
         links = {name_of(link["path"]): link for link in self._listed(f"{folder.prefix}{_LINKS}/")["objects"]}
-        entries = []
-        for prefix in found["common_prefixes"]:
-            name = name_of(prefix.rstrip("/"))
-            if name not in links and name not in _OWN:
-                entries.append(_folder_entry(join(path, name), 0))
-        for name, link in links.items():
-            if link["size"]:
-                entries.append(_folder_entry(join(path, name), _time_ns(link)))
-        for one in found["objects"]:
-            name = name_of(one["path"])
-            if name not in _OWN:
-                entries.append(_entry(join(path, name), one))
-        return iter(entries)
+        plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
+        files = {name_of(one["path"]): one for one in found["objects"]}
+        return iter([
+            *(_folder_entry(join(path, name), 0) for name in plain),
+            *(_folder_entry(join(path, name), _time_ns(link)) for name, link in links.items() if link["size"]),
+            *(_entry(join(path, name), one) for name, one in files.items() if name not in _OWN),
+        ])  # fmt: skip
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> ObjectFile:
         key = self._key(path)
