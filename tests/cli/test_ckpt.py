@@ -200,7 +200,7 @@ def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (("list", "s3://bucket/x"), 2),
+        (("list", "ftp://bucket/x"), 2),
         (("list", "nowhere"), 1),
         (("get", "nowhere/step-1"), 1),
         (("verify", "nowhere/step-1"), 1),

@@ -81,7 +81,7 @@ def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(
 def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, ckpt: Ckpt) -> None:
     (tmp_path / "file").touch()
     for words, part in (
-        (("mount", "s3://bucket", tmp_path / "m"), "not a place for checkpoints"),
+        (("mount", "ftp://bucket", tmp_path / "m"), "not a place for checkpoints"),
         (("mount", tmp_path / "none", tmp_path / "m"), "there is no file"),
         (("mount", tmp_path / "file", tmp_path / "m"), "a directory"),
         (("mount", tmp_path / "place", tmp_path / "m", "--memory", "much"), "is not a size"),

@@ -15,8 +15,17 @@ SMALL = [f"--what-if={change}" for change in ("image.gb=0.2", "environment.gb=0.
 
 def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     words = ["simulate", "--nodes", "2", "--arm", "bootseer", *SMALL]
-    shown = run(*words, "--events", str(tmp_path))
+    page = tmp_path / "figures.html"
+    shown = run(*words, "--events", str(tmp_path), "--html", str(page))
     assert shown.returncode == 0, shown.stderr
+    digest = shown.stdout.split("parameters ")[1].split(",")[0]
+    drawn = page.read_text()
+    # A figure that is shown alone says what it is, and of what.
+    for figure in drawn.split("<figure ")[1:]:
+        assert "<b>Simulated.</b>" in figure
+        assert f"moe ({digest}); seed 0" in figure
+    assert drawn.count("<svg") == 3
+    assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "Simulated: parameters " in shown.stdout
     (start,) = json.loads(run(*words, "--json").stdout)["starts"]
     assert (start["nodes"], start["arm"]) == (2, "bootseer")

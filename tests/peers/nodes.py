@@ -36,7 +36,8 @@ class Node:
         self._opening = threading.Lock()
         listening = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(name, (f"127.0.0.1:{listening.getsockname()[1]}",))
-        self.server = Server([listening], SECRET, self._find, name=name)
+        self.server = Server([listening], SECRET, self._find, name=name, on_unknown=self.job.note_ahead)
+        self.uses_the_file = True
 
     def meet(self, peers: Iterable[Peer]) -> None:
         """These are the job's nodes."""
@@ -60,6 +61,8 @@ class Node:
         self.cached.close()
 
     def _find(self, identity: str) -> Content | None:
+        if not self.uses_the_file:
+            return None
         with self._opening:
             if self._contents.get(identity) is None:
                 self._contents[identity] = self.blocks.open(self.job, identity)

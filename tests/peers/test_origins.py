@@ -143,6 +143,19 @@ def test_lists_that_differ_make_no_node_wait_for_another(job: Job) -> None:
     assert sum(node.group.health.hedges for node in job.nodes) == 0
 
 
+def test_nodes_that_come_late_to_a_file_get_it_from_those_that_were_ahead(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.0)
+    for node in job.nodes[2:]:
+        node.uses_the_file = False
+    job.read_all(job.nodes[:2])
+    for node in job.nodes[2:]:
+        node.uses_the_file = True
+    job.read_all(job.nodes[2:])
+    assert job.copies == 1.0
+
+
 def test_a_node_that_joins_in_mid_start_takes_part(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bootseer.peers.job._LOOK_EVERY_S", 0.0)
     for node in job.nodes[:3]:

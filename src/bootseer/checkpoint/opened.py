@@ -27,7 +27,7 @@ from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
-from bootseer.places import open_place
+from bootseer.places import BUCKETS, open_place
 from bootseer.places.place import IsFolderError, Place
 
 _LOG = logger(__name__)
@@ -128,13 +128,14 @@ theirs would speak on their connections."""
 
 
 def opened(uri: str | os.PathLike[str]) -> Opened:
-    """What `hdfs://namenode/path`, `file:///path` or a path names. Raises `UsageError` for other addresses."""
+    """What `hdfs://namenode/path`, `s3://bucket/path`, `file:///path` or a path names. Raises `UsageError` for other
+    addresses."""
     root, path = split(os.fspath(uri))
     return opened_below(root, path)
 
 
 def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
-    """What lies at `path` below the root of a file system: `hdfs://namenode/` or `file:///`.
+    """What lies at `path` below the root of a file system: `hdfs://namenode/`, `s3://bucket/` or `file:///`.
 
     `follow=False`: of a link in a folder, the link itself and not what it leads to.
     """
@@ -183,15 +184,15 @@ def split(uri: str) -> tuple[str, str]:
     authority, _, path = rest.partition("/")
     if scheme == "file" and not authority:
         return FOLDERS, "/" + unquote(path)
-    if scheme != "hdfs":
-        raise UsageError(f"{uri}: checkpoints are read from hdfs:// or file://", hint="hdfs://NAMENODE/PATH or a path")
-    return f"hdfs://{authority}/", path
+    if scheme not in ("hdfs", *BUCKETS):
+        raise UsageError(f"{uri} is no place for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path")
+    return f"{scheme}://{authority}/", path
 
 
 def job_peers(uri: str, env: Mapping[str, str]) -> JobPeers | None:
     """The nodes that read the same checkpoints in this job; None where they do not share what they read. A folder is
     not asked for over one link by all of them, and may be another one on each."""
-    if not uri.startswith("hdfs://"):
+    if not uri.startswith(("hdfs://", *(f"{scheme}://" for scheme in BUCKETS))):
         return None
     try:
         return JobPeers.of_environment(env)

@@ -46,12 +46,13 @@ _VERBS = {
 def ckpt_command() -> None:
     """Checkpoints whose files are spread over the nodes of the storage, and ordinary ones.
 
-    A place is hdfs://host:port/dir, file:///dir or the path of a folder. A job is a folder with checkpoints in it.
+    A place is hdfs://host:port/dir, s3://bucket/dir (gs, az), file:///dir or the path of a folder. A job is a folder
+    with checkpoints in it.
 
     \b
     bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        for training code as it is
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
-    bootseer ckpt list hdfs://namenode/jobs/moe
+    bootseer ckpt list s3://checkpoints/moe
     bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
     """
 

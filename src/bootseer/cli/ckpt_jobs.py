@@ -192,7 +192,8 @@ def _stat_lines(uri: str, found: Anatomy) -> list[str]:
     entry = found.info.entry
     kind = "striped" if found.info.is_striped else "ordinary"
     lines = [
-        f"{uri}: {kind}, {format_bytes(found.info.size_bytes)}, mode {entry.mode:04o}, {entry.owner}:{entry.group}"
+        f"{uri}: {kind}, {format_bytes(found.info.size_bytes)}, mode {entry.mode:04o}"
+        + (f", {entry.owner}:{entry.group}" if entry.owner else "")
     ]
     for node, size_bytes in sorted(found.bytes_by_node.items()):
         lines.append(f"  {node}  {format_bytes(size_bytes)}")

@@ -39,7 +39,7 @@ _PATH = click.Path(path_type=Path)
 def mount_command(
     uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, output: Output, **values: Any
 ) -> None:
-    """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, file:///… or the path of a folder.
+    """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, s3://…, file:///… or a path.
 
     Striped files are files like all others there, and new files become striped ones when they are closed.
 

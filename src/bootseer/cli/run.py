@@ -28,6 +28,7 @@ def run_command(ctx: click.Context, /, **values: object) -> int:
     bootseer run --job moe --requirements requirements.txt -- torchrun train.py
     bootseer run --requirements uv.lock -- torchrun train.py
     bootseer run --began-pattern 'step 1 .*loss' -- ./train
+    bootseer run --restarts 3 --restart-delay 10 -- torchrun train.py
     BOOTSEER_DISABLE=1 turns it into a plain exec of COMMAND.
     """
     return start(values, command_of(ctx))

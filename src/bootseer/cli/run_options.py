@@ -133,6 +133,15 @@ OPTIONS = (
         choices=("auto", "on", "off"),
         default="off",
     ),
+    Option(
+        "restarts",
+        ("--restarts",),
+        "Start the command again in place, so often, when it dies for a transient reason (default: 0;"
+        " see docs/restarts.md).",
+        COUNT,
+        default=0,
+    ),
+    Option("restart_delay", ("--restart-delay",), "Seconds to wait before that.", COUNT, most=86_400, default=0),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
     *CHECKPOINT,
     *PEERS,
@@ -188,6 +197,8 @@ def start(values: Values, command: Sequence[str]) -> int:
 
         settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
+    if settings["restart_delay"] and not settings["restarts"]:
+        raise UsageError("--restart-delay says nothing without restarts", hint="give --restarts N too")
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:

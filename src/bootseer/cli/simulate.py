@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ from bootseer.cli.output import Output, table
 from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
+    from bootseer.sim.scenario import Scenario
     from bootseer.sim.start import Outcome
 
 
@@ -31,6 +32,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option("--what-if", "changes", multiple=True, metavar="TABLE.FIELD=VALUE",
               help="Another value of the scenario, such as links.node-gbit=100; may be repeated.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Of all that is random.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="So many, from --seed on.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures there.")
 @click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
 @json_option("bootseer.simulation/1")
@@ -40,6 +43,8 @@ def simulate_command(
     arms: tuple[str, ...],
     changes: tuple[str, ...],
     seed: int,
+    seeds: int,
+    html: Path | None,
     events: Path | None,
     output: Output,
 ) -> None:
@@ -49,7 +54,7 @@ def simulate_command(
 
     \b
     bootseer simulate
-    bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer
+    bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
     from bootseer.sim.scenario import read_scenario
@@ -59,15 +64,15 @@ def simulate_command(
     for arm in arms:
         if arm not in ARMS:
             raise UsageError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
-    plan = [(number, arm) for number in wanted.nodes for arm in arms or ARMS]
+    plan = [(number, arm, one) for number in wanted.nodes for arm in arms or ARMS for one in range(seed, seed + seeds)]
     done: list[Outcome] = []
-    for at, (number, arm) in enumerate(plan):
+    for at, (number, arm, one) in enumerate(plan):
         if sys.stderr.isatty():
             click.echo(f"\r\033[K{at + 1} of {len(plan)}: {arm}, {number} nodes ", nl=False, err=True)
-        outcome = simulate(wanted, number, arm, seed)
+        outcome = simulate(wanted, number, arm, one)
         done.append(outcome)
         if events is not None:
-            _write(events, outcome, wanted.name)
+            _write(events, outcome, wanted.name + (f"-seed{one}" if seeds > 1 else ""))
     if sys.stderr.isatty():
         click.echo("\r\033[K", nl=False, err=True)
     columns = ("image", "env", "imports", "ckpt", "start s", "registry GB", "peers GB")
@@ -78,9 +83,25 @@ def simulate_command(
         figures = [*(stages[name]["max_s"] for name in names), outcome.began_s]
         figures += [outcome.registry_bytes / 1e9, outcome.peer_bytes / 1e9]
         rows.add_row(str(outcome.nodes), outcome.arm, *(f"{figure:,.1f}" for figure in figures))
-    said = f"Simulated: parameters {wanted.digest}, seed {seed}. Seconds of the slowest node."
+    drawn = f"seed {seed}" if seeds == 1 else f"seeds {seed} to {seed + seeds - 1}"
+    said = f"Simulated: parameters {wanted.digest}, {drawn}. Seconds of the slowest node."
     document = {"simulated": True, "scenario": wanted.name, "parameters": wanted.digest, "seed": seed}
-    output({**document, "starts": [outcome.as_json() for outcome in done]}, rows, said)
+    document["starts"] = [outcome.as_json() for outcome in done]
+    if html is not None:
+        _draw(html, document, wanted)
+    output(document, rows, said)
+
+
+def _draw(html: Path, document: dict[str, Any], wanted: Scenario) -> None:
+    from bootseer.sim.figures import figures_of, page
+
+    text = page(
+        f"Simulated starts: {wanted.name}", figures_of(document), {f"{wanted.name} ({wanted.digest})": wanted.text}
+    )
+    try:
+        html.write_text(text)
+    except OSError as error:
+        raise PermanentError(f"{html}: {error.strerror}") from error
 
 
 def _write(folder: Path, outcome: Outcome, name: str) -> None:

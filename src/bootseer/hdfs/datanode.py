@@ -12,6 +12,7 @@ No call waits longer than the socket's time-out for a byte: Linux's own (`SO_RCV
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import socket
 import struct
@@ -111,12 +112,7 @@ class DataNodeConnection:
         protection, self._protection = self._protection, None
         if protection is None:
             return
-
-        def receive(length: int) -> bytes:
-            data = bytearray(length)
-            self.receive([memoryview(data)], on_silence)
-            return bytes(data)
-
+        receive = functools.partial(self.receive_bytes, on_silence=on_silence)
         self._channel = protection.log_in(int(self._found[0][4][1]), token, self.send, receive)
 
     def send(self, data: bytes) -> None:
@@ -137,6 +133,15 @@ class DataNodeConnection:
             left -= got
             if left:
                 views = _behind(views, got)
+
+    def receive_bytes(self, length: int, on_silence: Callable[[float], None]) -> bytes:
+        """The next bytes, for few of them."""
+        if length <= len(self._early):
+            data, self._early = self._early[:length], self._early[length:]
+            return bytes(data)
+        room = bytearray(length)
+        self.receive([memoryview(room)], on_silence)
+        return bytes(room)
 
     def receive_early(self, on_silence: Callable[[float], None]) -> None:
         """Wait for the next bytes and take as many as are there, up to a few KiB: `receive` hands them out.
@@ -228,37 +233,21 @@ class BlockRead:
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
         connection.log_in(block.token, on_silence)
         connection.send(_READ_BLOCK + delimited(request))
-        if patience_s is not None:
+        if patience_s is not None and patience_s < connection.silent_s:
             connection.wait(patience_s)
         try:
             connection.receive_early(on_silence)
-            self._begin(offset, check, strict)
+            self._kind, self._chunk, self._at = _parse_answer(self._delimited())
+            self._has_sums = check and self._kind != checksums.NONE
+            if strict and not self._has_sums:
+                raise UncheckedError
+            self._skip = offset - self._at
+            if not 0 <= self._skip < self._chunk or self._at % self._chunk:
+                raise MalformedError(f"bytes from {self._at} on where {offset} was asked")
             self._sequence = 0
-            self._head = bytearray(_HEADER_BYTES)
-            connection.receive([memoryview(self._head)], on_silence)
-            self._size = self._checked(memoryview(self._head))
+            self._size = self._checked(memoryview(connection.receive_bytes(_HEADER_BYTES, on_silence)))
         except MalformedError as error:
             raise DataNodeError(f"its answer is malformed: {error}") from error
-
-    def _begin(self, offset: int, check: bool, strict: bool) -> None:
-        """The answer in front of the packets."""
-        answer = Message(self._delimited())
-        status = answer.number(1)
-        if status != _SUCCESS:
-            said = answer.text(5, "").partition("\n")[0][:200]
-            raise RefusedError(said or f"it answers with status {status}", token=status == _TOKEN)
-        info = answer.message(4)
-        sums = info.message(1)
-        self._kind, self._chunk = sums.number(1), sums.number(2)
-        if self._kind not in checksums.KINDS or not 0 < self._chunk <= _MAX_CHUNK_BYTES:
-            raise MalformedError(f"checksums of kind {self._kind} for {self._chunk} bytes")
-        self._has_sums = check and self._kind != checksums.NONE
-        if strict and not self._has_sums:
-            raise UncheckedError
-        self._at = info.number(2)
-        self._skip = offset - self._at
-        if not 0 <= self._skip < self._chunk or self._at % self._chunk:
-            raise MalformedError(f"bytes from {self._at} on where {offset} was asked")
 
     def next_bytes(self) -> int:
         """How many of the bytes that are still wanted the next `receive` brings; 0 at the end."""
@@ -390,19 +379,30 @@ class BlockRead:
 
     def _delimited(self) -> bytes:
         """A message behind its length. Byte by byte, because what follows it belongs to the next read."""
-        length = bytearray()
+        receive, length = self._connection.receive_bytes, b""
         while not length or length[-1] > 0x7F:
             if len(length) == MAX_VARINT_BYTES:
                 raise MalformedError("a varint does not end")
-            byte = bytearray(1)
-            self._connection.receive([memoryview(byte)], self._on_silence)
-            length += byte
-        num_bytes, _ = read_varint(bytes(length), 0)
+            length += receive(1, self._on_silence)
+        num_bytes, _ = read_varint(length, 0)
         if num_bytes > _MAX_ANSWER_BYTES:
             raise MalformedError(f"an answer of {num_bytes} bytes")
-        answer = bytearray(num_bytes)
-        self._connection.receive([memoryview(answer)], self._on_silence)
-        return bytes(answer)
+        return receive(num_bytes, self._on_silence)
+
+
+@functools.lru_cache(64)
+def _parse_answer(data: bytes) -> tuple[int, int, int]:
+    """Kind of the checksums, bytes under each, and where the data begin. The same again for nearly all small files."""
+    answer = Message(data)
+    status = answer.number(1)
+    if status != _SUCCESS:
+        said = answer.text(5, "").partition("\n")[0][:200]
+        raise RefusedError(said or f"it answers with status {status}", token=status == _TOKEN)
+    info = answer.message(4)
+    kind, chunk_bytes = map(info.message(1).number, (1, 2))
+    if kind not in checksums.KINDS or not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
+        raise MalformedError(f"checksums of kind {kind} for {chunk_bytes} bytes")
+    return kind, chunk_bytes, info.number(2)
 
 
 def _behind(views: list[memoryview], length: int) -> list[memoryview]:

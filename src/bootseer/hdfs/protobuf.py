@@ -12,6 +12,7 @@ MAX_VARINT_BYTES: Final = 10
 _VARINT, _COUNTED = 0, 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _KINDS: Final = {_VARINT, _COUNTED, *_FIXED_BYTES}
+_SHIFTS: Final = range(0, 7 * MAX_VARINT_BYTES, 7)
 _MASK = (1 << 64) - 1
 _EMPTY: Final[list[int | bytes]] = []
 _ONE_BYTE: Final = [bytes((number,)) for number in range(0x80)]
@@ -54,13 +55,12 @@ def delimited(message: bytes) -> bytes:
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """The integer that begins at `at`, and where it ends."""
-    value = shift = 0
-    for position in range(at, min(at + MAX_VARINT_BYTES, len(data))):
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
+    value = 0
+    for shift, byte in zip(_SHIFTS, data[at : at + MAX_VARINT_BYTES], strict=False):
+        at += 1
         if byte < 0x80:
-            return value & _MASK, position + 1
-        shift += 7
+            return (value | byte << shift) & _MASK, at
+        value |= (byte & 0x7F) << shift
     raise MalformedError("a varint does not end")
 
 

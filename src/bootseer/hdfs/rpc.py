@@ -36,7 +36,10 @@ _MAX_ANSWER_BYTES: Final = 128 << 20
 _ROOM_BYTES: Final = 16 << 10
 _HEADER = b"hrpc" + bytes([9, 0, 0])  # version 9, default service class, no authentication
 _LOGIN_HEADER = _HEADER[:-1] + b"\xdf"  # SASL
-_PROTOCOL_BUFFERS, _FINAL_PACKET = 2, 0
+_CALL: Final = field(1, 2) + field(2, 0)
+"""How the header of each call begins: protocol buffers, a whole call."""
+_TICK_MS: Final = 100
+"""How exactly a connection keeps its deadlines."""
 _CONTEXT_CALL, _SASL_CALL = -3, -33
 _SUCCESS, _FATAL = 0, 2
 _UNAUTHORIZED = 15
@@ -136,13 +139,14 @@ class RpcConnection:
         With a `login`, the user is whom that names, and `user` the one it stands in for, "" for none."""
         self._peer = f"{host}:{port}"
         self._protocol = protocol
-        self._client_id = client_id or os.urandom(16)
+        self._client = field(4, client_id or os.urandom(16))
         self._num_calls = 0
         self._has_answered = False
         self._until = time.monotonic() + timeout_s
         self._socket = connect(host, port, timeout_s)
         # From here on Linux's own time-outs: Python's would take a poll before each call, and a call to set them.
         self._socket.settimeout(None)
+        self._limits_ms: dict[int, int] = {}
         self._received = bytearray()
         self._unwrapped = bytearray()
         self._wraps: Mechanism | None = None
@@ -220,8 +224,8 @@ class RpcConnection:
             self._wraps = mechanism
 
     def _login_message(self, body: bytes) -> bytes:
-        header = field(1, _PROTOCOL_BUFFERS) + field(2, _FINAL_PACKET) + field(3, zigzag(_SASL_CALL)) + field(4, b"")
-        return _framed(delimited(header + field(5, zigzag(-1))) + delimited(body))
+        header = _CALL + field(3, zigzag(_SASL_CALL)) + field(4, b"") + field(5, zigzag(-1))
+        return _framed(delimited(header) + delimited(body))
 
     def _login_answer(self) -> Message:
         said, answer, at = self._answer(self._receive(4))
@@ -251,13 +255,7 @@ class RpcConnection:
         raise RemoteError(kind, message)
 
     def _call_header(self, number: int, *, retry: int) -> bytes:
-        return delimited(
-            field(1, _PROTOCOL_BUFFERS)
-            + field(2, _FINAL_PACKET)
-            + field(3, zigzag(number))
-            + field(4, self._client_id)
-            + field(5, zigzag(retry))
-        )
+        return delimited(_CALL + field(3, zigzag(number)) + self._client + field(5, zigzag(retry)))
 
     def _send(self, data: bytes) -> None:
         if self._wraps is not None:
@@ -302,7 +300,11 @@ class RpcConnection:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no answer in time")
-        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6) or 1))
+        limit_ms = (int(left_s * 1000) // _TICK_MS + 1) * _TICK_MS
+        if self._limits_ms.get(option) != limit_ms:  # most questions have the same time
+            self._limits_ms[option] = limit_ms
+            wait = struct.pack("@ll", limit_ms // 1000, limit_ms % 1000 * 1000)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, wait)
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:

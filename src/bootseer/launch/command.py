@@ -42,6 +42,10 @@ class Options(NamedTuple):
     """How what the setup makes is to come; None: by running it."""
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
+    restarts: int = 0
+    """How often the command is started again when it dies for a transient reason."""
+    restart_delay: int = 0
+    """Seconds before each of these starts."""
     peers: PeersWanted | None = None
     """How blocks come from the job's other nodes; None: from the origin alone."""
     show: Show = no_progress
@@ -95,19 +99,56 @@ def run_command(
     session: Session | None,
     *,
     own_group: bool,
-    program: str = "",
+    program: Sequence[str] = (),
     span: str = "",
     enter: Callable[[], None] | None = None,
+    renew: Callable[[Mapping[str, str]], None] | None = None,
 ) -> int:
     """Start the command, wait for it, and write down both; returns its exit code. Signals must be blocked.
 
-    `program` is what the command is called where it is not its first word; `span` is its span's id where others know
-    it already; `enter` leads the command's process to where it is to run.
+    `program` is the command as the user wrote it where `command` is another; `span` is its span's id where others know
+    it already; `enter` leads the command's process to where it is to run; `renew` makes that place ready for one more
+    start of the command with these variables (`--restarts`).
     """
-    if session is not None:
-        attrs = {"program": os.path.basename(program or command[0])}
-        span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
-        env.update(session.tracer.environment(span))
+    program = program or command
+    restarts = None
+    if options.restarts:
+        from bootseer.launch.restart import Restarts
+        from bootseer.trace.tracer import new_span
+
+        restarts = Restarts(options.restarts, options.restart_delay, program, session, renew)
+        restarts.mark(env)
+    while True:
+        if session is not None:
+            attrs = {"program": os.path.basename(program[0])}
+            span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
+            env.update(session.tracer.environment(span))
+        signals: list[int] = []
+        code = _run_once(command, options, env, session, own_group, enter, signals.append)
+        if session is not None:
+            outcome = OK if code == 0 else FAILED
+            facts = {"exit_code": code}
+            session.tracer.emit("command", END, span=span, parent=session.span, outcome=outcome, attrs=facts)
+        if restarts is None:
+            return code
+        span = new_span()
+        if session is not None:
+            env.update(session.tracer.environment(span))
+        ended = restarts.again(code, signals, env)
+        if ended is not None:
+            return ended
+
+
+def _run_once(
+    command: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    session: Session | None,
+    own_group: bool,
+    enter: Callable[[], None] | None,
+    on_signal: Callable[[int], None],
+) -> int:
+    """One start of the command, to its end."""
     relays = []
     if options.began_pattern is not None and session is not None:
         from bootseer.launch.relay import Relay, follow_window_size
@@ -124,27 +165,18 @@ def run_command(
         pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.CannotStart as error:
         say(str(error))
-        code = error.code
         if session is not None:
-            session.quiet = True  # nothing ran that a report could tell of
-    else:
-        for relay in relays:
-            relay.start()
-        if session is not None:
-            session.start_beside(env)  # behind the spawn: the job does not wait for it
-        code = supervise.wait(pid, own_group=own_group, tracer=session.tracer if session is not None else None)
-        deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
-        for relay in relays:
-            relay.finish(deadline_s)
+            session.nothing_ran()
+        return error.code
+    for relay in relays:
+        relay.start()
     if session is not None:
-        session.tracer.emit(
-            "command",
-            END,
-            span=span,
-            parent=session.span,
-            outcome=OK if code == 0 else FAILED,
-            attrs={"exit_code": code},
-        )
+        session.start_beside(env)  # behind the spawn: the job does not wait for it
+    tracer = session.tracer if session is not None else None
+    code = supervise.wait(pid, own_group=own_group, on_signal=on_signal, tracer=tracer)
+    deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
+    for relay in relays:
+        relay.finish(deadline_s)
     return code
 
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 
 from bootseer.errors import Interrupted
+from bootseer.launch.supervise import ENDING
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NUDGE_S = 0.25
 
 
@@ -39,7 +39,7 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: signal.getsignal(number) for number in ENDING}
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, heard):
         for number in ours:

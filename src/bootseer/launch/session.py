@@ -88,6 +88,7 @@ class Session:
             parent=given.span if given else "",
         )
         self.quiet = options.quiet
+        self._first = identity
         self._warm = options.warm
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
@@ -117,6 +118,19 @@ class Session:
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 
+    def begin_restart(self) -> int:
+        """What is written from now on belongs to the command's next start; its number."""
+        from bootseer.trace.spool_tail import SpoolTail
+
+        last = max((event.restart for event in SpoolTail(self.folder).poll(last=True) if self.owns(event)), default=0)
+        restart = max(last, self.tracer.identity.restart) + 1  # an elastic launcher counts its own too
+        self.tracer.identity = self._first._replace(restart=restart, kind="restart")
+        return restart
+
+    def nothing_ran(self) -> None:
+        """The command could not be started: unless it ran before, there is nothing that a report could tell of."""
+        self.quiet = self.quiet or self.tracer.identity == self._first
+
     def training_began(self) -> None:
         """The user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
@@ -126,7 +140,9 @@ class Session:
         self._more.append(work)
 
     def start_beside(self, env: Mapping[str, str]) -> None:
-        """Start what goes on while the command runs."""
+        """Start what goes on while the command runs, unless it does already."""
+        if self._observers is not None:
+            return
         scheduled = (
             env.get("SLURM_JOB_ID")
             or env.get("BOOTSEER_SUBMITTED")
@@ -182,6 +198,7 @@ class Session:
     def close(self, code: int) -> None:
         """Write the end, and give what runs beside a moment to finish."""
         lost = self.tracer.sink.lost
+        self.tracer.identity = self._first
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
         if self._observers is not None and not self._observers.finish(EXIT_FLUSH_S) and self.otlp:

@@ -49,6 +49,8 @@ FORWARDED = (
     signal.SIGPWR,
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+"""Signals that ask a job to end."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
@@ -265,8 +267,8 @@ def wait(
 ) -> int:
     """Pass signals on until the command ends; returns its exit code.
 
-    Signals must be blocked (`block_signals`). `on_signal` hears of each one that was passed on. `tracer` gets a word
-    now and then that the command still runs, ever more rarely: a hundred times on the first day.
+    Signals must be blocked (`block_signals`). `on_signal` hears of each one that came and is not ignored. `tracer` gets
+    a word now and then that the command still runs, ever more rarely: a hundred times on the first day.
     """
     began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}
@@ -282,7 +284,11 @@ def wait(
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
             continue
-        if info.si_signo == signal.SIGCHLD or (not own_group and info.si_code == _FROM_KERNEL):
+        if info.si_signo == signal.SIGCHLD:
+            continue
+        if on_signal is not None and signal.getsignal(info.si_signo) is not signal.SIG_IGN:
+            on_signal(info.si_signo)
+        if not own_group and info.si_code == _FROM_KERNEL:
             continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if own_group:
@@ -290,8 +296,6 @@ def wait(
             else:
                 os.kill(pid, info.si_signo)
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
-        if on_signal is not None:
-            on_signal(info.si_signo)
         if info.si_signo == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)

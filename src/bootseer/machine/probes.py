@@ -43,6 +43,7 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
             ("CDI", surroundings.check_devices),
             ("Java", programs.check_java),
             ("HDFS", programs.check_hdfs),
+            ("buckets", programs.check_buckets),
             ("clock", surroundings.check_clock),
             ("terminal", surroundings.check_terminal),
             *more,

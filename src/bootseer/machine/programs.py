@@ -101,6 +101,13 @@ def check_hdfs() -> Check:
     return Check("HDFS", "ok", f"{found}, settings in {settings}" if settings else found, opens=opens)
 
 
+def check_buckets() -> Check:
+    install, opens = "pip install 'bootseer[s3]'", ("checkpoints, images and environments in s3://, gs:// and az://",)
+    if importlib.util.find_spec("obstore") is None:
+        return Check("buckets", "missing", "", "Python has no module obstore", install, opens)
+    return Check("buckets", "ok", f"obstore {importlib.metadata.version('obstore')}", opens=opens)
+
+
 def check_python() -> Check:
     found = platform.python_version()
     opens = ("everything",)

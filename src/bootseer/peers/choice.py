@@ -6,7 +6,8 @@ are known there are two levels: a node asks the owner within its own rack, and t
 so that a run crosses the network once per rack rather than once per node.
 
 An owner never forwards a request of another owner (`Level` says what it may do), so that two nodes whose lists differ
-cannot wait for each other: a wrong list costs another read of the origin, never a wait. Decides and touches nothing.
+cannot wait for each other: a wrong list costs another read of the origin, never a wait. One that begins a file later
+than others asks these before the origin: they have had to do without it. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Level(StrEnum):
     RACK = "rack"
     """Get it from the global owner, or from the origin."""
     GLOBAL = "global"
-    """Get it from the origin."""
+    """Get it from a node that was ahead of it in this file, or from the origin."""
+    HELD = "held"
+    """Nothing: it is sent if it is here. To wait for it could be to wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,19 +90,22 @@ class Members:
         """This node's position in the list; 0 where it is not in it."""
         return next((at for at, peer in enumerate(self.peers) if peer.name == self.own), 0)
 
-    def route(self, file: str, run: int, absent: frozenset[str] = frozenset()) -> Route:
+    def route(
+        self, file: str, run: int, absent: frozenset[str] = frozenset(), ahead: frozenset[str] = frozenset()
+    ) -> Route:
         """Where this node gets a run of a file (the identity of its index).
 
         `absent` are the names of peers that are not asked for now: the next in rank take their place, so that no more
-        than two nodes ask the origin for a run whatever happens to its owners.
+        than two nodes ask the origin for a run whatever happens to its owners. `ahead` read the file before this node
+        did, and have what it would have been asked for: the two of them that had it in its stead are asked first.
         """
-        return self._route(file, run, absent)
+        return self._route(file, run, absent, ahead)
 
     def owner(self, file: str, unit: int, absent: frozenset[str] = frozenset()) -> Peer | None:
         """The node that knows which nodes read a unit of a file, whatever its rack; None where there is none."""
         return next(iter(self._first(f"{file}/{unit}".encode(), absent)), None)
 
-    def _find_route(self, file: str, run: int, absent: frozenset[str]) -> Route:
+    def _find_route(self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str]) -> Route:
         key = f"{file}/{run}".encode()
         first = self._first(key, absent)
         is_first = [peer.name == self.own for peer in first]
@@ -115,7 +121,12 @@ class Members:
             else:
                 second = tuple(Step(peer, Level.RACK) for peer in local[1:])
             steps = (to_owner, *second)
-        return Route(steps, any(is_first))
+        return Route(steps or self.holders(file, run, ahead - absent), any(is_first))
+
+    def holders(self, file: str, run: int, ahead: frozenset[str]) -> tuple[Step, ...]:
+        """Which of the nodes that have parts of a file are asked for a run before the origin."""
+        others = [peer for peer in self.peers if peer.name in ahead and peer.name != self.own]
+        return tuple(Step(peer, Level.HELD) for peer in _ranked(f"{file}/{run}".encode(), others)) if others else ()
 
     def _first(self, key: bytes, absent: frozenset[str]) -> tuple[Peer, ...]:
         """The first two in rank of all nodes. With racks they are the owners within the first two racks in rank."""

@@ -4,6 +4,7 @@
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
+    files/IDENTITY.ahead names of nodes that asked for it before any process here did, or have it from an earlier job
     state.json          what the service has done, for `report` and `status`
     began               made when training begins: from then on the network belongs to it
 
@@ -14,6 +15,7 @@ All files are replaced as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -38,6 +40,8 @@ _LOOK_EVERY_S: Final = 0.5
 _BURST_S: Final = 0.05
 _MAX_WAIT_S: Final = 1.0
 _MAX_BYTES: Final = 16 << 20
+_MAX_AHEAD: Final = 16
+_MAX_UNKNOWN: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class JobPeers:
         self._read: tuple[int, int] | None = None
         self._members = Members((), "")
         self._limit: int | None = None
+        self._ahead: dict[str, tuple[float, frozenset[str]]] = {}
+        """Of each file, as it was when it was looked at."""
         self._paid_until_s = float("-inf")
         """When what came so far would have come at the limit."""
 
@@ -137,6 +143,27 @@ class JobPeers:
         except (OSError, ValueError):
             return None
         return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
+
+    def note_ahead(self, identity: str, node: str) -> None:
+        """A node has blocks of a file that this one has not, or not yet. For the service."""
+        known = self.ahead(identity)
+        with self._lock:
+            if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) > _MAX_UNKNOWN:
+                return
+            self._ahead[identity] = float("inf"), known | {node}
+        with contextlib.suppress(OSError):  # without it more comes from the store
+            _replace(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
+
+    def ahead(self, identity: str) -> frozenset[str]:
+        """Nodes that had begun to read a file before any process of this node did, or have it from an earlier job."""
+        with self._lock:
+            now = time.monotonic()
+            until, known = self._ahead.get(identity, (float("-inf"), frozenset()))
+            if now >= until:
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    known = frozenset(json.loads(self._file(identity, "ahead").read_bytes()))
+                self._ahead[identity] = now + _LOOK_EVERY_S, known
+            return known
 
     def identities(self) -> set[str]:
         """Of all files that are registered by now."""

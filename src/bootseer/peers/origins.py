@@ -79,9 +79,12 @@ class PeerGroup:
         """Where this node gets a run of a file."""
         with self.lock:
             absent = self.health.absent(now, file)
-        route = self.job.members().route(file, run, absent)
+        members, ahead = self.job.members(), self.job.ahead(file)
+        route = members.route(file, run, absent, ahead)
         if len(self._levels) < len(Level):
-            return Route(tuple(step for step in route.steps if step.level in self._levels), route.may_ask_origin)
+            steps = tuple(step for step in route.steps if step.level in self._levels)
+            # One that is asked as an owner may ask the origin, whatever its own list says.
+            return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
         return route
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -153,14 +156,17 @@ class PeerOrigin:
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
         """The time limit is not used: an owner that waits for the origin says so, and when it gives up; silence and
         slowness have their own limits. Raises only `TransientError`: another node has what this one refuses."""
-        most = max(MAX_RANGE // index.block_size, 1) if blocks.step == 1 else 1
+        # A range is sent or refused as a whole, and of what is held a part may be there.
+        whole = blocks.step == 1 and self.step.level is not Level.HELD
+        most = max(MAX_RANGE // index.block_size, 1) if whole else 1
         for first in range(0, len(blocks), most):
             yield from self._request(index, blocks[first : first + most])
 
     def _request(self, index: Index, blocks: range) -> Generator[tuple[int, Buffer], None, None]:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
-        request = Request(index.identity, start, length, self.step.level, self.members.digest)
+        members = self.members
+        request = Request(index.identity, start, length, self.step.level, members.digest, members.own)
         group, peer = self.group, self.step.peer
         with group.lock:
             watch = Watch(group.health, group.lock, peer.name, length)

@@ -8,8 +8,8 @@ with its digest by its receiver.
 
     GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
-    Bootseer-Level: rack | global               what the owner may do when it has not got them
-    Bootseer-Members: DIGEST                    of the sender's list of peers
+    Bootseer-Level: rack | global | held        what the owner may do when it has not got them
+    Bootseer-Members: DIGEST [NAME]             of the sender's list of peers; its own name in it
     Authorization: Bootseer NUMBER MAC
 
     GET /v1/readers/IDENTITY/FIRST/BITS         which nodes read or have these blocks: see `readers`
@@ -65,6 +65,13 @@ class Request:
     length: int
     level: Level
     members: str
+    sender: str = ""
+    """The name of the node that asks; empty for one that others cannot ask."""
+
+    @property
+    def told(self) -> str:
+        """The field that says what the sender knows and is."""
+        return f"{self.members} {self.sender}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class Signer:
         last = request.start + request.length - 1
         return (
             f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
-            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.members}\r\n"
+            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.told}\r\n"
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
@@ -156,7 +163,7 @@ class Signer:
         if isinstance(request, Question):
             return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
         signed = (
-            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.members}"
+            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.told}"
         ).encode()
         return hmac.digest(self.key, signed, "sha256").hex()
 
@@ -171,7 +178,8 @@ def _parse_request(head: Head) -> Request:
     start, last = int(found[1]), int(found[2])
     if not start <= last < start + MAX_RANGE:
         raise CorruptError("a peer asks for more than it may at once")
-    return Request(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-members", ""))
+    members, _, sender = head.fields.get("bootseer-members", "").partition(" ")
+    return Request(identity, start, last - start + 1, Level(level), members, sender)
 
 
 def encode_readers(found: dict[str, int]) -> bytes:

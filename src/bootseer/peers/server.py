@@ -31,7 +31,7 @@ _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 _FILLING_EVERY_S: Final = 0.1
-_SOON_S: Final = 1.0
+_SOON_S: Final = 3.0
 """So long after the first request for a file this node may still begin to read it. A job whose nodes read different
 files pays it once for each."""
 _MAX_UNKNOWN: Final = 4096
@@ -48,6 +48,9 @@ class Content(Protocol):
 
     def open(self) -> int:
         """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
+
+    def here(self, first: int, blocks: int) -> int:
+        """Those of the blocks from `first` on that are here, as bits."""
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         """Whether a range is here. If not, it is fetched, and `done` is called once when that has ended."""
@@ -75,16 +78,19 @@ class Server:
         *,
         name: str = "",
         max_rate: int | None = None,
+        on_unknown: Callable[[str, str], object] = lambda file, sender: None,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
-        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together.
+        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
+        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet.
         """
         self._name = name
         self._listening = listening
         self._secret = secret
         self._find = find
         self._max_rate = max_rate
+        self._on_unknown = on_unknown
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -213,6 +219,7 @@ class Server:
             self.served.requests += 1
         content = self._find_soon(connection, request.file)
         if content is None:
+            self._on_unknown(request.file, request.sender)
             connection.send(encode_answer(404))
         elif request.start + request.length > content.size_bytes:
             connection.send(encode_answer(416))
@@ -238,11 +245,9 @@ class Server:
 
     def _tell_readers(self, connection: Connection, question: Question) -> None:
         content = self._find(question.file)
-        own = 0
-        if isinstance(content, CachedContent):
-            own = content.here(question.first, question.blocks)
-            if question.sender == question.without == self._name:
-                content.give_up(question.first, question.blocks)
+        own = content.here(question.first, question.blocks) if content is not None else 0
+        if isinstance(content, CachedContent) and question.sender == question.without == self._name:
+            content.give_up(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
         connection.send(encode_answer(200, len(body)) + body)
 

@@ -1,7 +1,7 @@
-"""File systems that checkpoints and stores lie in: `place` says what they can do, `folder` and `hdfs` do it, and
-`open_place` finds the one that an address names.
+"""File systems that checkpoints and stores lie in: `place` says what they can do, `folder`, `hdfs` and `objects` do it,
+and `open_place` finds the one that an address names.
 
-The adapter of HDFS is imported when it is needed: it wants an extra that may be missing.
+The adapters of HDFS and of buckets are imported when they are needed: they want extras that may be missing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from bootseer.errors import UsageError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import OWN_NAMES, Place
 
-_FORMS = "use hdfs://host:port/dir, hdfs://service/dir, hdfs:///dir, file:///dir or the path of a folder"
+_FORMS = "use hdfs://host:port/dir, hdfs:///dir, s3://bucket/dir, gs://…, az://…, file:///dir or the path of a folder"
+BUCKETS = ("s3", "gs", "az")
+"""Schemes of object storage."""
 
 
 def open_place(uri: str) -> Place:
-    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `file:///dir` or `/dir`. Nothing is connected yet.
+    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `s3://bucket/dir`, `file:///dir` or `/dir`. Nothing is
+    connected yet.
 
     Raises `UsageError` for an invalid address.
     """
@@ -33,9 +36,19 @@ def open_place(uri: str) -> Place:
         if rest and not rest.startswith("/"):
             raise UsageError(f"{uri} names no folder", hint="file:/// and the absolute path")
         return FolderPlace(Path(rest or "/"))
+    if scheme in BUCKETS:
+        return _open_bucket(uri)
     if scheme != "hdfs":
         raise UsageError(f"{scheme}:// is not a place for checkpoints", hint=_FORMS)
     return _open_hdfs(uri, rest)
+
+
+def _open_bucket(uri: str) -> Place:
+    try:
+        from bootseer.places.objects import ObjectPlace
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed", hint="pip install 'bootseer[s3]'") from error
+    return ObjectPlace(uri)
 
 
 def _open_hdfs(uri: str, rest: str) -> Place:

@@ -141,8 +141,16 @@ class Scenario(_Part, frozen=True):
     @property
     def digest(self) -> str:
         """Of all parameters but the numbers of nodes: starts of the same digest, arm, nodes and seed are the same."""
-        alone = msgspec.structs.replace(self, nodes=[])
-        return hashlib.sha256(msgspec.json.encode(alone, order="deterministic")).hexdigest()[:12]
+        return hashlib.sha256(self._alone).hexdigest()[:12]
+
+    @property
+    def text(self) -> str:
+        """What the digest is of, for people."""
+        return msgspec.json.format(self._alone, indent=1).decode()
+
+    @property
+    def _alone(self) -> bytes:
+        return msgspec.json.encode(msgspec.structs.replace(self, nodes=[]), order="deterministic")
 
 
 def shipped() -> list[str]:

@@ -1,33 +1,27 @@
 """Objects in S3, Google Cloud Storage or Azure: `s3://bucket/prefix`, `gs://…`, `az://…`.
 
-Needs the extra `s3` (obstore, which serves all three). Credentials and endpoints come from the environment variables of
-the respective cloud. The layout is that of `file`. Small objects are put in one request; larger ones go in parts to a
-name below `.uploads/`, because their own is known only at the end, and are copied to it by the server.
+Needs the extra `s3` (obstore, which serves all three). The layout is that of `file`. Small objects are put in one
+request; larger ones go in parts to a name below `.uploads/`, because their own is known only at the end, and are copied
+to it by the server.
 
 A process killed in between leaves a multipart upload that is not shown and is paid for: give the bucket a rule
-that ends those after a day, and objects below `.uploads/` too.
-
-obstore runs on threads that a `fork` does not take along: its child would wait for ever and is told so instead. The
-flags that know this are only ever set. Safe to use from many threads.
+that ends those after a day, and objects below `.uploads/` too. Safe to use from many threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import re
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import from_url
+from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.deadline import stream_within, within
-from bootseer.io.fork import after_fork
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.deadline import stream_within
+from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, status_of
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -42,53 +36,15 @@ from bootseer.store.store import (
 
 T = TypeVar("T")
 
-PART_BYTES = 8 * 1024 * 1024
-"""Size of a part, and up to which an object is put in one request."""
-_MAX_COPY_BYTES = {"s3": 5 * 1024**3}
-"""What the server copies in one request; the only way to give an uploaded object its name."""
-_CALL_S = 60.0
-_WRITE_S = 300.0
-"""For one part, and for the copy of a large object."""
-_PARTS_AT_ONCE = 4
-_CLIENT = {
-    # Deadlines of calls are kept by `bounded`; these end what was left behind.
-    "timeout": "3600s",
-    "read_timeout": "60s",
-    "connect_timeout": "10s",
-    "pool_max_idle_per_host": "64",
-}
-_STATUS = re.compile(r"status code: (\d{3})")
-
-
-class _Runtime:
-    """Whether obstore's threads run in this process."""
-
-    used = False
-    lost = False
-
-
-def _after_fork() -> None:
-    _Runtime.lost = _Runtime.used
-
-
-after_fork(_after_fork)
-
 
 class ObjectStore:
     """A `Store` in a bucket. `allow_http` permits an endpoint without encryption."""
 
     def __init__(self, uri: str, *, allow_http: bool = False) -> None:
-        self._uri = uri.rstrip("/")
-        self._scheme, _, rest = self._uri.partition("://")
-        if not rest or ".." in rest.split("/"):
-            raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
-        options: Any = {**_CLIENT, "allow_http": allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"}
-        try:
-            # A store makes one attempt; only the parts of an upload, which cannot be begun again, are tried more often.
-            self._reader: Any = from_url(self._uri, client_options=options, retry_config={"max_retries": 0})
-            self._writer: Any = from_url(self._uri, client_options=options, retry_config={"max_retries": 4})
-        except Exception as error:
-            raise UsageError(f"{self._uri}: {_first_line(error)}", hint="use s3://bucket/prefix") from error
+        self._bucket = Bucket(uri, allow_http=allow_http)
+        self._uri = self._bucket.uri
+        # Not with the client that tries again: a second attempt to create would find what the first one had made.
+        self._reader = self._bucket.reader
 
     @property
     def uri(self) -> str:
@@ -112,7 +68,7 @@ class ObjectStore:
                 answer = obstore.get(self._reader, path, options=options)
             except Exception as error:
                 # Only some of the clouds' servers notice that a range begins at or beyond the end.
-                if _status(error) != 416 and "Wanted range starting at" not in str(error):
+                if status_of(error) != 416 and "Wanted range starting at" not in str(error):
                     raise
                 # Says what is wrong with the range, or that nothing is left to read.
                 size_bytes = obstore.head(self._reader, path)["size"]
@@ -127,14 +83,13 @@ class ObjectStore:
             if missing:
                 raise TransientError(f"{self._uri}: the answer for {name} has another length than it should")
 
-        with self._mapping(name):
-            _check_runtime(self._uri)
-            with contextlib.closing(stream_within(timeout_s, f"{self._uri}: {name}", produce)) as pieces:
-                yield from pieces
+        pieces = stream_within(timeout_s, f"{self._uri}: {name}", produce)
+        with self._bucket.mapping(name), contextlib.closing(pieces):
+            yield from pieces
 
     def upload(self) -> ObjectUpload:
         """See `Store.upload`."""
-        return ObjectUpload(self, self._writer, _MAX_COPY_BYTES.get(self._scheme))
+        return ObjectUpload(self, self._bucket.writer, MAX_COPY_BYTES.get(self._bucket.scheme))
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
         """See `Store.create`."""
@@ -142,13 +97,12 @@ class ObjectStore:
         path = content_path(name)
 
         def make() -> bool:
-            # Not with the client that tries again: the second attempt would find what the first one had made.
             try:
                 obstore.put(self._reader, path, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 return False
             except Exception as error:
-                if not isinstance(error, NotSupportedError) and _status(error) != 501:
+                if not isinstance(error, NotSupportedError) and status_of(error) != 501:
                     raise
             else:
                 return True
@@ -197,42 +151,15 @@ class ObjectStore:
     def close(self) -> None:
         """Nothing to give back: obstore closes idle connections itself."""
 
-    def call(self, name: str, call: Callable[[], T], timeout_s: float = _CALL_S) -> T:
-        """What `call` returns, within a time and with its errors mapped; `name` is what it is about."""
-        with self._mapping(name):
-            _check_runtime(self._uri)
-            return within(timeout_s, f"{self._uri}: {name}", call)
+    def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+        """See `Bucket.call`."""
+        return self._bucket.call(name, call, timeout_s)
 
     def _pages(self, folder: str) -> Iterator[Sequence[Any]]:
-        with self._mapping(folder):
+        with self._bucket.mapping(folder):
             # No deadline for the whole of a list of unknown length; each of its pages comes quickly or never.
             produce = lambda: obstore.list(self._reader, folder)  # noqa: E731
-            yield from stream_within(10 * _CALL_S, f"{self._uri}: {folder}", produce)
-
-    @contextlib.contextmanager
-    def _mapping(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except BootseerError:
-            raise
-        except Exception as error:
-            raise self._mapped(error, name) from error
-
-    def _mapped(self, error: Exception, name: str) -> BootseerError:
-        said = f"{self._uri}: {name}: {_first_line(error)}"
-        status = _status(error)
-        if isinstance(error, FileNotFoundError):
-            return NotFoundError(f"{self._uri} has no object {name}")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
-            return AccessError(f"{said}; check the credentials in the environment")
-        if "169.254.169.254" in said:
-            # Without any credentials, obstore asks the machine's own cloud for some.
-            return AccessError(f"{self._uri}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-        if "builder error" in said:
-            return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
-        if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
-            return PermanentError(said)
-        return TransientError(said)
+            yield from stream_within(10 * CALL_S, f"{self._uri}: {folder}", produce)
 
 
 class ObjectUpload:
@@ -282,7 +209,7 @@ class ObjectUpload:
         try:
             if self._parts is not None:
                 self._flush()
-            self._store.call(name, finish, _WRITE_S)
+            self._store.call(name, finish, WRITE_S)
         except BootseerError:
             self.abort()
             raise
@@ -305,26 +232,20 @@ class ObjectUpload:
             obstore.delete(self._client, self._path)
 
         with contextlib.suppress(BootseerError):
-            self._store.call("an upload", remove, _WRITE_S)
+            self._store.call("an upload", remove, WRITE_S)
 
     def _flush(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
         if self._parts is None:
             self._parts = obstore.open_writer(
-                self._client, self._path, buffer_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                self._client, self._path, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
             )
         parts = self._parts
         try:
-            self._store.call("an upload", lambda: parts.write(data), _WRITE_S)
+            self._store.call("an upload", lambda: parts.write(data), WRITE_S)
         except BootseerError:
             self.abort()
             raise
-
-
-def _check_runtime(uri: str) -> None:
-    if _Runtime.lost:
-        raise PermanentError(f"{uri}: object stores do not work in the child of a fork; start a new process instead")
-    _Runtime.used = True
 
 
 def _cut(piece: bytes) -> Iterator[bytes]:
@@ -333,13 +254,3 @@ def _cut(piece: bytes) -> Iterator[bytes]:
         return
     for at in range(0, len(piece), PIECE_BYTES):
         yield piece[at : at + PIECE_BYTES]
-
-
-def _status(error: Exception) -> int | None:
-    match = _STATUS.search(str(error))
-    return int(match[1]) if match is not None else None
-
-
-def _first_line(error: Exception) -> str:
-    """Without what stands behind a question mark in an address: it may be a signature."""
-    return re.sub(r"\?\S+", "?…", str(error).partition("\n")[0])[:300]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from bootseer.trace.event import KINDS, NO_RANK
 
 Env = Mapping[str, str]
+RESTART = "BOOTSEER_RESTART"
 
 
 class Identity(NamedTuple):
@@ -104,7 +105,8 @@ def _gpus(env: Env) -> int | None:
 def discover(env: Env, *, hostname: str) -> Identity:
     """The identity that the environment tells; never raises, whatever the variables hold."""
     job, source = _job(env)
-    restart = number(env, "BOOTSEER_RESTART", "TORCHELASTIC_RESTART_COUNT") or 0
+    # `bootseer run --restarts` starts the launcher again, whose own count then begins anew.
+    restart = (number(env, RESTART) or 0) + (number(env, "TORCHELASTIC_RESTART_COUNT") or 0)
     kind = env.get("BOOTSEER_KIND", "")
     if restart and kind != "hot_update":
         kind = "restart"

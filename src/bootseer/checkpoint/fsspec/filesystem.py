@@ -1,4 +1,4 @@
-"""The file systems that fsspec opens for `bootseer+hdfs://` and `bootseer+file://`.
+"""The file systems that fsspec opens for `bootseer+hdfs://`, `bootseer+s3://` and others.
 
 Reads go through read-ahead and many requests at once, writes make striped files as the folder's policy says, names and
 sizes are those that the mount shows. An instance holds no connection of its own: it can be pickled, and used after a
@@ -453,6 +453,27 @@ class HdfsFileSystem(CheckpointFileSystem):
 
     protocol = "bootseer+hdfs"
     scheme = "hdfs"
+
+
+class S3FileSystem(CheckpointFileSystem):
+    """`bootseer+s3://BUCKET/PATH`."""
+
+    protocol = "bootseer+s3"
+    scheme = "s3"
+
+
+class GoogleFileSystem(CheckpointFileSystem):
+    """`bootseer+gs://BUCKET/PATH`."""
+
+    protocol = "bootseer+gs"
+    scheme = "gs"
+
+
+class AzureFileSystem(CheckpointFileSystem):
+    """`bootseer+az://CONTAINER/PATH`."""
+
+    protocol = "bootseer+az"
+    scheme = "az"
 
 
 class FolderFileSystem(CheckpointFileSystem):

@@ -100,9 +100,10 @@ class Container:
             config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
             if not is_host():
                 config = without_root(config, num_owners(), self.process.user)
-            (folder / "config.json").write_text(json.dumps(config))
-            self._cgroups = make_cgroups(self._id, options.limits)
-            (folder / "cgroups").write_text("".join(f"{path}/cgroup.procs\n" for path in self._cgroups))
+            self._config = config
+            self._write_config()
+            self._limits = options.limits
+            self._make_cgroups()
         except OSError as error:
             raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
 
@@ -126,18 +127,45 @@ class Container:
         except OSError as error:
             raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
 
+    def renew(self, env: Mapping[str, str]) -> None:
+        """Make it ready to start its program once more, with these variables besides what it had.
+
+        What the program has changed in the tree at its root stays. Raises `PermanentError` where the program never
+        began, and what `close` raises.
+        """
+        pid = self._folder / "pid"
+        if not pid.exists():
+            raise PermanentError(f"{self.runtime} did not start the container")
+        self._remove()
+        pid.unlink()
+        self._make_cgroups()  # they count what was killed
+        process = self._config["process"]
+        given = dict(word.split("=", 1) for word in process["env"])
+        process["env"] = [f"{name}={value}" for name, value in {**given, **env}.items()]
+        self._write_config()
+
     def close(self) -> None:
         """Remove what is left of the container. The tree at its root is the caller's to unmount.
 
         Raises `TransientError` when the runtime takes too long; the guard tries again when this process has ended.
         """
+        self._remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write_config(self) -> None:
+        (self._folder / "config.json").write_text(json.dumps(self._config))  # the shim completes it
+
+    def _make_cgroups(self) -> None:
+        self._cgroups = make_cgroups(self._id, self._limits)
+        (self._folder / "cgroups").write_text("".join(f"{path}/cgroup.procs\n" for path in self._cgroups))
+
+    def _remove(self) -> None:
         if self._state.exists() and any(self._state.iterdir()):
             try:
                 subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise TransientError(f"{self.runtime} did not remove the container {self._id}: {error}") from error
         remove_cgroups(self._cgroups)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def dismiss_guard(self) -> None:
         """All is cleaned up."""

@@ -40,6 +40,7 @@ from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
+from bootseer.trace.identity import RESTART
 from bootseer.trace.tracer import new_span, spool_word
 
 if TYPE_CHECKING:
@@ -151,9 +152,15 @@ class _ImageStart:
         if session is not None:
             session.also_beside(self._end.watch)
         began_s = time.monotonic()
-        program = container.process.args[0]
         code = run_command(
-            container.command, self._options, env, session, own_group=own_group, program=program, span=span
+            container.command,
+            self._options,
+            env,
+            session,
+            own_group=own_group,
+            program=container.process.args,
+            span=span,
+            renew=container.renew,
         )
         self._ended(code, time.monotonic() - began_s)
         return code
@@ -220,6 +227,8 @@ class _ImageStart:
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
             if self._options.warm != "off":
                 env["BOOTSEER_WARM"] = _SPOOL
+        if self._options.restarts:
+            env[RESTART] = str(session.tracer.identity.restart if session is not None else 0)
         words: Words = replace(options.words, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)

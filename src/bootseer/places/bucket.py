@@ -1,0 +1,122 @@
+"""A bucket of S3, Google Cloud Storage or Azure: obstore's clients, with deadlines and errors of ours.
+
+Credentials and endpoints come from the environment variables of the respective cloud. obstore runs on threads that a
+`fork` does not take along: its child would wait for ever and is told so instead. The flags that know this are only ever
+set. Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.store import from_url
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.deadline import within
+from bootseer.io.fork import after_fork
+
+T = TypeVar("T")
+
+PART_BYTES = 8 * 1024 * 1024
+"""Size of a part of a multipart upload, and up to which an object is put in one request."""
+MAX_COPY_BYTES = {"s3": 5 * 1024**3}
+"""What the server copies in one request, by scheme; the only way to give an object another name."""
+CALL_S = 60.0
+WRITE_S = 300.0
+"""For one part, and for the copy of a large object."""
+PARTS_AT_ONCE = 4
+_CLIENT = {
+    # Deadlines of calls are kept by `call`; these end what was left behind.
+    "timeout": "3600s",
+    "read_timeout": "60s",
+    "connect_timeout": "10s",
+    "pool_max_idle_per_host": "64",
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+
+
+class _Runtime:
+    """Whether obstore's threads run in this process."""
+
+    used = False
+    lost = False
+
+
+def _after_fork() -> None:
+    _Runtime.lost = _Runtime.used
+
+
+after_fork(_after_fork)
+
+
+class Bucket:
+    """A prefix of a bucket. `allow_http` permits an endpoint without encryption."""
+
+    def __init__(self, uri: str, *, allow_http: bool = False) -> None:
+        self.uri = uri.rstrip("/")
+        """As it was given, without a slash at its end."""
+        self.scheme, _, rest = self.uri.partition("://")
+        if not rest or ".." in rest.split("/"):
+            raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
+        options: Any = {**_CLIENT, "allow_http": allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"}
+        try:
+            self.reader: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 0})
+            """Makes one attempt."""
+            self.writer: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 4})
+            """Tries the parts of an upload, which cannot be begun again, more often."""
+        except Exception as error:
+            raise UsageError(f"{self.uri}: {_first_line(error)}", hint="use s3://bucket/prefix") from error
+
+    def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+        """What `call` returns, within a time and with its errors mapped; `name` is what it is about."""
+        with self.mapping(name):
+            return within(timeout_s, f"{self.uri}: {name}", call)
+
+    @contextlib.contextmanager
+    def mapping(self, name: str) -> Iterator[None]:
+        """Errors of obstore that pass through here become ours. Refuses the child of a fork."""
+        if _Runtime.lost:
+            raise PermanentError(
+                f"{self.uri}: object stores do not work in the child of a fork; start a new process instead"
+            )
+        _Runtime.used = True
+        try:
+            yield
+        except BootseerError:
+            raise
+        except Exception as error:
+            raise self._mapped(error, name) from error
+
+    def _mapped(self, error: Exception, name: str) -> BootseerError:
+        said = f"{self.uri}: {name}: {_first_line(error)}"
+        status = status_of(error)
+        is_no_bucket = "NoSuchBucket" in str(error)
+        if is_no_bucket or isinstance(error, FileNotFoundError):
+            return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
+        if "169.254.169.254" in said:
+            # Without any credentials, obstore asks the machine's own cloud for some.
+            names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            return AccessError(f"{self.uri}: no credentials; set {names}")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
+            return AccessError(f"{said}; check the credentials in the environment")
+        if "builder error" in said:
+            return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
+        if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
+            return PermanentError(said)
+        return TransientError(said)
+
+
+def status_of(error: Exception) -> int | None:
+    """The status that the server answered with, where an error says it."""
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match is not None else None
+
+
+def _first_line(error: Exception) -> str:
+    """Without what stands behind a question mark in an address: it may be a signature."""
+    return re.sub(r"\?\S+", "?…", str(error).partition("\n")[0])[:300]

@@ -1,0 +1,79 @@
+"""All adapters on a bucket of a real S3 server, and the mount's daemon."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+fsspec = pytest.importorskip("fsspec")
+library = pytest.importorskip("safetensors.torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+
+from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
+from bootseer.checkpoint.fsspec import S3FileSystem  # noqa: E402
+from bootseer.checkpoint.opened import close_all, opened  # noqa: E402
+from bootseer.checkpoint.safetensors import load_file  # noqa: E402
+from dcp_states import assert_same, empty, full  # noqa: E402
+from s3_server import S3Server  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a job's folder."""
+    fsspec.register_implementation("bootseer+s3", S3FileSystem, clobber=True)
+    with S3Server(tmp_path) as server:
+        server.make_bucket("jobs")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield "s3://jobs/moe"
+        close_all()
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.fuse
+def test_what_one_adapter_writes_all_others_and_the_mount_read(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {**full(), "layer": torch.randn(3000, 1000)}
+    dcp.save(state, storage_writer=StripedWriter(f"{job}/step-1", move_latest=True))
+    assert opened(f"{job}/step-1").system.files.stat("moe/step-1/__0_0.distcp").is_striped
+    target = {**empty(), "layer": torch.zeros(3000, 1000)}
+    dcp.load(target, storage_reader=StripedReader(f"{job}/latest"))
+    assert_same(state, target)
+    tensors = {"w": torch.randn(1000, 1000)}
+    library.save_file(tensors, tmp_path / "w.safetensors")
+    with (
+        (tmp_path / "w.safetensors").open("rb") as file,
+        fsspec.open(f"bootseer+{job}/model/w.safetensors", "wb", auto_mkdir=True) as there,
+    ):
+        shutil.copyfileobj(file, there)
+    assert torch.equal(load_file(f"{job}/model/w.safetensors")["w"], tensors["w"])
+    # The daemon is forked, which a process with obstore's threads must not be: this one has them.
+    (mount := tmp_path / "mount").mkdir()
+    monkeypatch.setenv("BOOTSEER_RUNTIME", str(tmp_path / "run"))
+    ckpt = [sys.executable, "-m", "bootseer", "ckpt"]
+    subprocess.run([*ckpt, "mount", job, mount], check=True)
+    try:
+        assert torch.equal(library.load_file(mount / "model" / "w.safetensors")["w"], tensors["w"])
+        (mount / "model").rename(mount / "other")
+        (mount / "other" / "note").write_text("whole")
+        (mount / "other" / "note").write_text("again")
+    finally:
+        subprocess.run([*ckpt, "umount", mount], check=True)
+    with fsspec.open(f"bootseer+{job}/other/note") as file:
+        assert file.read() == b"again"
+    with pytest.raises(FileNotFoundError), fsspec.open(f"bootseer+{job}/model/w.safetensors"):
+        pass

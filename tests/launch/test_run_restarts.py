@@ -1,0 +1,215 @@
+"""`bootseer run --restarts`: what is started again, how its events tell, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.launch.restart import restarts_itself
+from bootseer.mounts import kernel
+from bootseer.trace.event import Event
+from busybox import running
+from conftest_launch import BOOTSEER
+from environment_place import Place, made_place
+from image_node import Node
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Events = Callable[[], list[Event]]
+LIMIT_S = 300
+START = 'echo "$BOOTSEER_RESTART $BOOTSEER_KIND"; '
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true in {LIMIT_S} s"
+        time.sleep(0.02)
+
+
+def started(env: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*BOOTSEER, "run", *words], env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_killed_command_starts_again_and_its_events_say_which_start_it_is(run: Run, events: Events) -> None:
+    ran = run("run", "--restarts", "3", "--", "sh", "-c", START + "[ $BOOTSEER_RESTART = 2 ] || kill -9 $$")
+    assert (ran.returncode, ran.stdout) == (0, "0 full\n1 restart\n2 restart\n")
+    lines = ran.stderr.splitlines()
+    assert lines[0] == "bootseer: the command was ended by SIGKILL; starting it again (restart 1 of 3)"
+    assert lines[1].endswith("(restart 2 of 3)")
+    commands = [event for event in events() if event.stage == "command" and event.phase == "end"]
+    assert [(one.restart, one.kind, one.attrs["exit_code"]) for one in commands] == [
+        (0, "full", 137), (1, "restart", 137), (2, "restart", 0),
+    ]  # fmt: skip
+    (end,) = (event for event in events() if event.stage == "run" and event.phase == "end")
+    assert (end.restart, end.attrs["exit_code"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "starts"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 1", 1, 3),
+        ("kill -SEGV $$", 139, 3),
+        ("exit 2", 2, 1),  # wrong arguments
+        ("exit 126", 126, 1),
+        ("nonesuch-program", 127, 1),
+    ],
+)
+def test_only_an_end_that_may_be_transient_is_followed_by_a_start(
+    run: Run, script: str, code: int, starts: int
+) -> None:
+    ran = run("run", "--restarts", "2", "--", "sh", "-c", f"echo start; {script}")
+    assert (ran.returncode, ran.stdout.count("start\n")) == (code, starts), ran.stderr
+    assert ("not started again" in ran.stderr) == (starts == 3)
+
+
+@pytest.mark.parametrize("words", [["--", "nonesuch-program"], ["--setup", "false.sh", "--", "true"]])
+def test_what_cannot_begin_is_not_tried_again(run: Run, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "false.sh").write_text("echo setup; exit 3\n")
+    ran = run("run", "--env", "bypass", "--restarts", "2", *words)
+    assert ran.returncode == (3 if "true" in words else 127)
+    assert "starting it again" not in ran.stderr
+    assert (ran.stdout + ran.stderr).count("setup\n") == ("true" in words)
+
+
+def test_a_delay_without_restarts_is_a_mistake(run: Run) -> None:
+    ran = run("run", "--restart-delay", "3", "--", "true")
+    assert (ran.returncode, "give --restarts N too" in ran.stderr) == (2, True)
+
+
+def test_what_the_command_left_is_ended_before_its_next_start(run: Run) -> None:
+    """It would hold devices and ports. What ignores SIGTERM too, and what is in a session of its own."""
+    count = "pgrep -fc '^sleep 600.7[7]'"
+    leave = f"(trap '' TERM; exec setsid sleep 600.77) & until {count}; do sleep 0.05; done; exit 1"
+    script = f"{count}; [ $BOOTSEER_RESTART = 1 ] || {{ {leave}; }}"
+    ran = run("run", "-q", "--restarts", "1", "--", "sh", "-c", script)
+    assert ran.returncode == 0, ran.stderr
+    assert (ran.stdout.splitlines()[0], ran.stdout.splitlines()[-1]) == ("0", "0")
+    assert running("sleep 600.77") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_asked_for_the_end_is_obeyed(env: dict[str, str], number: signal.Signals) -> None:
+    with started(env, "--restarts", "5", "--", "sh", "-c", "echo up; exec sleep 600.78") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out, "starting it again" in err) == (128 + number, "", False)
+
+
+def test_a_signal_ends_the_delay(env: dict[str, str]) -> None:
+    with started(env, "--restarts", "5", "--restart-delay", "3600", "--", "sh", "-c", "echo up; exit 1") as process:
+        assert process.stderr is not None
+        assert "starting it again in 3600 s" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (130, "up\n")
+    assert "interrupted by SIGINT before the command was started again" in err
+
+
+def test_killed_in_a_later_start_it_leaves_nothing(env: dict[str, str]) -> None:
+    script = "[ $BOOTSEER_RESTART = 1 ] || kill -9 $$; echo up; exec sleep 600.79"
+    with started(env, "--restarts", "5", "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+    until(lambda: running("sleep 600.79") == [])
+
+
+def test_a_launcher_that_restarts_its_processes_is_left_alone_unless_it_was_killed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho start\n[ $5 = killed ] && kill -9 $$\nexit 1\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    words = ["run", "--restarts", "1", "--", "./torchrun", "--max-restarts", "3", "train.py", "--"]
+    gave_up, killed = run(*words, "gave-up"), run(*words, "killed")
+    assert (gave_up.returncode, gave_up.stdout) == (1, "start\n")
+    assert "its launcher restarts it itself" in gave_up.stderr
+    assert (killed.returncode, killed.stdout) == (137, "start\nstart\n")
+
+
+def test_what_says_that_a_launcher_restarts() -> None:
+    assert restarts_itself(["torchrun", "--max-restarts=3", "x"], {})
+    assert restarts_itself(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})
+    assert not restarts_itself(["torchrun", "--max_restarts", "0", "x"], {"PET_MAX_RESTARTS": "1"})
+    assert not restarts_itself(["python", "--max-restarts"], {})
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_the_image_stays_mounted(run: Run, events: Events, env: dict[str, str], node: Node) -> None:
+    env.update(node.env)
+    assert run("image", "convert", node.reference).returncode == 0
+    script = "echo $BOOTSEER_RESTART >> /numbers; cat /numbers; [ $BOOTSEER_RESTART = 2 ] || kill -9 $$"
+    # With process ids of the host nothing but the restart ends what the command left.
+    left = "(busybox setsid sleep 600.76 &); "
+    for words, before in (((), ""), (("--pid", "host"), left)):
+        ran = run("run", "--restarts", "2", "--image", node.reference, *words, "--", "sh", "-c", before + script)
+        assert (ran.returncode, ran.stdout) == (0, "0\n0\n1\n0\n1\n2\n"), ran.stderr
+        until(lambda: len(running("sleep 600.76")) <= 1)  # the last start's, as without restarts
+        for pid in running("sleep 600.76"):
+            os.kill(pid, signal.SIGKILL)
+    assert [event.restart for event in events() if event.stage == "image_loading.mount" and event.phase == "end"] == [
+        0
+    ] * 2
+    points = [point for point in kernel.mount_points() if point.startswith(f"{node.folder}/")]
+    assert all(point.startswith(f"{node.runtime}/layers/") for point in points), points
+    assert list((node.cache / "containers").iterdir()) == []
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with made_place() as place:
+        yield place
+
+
+@pytest.mark.root
+def test_the_environment_stays_mounted(place: Place) -> None:
+    """In the start that makes the snapshot, and in the one that mounts it."""
+    script = place.counting_script()
+    place.write("requirements.txt", "alpha==1.0\n")
+    again = "import alpha, os; print(alpha.VERSION, flush=True); os.environ['BOOTSEER_RESTART'] == '1' or os.abort()"
+    for mode in ("captured", "restored"):
+        ran = place.run("--restarts", "1", "--setup", script, "-r", "requirements.txt", "--", "python", "-c", again)
+        assert ran.stdout == "1.0\n1.0\n", ran.stderr
+        assert place.start()["mode"] == mode
+        assert not place.mounts()
+    assert place.num_setups == 1
+
+
+def test_the_report_tells_how_often_and_what_that_saved(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("sleep 0.3\n")
+    script = "sleep 0.1; [ $BOOTSEER_RESTART = 0 ] || echo step; [ $BOOTSEER_RESTART = 2 ]"
+    words = ["--restarts", "2", "--restart-delay", "1", "--began-pattern", "step", "--setup", "setup.sh"]
+    assert run("run", "--job", "x", "--env", "bypass", *words, "--", "sh", "-c", script).returncode == 0
+    report = json.loads(run("report", "--json", "x").stdout)
+    assert (report["startup"]["restart"], report["startup"]["kind"]) == (2, "restart")
+    assert "environment_setup" not in report["unobserved"]
+    first, second = report["restarts"]
+    assert (first["restart"], first["by"], first["exit_code"]) == (1, "bootseer", 1)
+    assert second["startup_s"] > 1.1, "the delay is part of it"
+    assert 0.3 < second["saved_s"] == second["not_repeated"]["environment_setup"]
+    assert json.loads(run("report", "--json", "--restart", "0", "x").stdout)["restarts"] == []
+    assert "2 restarts in place: " in run("report", "x").stdout
+    run("report", "x", "--html", "page.html")
+    assert "2 restarts in place: " in (tmp_path / "page.html").read_text()
+
+
+def test_events_of_a_launcher_s_own_restarts_have_other_numbers(run: Run, events: Events) -> None:
+    stage = [sys.executable, "-m", "bootseer", "stage", "work", "--", "true"]
+    elastic = "import os, subprocess, sys\nfor count in '01': subprocess.run(sys.argv[1:], check=True,"
+    elastic += " env={**os.environ, 'TORCHELASTIC_RESTART_COUNT': count})\nsys.exit(1)"
+    run("run", "--restarts", "1", "--", sys.executable, "-c", elastic, *stage)
+    begun = [event.restart for event in events() if event.stage == "work" and event.phase == "begin"]
+    assert begun == [0, 1, 2, 3]

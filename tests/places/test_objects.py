@@ -1,0 +1,302 @@
+"""A bucket as a place: the contract on a real S3 server, what a bucket alone can do, and servers with faults."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import from_url
+
+from bootseer.checkpoint.catalog import checkpoints, remove
+from bootseer.checkpoint.download import get_checkpoint
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.verify import verify
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places import open_place
+from bootseer.places.objects import ObjectPlace
+from bootseer.places.place import TEMPORARY, Place, TakenError
+from fault_proxy import Fault, FaultProxy, once
+from places.contract import PlaceContract, names, opened, read
+from s3_server import S3Server, environment_for
+
+_MIB = 1 << 20
+_STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(tmp_path_factory.mktemp("s3")) as started:
+        started.make_bucket("jobs")
+        yield started
+
+
+@pytest.fixture
+def uri(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://jobs/{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def place(uri: str) -> Iterator[Place]:
+    opened_place = open_place(uri)
+    yield opened_place
+    opened_place.close()
+
+
+@pytest.fixture
+def proxy(server: S3Server, uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Between the server and the places that are opened by the test itself."""
+    with FaultProxy(server.host) as started:
+        for name, value in environment_for(started.host).items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source" / "step-1"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model").write_bytes(os.urandom(5 * _MIB + 7))
+    (folder / "sub" / "config").write_bytes(b"{}")
+    return folder
+
+
+def keys(server: S3Server, uri: str) -> list[str]:
+    prefix = f"{uri.rpartition('/')[2]}/"
+    return [key.removeprefix(prefix) for key in server.keys("jobs") if key.startswith(prefix)]
+
+
+def content(place: Place, path: str) -> dict[str, bytes]:
+    """All files in a folder."""
+    found = {}
+    for entry in place.list(path):
+        name = entry.path.rpartition("/")[2]
+        if entry.is_folder:
+            found |= {f"{name}/{below}": data for below, data in content(place, entry.path).items()}
+        else:
+            found[name] = place.read_bytes(entry.path, 1 << 20)
+    return found
+
+
+class TestObjectPlace(PlaceContract):
+    """The contract."""
+
+    keeps_modes = False
+
+
+def test_what_other_tools_have_put_is_found_under_its_key(place: Place, uri: str, tmp_path: Path) -> None:
+    data = os.urandom(3 * _MIB)
+    obstore.put(from_url(uri, client_options={"allow_http": True}), "run/ck-5/weights.safetensors", data)
+    found = checkpoints(Files(place), "run")
+    assert [(one.name, one.size_bytes) for one in found] == [("ck-5", len(data))]
+    with closing(Reading(place)) as reading:
+        get_checkpoint(Files(place), reading, "run/ck-5", tmp_path / "out")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == data
+    place.rename("run/ck-5", "run/ck-6")
+    assert names(place, "run") == {"run/ck-6"}
+    assert place.stat("run/ck-6/weights.safetensors").size_bytes == len(data)
+
+
+def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(
+    place: Place, server: S3Server, uri: str, source: Path, tmp_path: Path
+) -> None:
+    files = Files(place)
+    put_checkpoint(place, source, "step-1", settings=_STRIPED)
+    with pytest.raises(TakenError):
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)
+    (source / "sub" / "config").write_bytes(b"{} ")
+    put_checkpoint(place, source, "step-1", settings=PutSettings(policy=_STRIPED.policy, replace=True))
+    put_checkpoint(place, source / "model", "step-2.pt", settings=_STRIPED)
+    with closing(Reading(place)) as reading:
+        assert not verify(files, "step-1").problems
+        get_checkpoint(files, reading, "step-1", tmp_path / "out")
+        get_checkpoint(files, reading, "step-2.pt", tmp_path / "out.pt")
+    assert (tmp_path / "out" / "sub" / "config").read_bytes() == b"{} "
+    for got in (tmp_path / "out" / "model", tmp_path / "out.pt"):
+        assert got.read_bytes() == (source / "model").read_bytes()
+    assert [(one.name, one.is_latest) for one in checkpoints(files, "")] == [("step-1", False), ("step-2.pt", True)]
+    for name in ("step-2.pt", "step-1"):
+        remove(files, "", name, force=True)
+    assert all("/.attempts-links/" in f"/{key}" for key in keys(server, uri))
+    assert server.uploads("jobs") == []
+
+
+@pytest.mark.parametrize("cut", range(1, 22))
+def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: int) -> None:
+    """As by a kill: from its `cut`-th request on, the renaming process does nothing any more."""
+    place.make_folder("old/sub", parents=True)
+    place.write_bytes("old/a", b"1")
+    place.write_bytes("old/sub/b", b"2")
+    wanted = content(place, "old")
+    killed = ObjectPlace(uri)
+    left = [cut]
+    call = killed._call
+
+    def count(*arguments: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SystemExit
+        return call(*arguments)
+
+    killed._call = count  # type: ignore[method-assign]
+    with suppress(SystemExit):
+        killed.rename("old", "new")
+    killed.close()
+    with closing(open_place(uri)) as other:
+        there = [path for path in ("old", "new") if path in names(other, "")]
+        assert there
+        assert all(content(other, path) == wanted for path in there)
+        with suppress(BootseerError):
+            other.rename("old", "new", replace=False)  # as what goes on after a crash does
+        other.delete("old", recursive=True) if "old" in names(other, "") else None
+        if "new" in there or "new" in names(other, ""):
+            assert content(other, "new") == wanted
+            assert {name for name in names(other, "") if not name.startswith(TEMPORARY)} == {"new"}
+
+
+def test_of_many_that_rename_to_one_name_one_gets_it_and_the_others_keep_theirs(place: Place, uri: str) -> None:
+    for number in range(6):
+        place.make_folder(f"from{number}")
+        place.write_bytes(f"from{number}/file", b"%d" % number)
+
+    def take(number: int) -> bool:
+        with closing(open_place(uri)) as own:
+            try:
+                own.rename(f"from{number}", "to", replace=False)
+            except TakenError:
+                return False
+            return True
+
+    with ThreadPoolExecutor(6) as threads:
+        won = list(threads.map(take, range(6)))
+    assert won.count(True) == 1
+    assert content(place, "to") == {"file": b"%d" % won.index(True)}
+    for number in (number for number in range(6) if not won[number]):
+        assert content(place, f"from{number}") == {"file": b"%d" % number}
+        place.delete(f"from{number}", recursive=True)
+    assert content(place, "to") == {"file": b"%d" % won.index(True)}
+
+
+def test_of_many_that_rename_one_folder_one_does(place: Place, uri: str) -> None:
+    place.make_folder("from")
+    place.write_bytes("from/file", b"x")
+
+    def take(number: int) -> bool:
+        with closing(open_place(uri)) as own, suppress(NotFoundError):
+            own.rename("from", f"to{number}", replace=False)
+            return True
+        return False
+
+    with ThreadPoolExecutor(6) as threads:
+        won = list(threads.map(take, range(6)))
+    assert won.count(True) == 1
+    assert names(place, "") == {f"to{won.index(True)}"}
+    assert content(place, f"to{won.index(True)}") == {"file": b"x"}
+
+
+def test_what_has_moved_out_of_a_folder_stays_when_that_is_removed(place: Place, server: S3Server, uri: str) -> None:
+    for path in ("job/step", "job/other"):
+        place.make_folder(path, parents=True)
+        place.write_bytes(f"{path}/file", path.encode())
+    place.rename("job/step", "kept")
+    place.delete("job", recursive=True)
+    assert names(place, "") == {"kept"}
+    assert content(place, "kept") == {"file": b"job/step"}
+    place.make_folder("job/step", parents=True)
+    place.write_bytes("job/step/file", b"new")
+    assert (content(place, "kept"), content(place, "job/step")) == ({"file": b"job/step"}, {"file": b"new"})
+    for path in ("job", "kept"):
+        place.delete(path, recursive=True)
+    assert all("/.attempts-links/" in f"/{key}" for key in keys(server, uri))
+
+
+def test_a_large_part_is_sent_while_it_is_written_and_a_dropped_one_leaves_nothing(
+    place: Place, server: S3Server, uri: str
+) -> None:
+    data = os.urandom(20 * _MIB)
+    kept, dropped = place.begin_parts(["x/kept", "x/dropped"], part_bytes=64 * _MIB)
+    for writer in (kept, dropped):
+        for start in range(0, len(data), 3 * _MIB):
+            writer.write(data[start : start + 3 * _MIB])
+    dropped.abort()
+    kept.close()
+    with opened(place, "x/kept") as file:
+        assert read(file, 0, len(data)) == data
+    assert names(place, "x") == {"x/kept"}
+    assert server.uploads("jobs") == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=503), Fault(status=500), Fault(drop=True), Fault(cut_after=1000), Fault(hang=True)],
+    ids=["slow-down", "error", "dropped", "cut", "hung"],
+)
+def test_a_request_that_fails_or_hangs_is_made_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    data = os.urandom(_MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]  # from now on it is known what a read takes
+            proxy.plan = once(fault, "/file", "GET")
+            assert read(file, 0, len(data)) == data
+
+
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
+def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x" * 1000)
+        proxy.plan = lambda request: fault if request.method == "GET" else None
+        with opened(place, "file") as file:
+            file.read_into(0, memoryview(bytearray(1000)), outcomes.put, deadline_s=1.0)
+            assert isinstance(outcomes.get(timeout=120).error, TransientError)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
+    place.write_bytes("file", b"old content")
+    with opened(place, "file") as file:
+        place.write_bytes("file", b"new content")
+        with pytest.raises(TransientError, match="changed"):
+            read(file, 0, 11)
+
+
+def test_wrong_bytes_of_a_server_are_never_delivered(proxy: FaultProxy, uri: str, source: Path, tmp_path: Path) -> None:
+    settings = PutSettings(policy=Policy(stripes=2, parity=False, min_bytes_per_stripe=_MIB))
+    with closing(open_place(uri)) as place:
+        put_checkpoint(place, source, "step-1", settings=settings)
+        proxy.plan = lambda request: (
+            Fault(corrupt_at=5) if "/.stripes/" in request.path and "-links/" not in request.path else None
+        )
+        with closing(Reading(place)) as reading, pytest.raises(CorruptError):
+            get_checkpoint(Files(place), reading, "step-1", tmp_path / "out")
+        proxy.plan = lambda request: None
+        with closing(Reading(place)) as reading:
+            get_checkpoint(Files(place), reading, "step-1", tmp_path / "out2")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out2" / "model").read_bytes() == (source / "model").read_bytes()
+
+
+@pytest.mark.parametrize("fault", [Fault(status=501), Fault(send={"if-none-match": ""})], ids=["refused", "overlooked"])
+def test_a_server_without_conditional_writes_is_a_clear_error(
+    proxy: FaultProxy, uri: str, source: Path, fault: Fault
+) -> None:
+    proxy.plan = lambda request: fault if "if-none-match" in request.headers else None
+    with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="conditional writes"):
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)
+
+
+def test_a_bucket_that_is_not_there_is_called_so(uri: str) -> None:
+    with closing(open_place("s3://nothing/job")) as place, pytest.raises(NotFoundError, match="no such bucket"):
+        list(place.list("job"))
