@@ -222,6 +222,23 @@ class Service:
         with contextlib.suppress(OSError):  # the folder may be gone already
             self._write_state()
 
+    def left_behind(self) -> dict[str, Any] | None:
+        """What the node's agent needs to serve on; None where nothing is to be served after training began."""
+        own, rate = self._source.own, self._limits.after
+        if rate is None:
+            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        known = {identity: self._job.registered(identity) for identity in self._job.identities()}
+        files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
+        if own is None or not rate or not files:
+            return None
+        return {
+            "secret": self._secret.hex(),
+            "name": own.name,
+            "addresses": own.addresses,
+            "rate": rate,
+            "files": files,
+        }
+
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
         listening = self._source.listen()
