@@ -109,7 +109,7 @@ def _only_one(database: Database, connection: Connection, attempt: Attempt, name
 
 
 def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]], gone: set[str]) -> bool:
-    """Whether there are the lines of which the attempt was derived before: they arrived before that, and can be read."""
+    """Whether there are the lines that the attempt was derived from: they arrived before that, and can be read."""
     start = schema.start
     computed = select(func.min(start.c.computed_ns)).where(start.c.job == attempt.job)
     computed_ns = connection.execute(computed.where(start.c.attempt == attempt.attempt)).scalar_one()
