@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     from bootseer.sim.scenario import shipped
-    from bootseer.sim.start import ARMS
+    from bootseer.sim.start import ARMS, MORE_ARMS
 
-    return [name for name in (shipped() if param.name == "scenario" else ARMS) if name.startswith(incomplete)]
+    return [
+        name for name in (shipped() if param.name == "scenario" else [*ARMS, *MORE_ARMS]) if name.startswith(incomplete)
+    ]
 
 
 @click.command("simulate")
@@ -58,12 +60,12 @@ def simulate_command(
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
     from bootseer.sim.scenario import read_scenario
-    from bootseer.sim.start import ARMS, simulate
+    from bootseer.sim.start import ARMS, MORE_ARMS, simulate
 
     wanted = read_scenario(scenario, [*changes, *([f"nodes=[{nodes}]"] if nodes is not None else [])])
     for arm in arms:
-        if arm not in ARMS:
-            raise UsageError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
+        if arm not in ARMS and arm not in MORE_ARMS:
+            raise UsageError(f"no arm {arm!r}; there are {', '.join([*ARMS, *MORE_ARMS])}")
     plan = [(number, arm, one) for number in wanted.nodes for arm in arms or ARMS for one in range(seed, seed + seeds)]
     done: list[Outcome] = []
     for at, (number, arm, one) in enumerate(plan):
