@@ -103,7 +103,7 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
     connects = [
         (report.startup.num_ranks or report.startup.num_nodes * scenario.gpus_per_node, seconds)
         for report in reports
-        if (seconds := report.median_s("connection_setup", "model_initialization.connections")) is not None
+        if (seconds := report.median_s("connection_setup", "model_initialization.process_group")) is not None
     ]
     if connects:
         base, slope = line(connects)
