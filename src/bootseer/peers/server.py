@@ -49,6 +49,9 @@ class Content(Protocol):
     def open(self) -> int:
         """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
 
+    def here(self, first: int, blocks: int) -> int:
+        """Those of the blocks from `first` on that are here, as bits."""
+
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         """Whether a range is here. If not, it is fetched, and `done` is called once when that has ended."""
 
@@ -76,11 +79,13 @@ class Server:
         name: str = "",
         max_rate: int | None = None,
         on_unknown: Callable[[str, str], object] = lambda file, sender: None,
+        soon: bool = True,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
         `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
-        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet.
+        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet. `soon`: whether
+        this node may be about to read what it does not use yet.
         """
         self._name = name
         self._listening = listening
@@ -88,6 +93,7 @@ class Server:
         self._find = find
         self._max_rate = max_rate
         self._on_unknown = on_unknown
+        self._soon = soon
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -234,7 +240,7 @@ class Server:
             if len(self._first_asked_s) >= _MAX_UNKNOWN:
                 self._first_asked_s.clear()
             until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
-        while content is None and not self._closed and time.monotonic() < until:
+        while content is None and self._soon and not self._closed and time.monotonic() < until:
             connection.send(encode_answer(102))
             time.sleep(_FILLING_EVERY_S)
             content = self._find(file)
@@ -242,11 +248,9 @@ class Server:
 
     def _tell_readers(self, connection: Connection, question: Question) -> None:
         content = self._find(question.file)
-        own = 0
-        if isinstance(content, CachedContent):
-            own = content.here(question.first, question.blocks)
-            if question.sender == question.without == self._name:
-                content.give_up(question.first, question.blocks)
+        own = content.here(question.first, question.blocks) if content is not None else 0
+        if isinstance(content, CachedContent) and question.sender == question.without == self._name:
+            content.give_up(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
         connection.send(encode_answer(200, len(body)) + body)
 

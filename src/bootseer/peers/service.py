@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,8 +31,10 @@ from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
-from bootseer.peers.protocol import is_identity
+from bootseer.peers.protocol import Question, is_identity
+from bootseer.peers.readers import ready
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -40,6 +43,10 @@ _LOG = logger(__name__)
 _LOOK_EVERY_S: Final = 0.25
 _STATE_EVERY_S: Final = 1.0
 _TRAINING_SHARE: Final = 0.05
+_RANDOM: Final = random.SystemRandom()
+_HOLDERS: Final = 8
+"""So many nodes are asked whether they have a file from an earlier job."""
+_HOLDER_S: Final = 1.0
 
 Opener = Callable[[JobPeers, str], Content | None]
 """Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
@@ -113,6 +120,17 @@ class _BlockFile:
     def open(self) -> int:
         return self._cached.descriptor()
 
+    def here(self, first: int, blocks: int) -> int:
+        return ready(self._cached, first, blocks)
+
+    def sample(self) -> tuple[int, int]:
+        """Some of the blocks that are not here, as the first and bits; none when little is missing."""
+        index = self._cached.index
+        first = _RANDOM.randrange(max(index.num_blocks - 31, 1))
+        blocks = range(first, min(first + 32, index.num_blocks))
+        missing = sum(1 << (n - first) for n in blocks if index.place(n).length and not self._cached.ready(n))
+        return first, missing
+
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         if not self._cached.missing(start, length):
             return True
@@ -164,6 +182,7 @@ class Service:
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret)
+        self._hosts = HostsFile(folder)
         with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
             self._serve()
         self._write_members()
@@ -180,7 +199,10 @@ class Service:
             # Opening takes up to a second where processors are busy: peers that ask meanwhile would hear nothing.
             for identity in self._job.identities() - opened:
                 opened.add(identity)
-                self._find(identity)
+                content = self._find(identity)
+                if isinstance(content, _BlockFile):
+                    ask = partial(self._ask_holders, identity, content)
+                    threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
@@ -201,6 +223,23 @@ class Service:
         self._client.close()
         with contextlib.suppress(OSError):  # the folder may be gone already
             self._write_state()
+
+    def left_behind(self) -> dict[str, Any] | None:
+        """What the node's agent needs to serve on; None where nothing is to be served after training began."""
+        own, rate = self._source.own, self._limits.after
+        if rate is None:
+            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        known = {identity: self._job.registered(identity) for identity in self._job.identities()}
+        files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
+        if own is None or not rate or not files:
+            return None
+        return {
+            "secret": self._secret.hex(),
+            "name": own.name,
+            "addresses": own.addresses,
+            "rate": rate,
+            "files": files,
+        }
 
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
@@ -228,6 +267,19 @@ class Service:
             except OSError as error:
                 _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
+
+    def _ask_holders(self, identity: str, content: _BlockFile) -> None:
+        """Find nodes that have most of a file from an earlier job: they are ahead of this one."""
+        own, (first, sample) = self._source.own, content.sample()
+        if own is None or not sample:
+            return
+        others = [peer for peer in self._membership.peers if peer.name != own.name]
+        for peer in _RANDOM.sample(others, min(_HOLDERS, len(others))):
+            question = Question(identity, first, sample, own.name, keeps=False)
+            with contextlib.suppress(BootseerError):
+                found = self._client.ask(peer.addresses[0], question, _HOLDER_S)
+                if 2 * found.get(peer.name, 0).bit_count() >= sample.bit_count():
+                    self._job.note_ahead(identity, peer.name)
 
     def _find(self, identity: str) -> Content | None:
         content = self._contents.get(identity)
@@ -266,6 +318,7 @@ class Service:
     def _write_members(self) -> None:
         own = self._source.own
         self._seen.update(peer.name for peer in self._membership.peers)
+        self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
 
     def _write_state(self) -> None:
