@@ -112,6 +112,8 @@ def run_command(
     """
     program = program or command
     restarts = None
+    if options.peers is not None and options.image is None:
+        enter = with_names(env, enter)
     if options.restarts:
         from bootseer.launch.restart import Restarts
         from bootseer.trace.tracer import new_span
@@ -137,6 +139,34 @@ def run_command(
         ended = restarts.again(code, signals, env)
         if ended is not None:
             return ended
+
+
+def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callable[[], None] | None:
+    """`enter`, and then a mount namespace in which /etc/hosts knows the job's nodes (`peers.names`).
+
+    Where it cannot be shown, the resolver is told to give up early, unless the user has told it something.
+    """
+    from bootseer.errors import BootseerError
+    from bootseer.mounts import kernel
+    from bootseer.peers.names import RES_OPTIONS, SYSTEM, hosts_for
+
+    hosts = hosts_for(env)
+    if hosts is None:
+        return enter
+
+    def entered() -> None:
+        if enter is not None:
+            enter()
+        try:
+            if os.geteuid() == 0:
+                kernel.unshare_mounts()
+                kernel.move(kernel.clone(hosts), SYSTEM.resolve())
+                return
+        except (BootseerError, OSError) as error:
+            say(f"the names of the job's nodes are left to DNS: {error}")
+        env.setdefault("RES_OPTIONS", RES_OPTIONS)
+
+    return entered
 
 
 def _run_once(

@@ -31,6 +31,7 @@ from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import ready
@@ -183,6 +184,7 @@ class Service:
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret, tls=tls)
+        self._hosts = HostsFile(folder)
         with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
             self._serve()
         self._write_members()
@@ -314,6 +316,7 @@ class Service:
     def _write_members(self) -> None:
         own = self._source.own
         self._seen.update(peer.name for peer in self._membership.peers)
+        self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
 
     def _write_state(self) -> None:
