@@ -55,6 +55,13 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
+    with make_node(tmp_path) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def make_node(tmp_path: Path) -> Iterator[Node]:
+    """A node below an empty folder."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 USER, PASSWORD = "reader", "secret"
 # bcrypt, the only kind that the registry accepts, at its lowest cost.
 _HTPASSWD = f"{USER}:$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW\n"
-_LOG = re.compile(r'"(?P<method>[A-Z]+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+)')
+_LOG = re.compile(
+    r'"(?P<method>[A-Z]+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+)(?: "[^"]*" "(?P<agent>[^"]*)")?'
+)
 _START_S = 120.0
 _given_ports: set[int] = set()
 
@@ -47,6 +49,8 @@ class Logged:
     path: str
     status: int
     size_bytes: int
+    agent: str = ""
+    """The program that asked, as it calls itself."""
 
 
 class Registry:
@@ -87,7 +91,11 @@ class Registry:
     def requests(self) -> list[Logged]:
         """What was asked and answered so far, in the order of the answers' ends."""
         found = [_LOG.search(line) for line in self._log().splitlines()]
-        return [Logged(m["method"], m["path"], int(m["status"]), int(m["size"])) for m in found if m is not None]
+        return [
+            Logged(m["method"], m["path"], int(m["status"]), int(m["size"]), m["agent"] or "")
+            for m in found
+            if m is not None
+        ]
 
     def _start(self) -> None:
         config = [

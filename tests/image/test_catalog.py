@@ -21,8 +21,9 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.store.file import FileStore
-from bootseer.store.open import open_store
+from bootseer.store.open import open_registry, open_store
 from bootseer.store.store import Store
+from image_node import push
 from oci_images import directory, file, layer, write_layout
 from registry import Registry
 
@@ -73,6 +74,31 @@ def test_a_removed_image_goes_and_what_others_share_stays(tmp_path: Path, store:
     assert list(store.list("image-trash/")) == list(store.list(hotset_name(old.digest, ""))) == []
     assert converted(tmp_path, store, "old") == old
     assert missing(store, old.objects) == []
+
+
+def test_an_image_that_was_deleted_from_its_repository_takes_its_converted_form_along(
+    tmp_path: Path, registry: Registry
+) -> None:
+    documents = []
+    for name in ("gone", "there"):
+        write_layout(tmp_path / name, [BASE, layer(file(name, name.encode() * 5000))])
+        push(tmp_path / name, registry.host, "team/deleted", name)
+        source = open_source(parse_reference(f"{registry.host}/team/deleted:{name}"))
+        with closing(source), closing(open_store(source.location)) as store:
+            documents.append(convert(source, store))
+    gone, there = documents
+    with closing(open_store(f"oci://{registry.host}/team/deleted")) as store:
+        images = images_in(store)
+        put(store, hotset_name(gone.digest, "work"), b"x", [])
+        assert prune(images, NOW_S).expired == []
+        with closing(open_registry(registry.host, "team/deleted")) as opened:
+            opened.delete_manifest(gone.digest)
+        done = prune(images, NOW_S)
+        assert (done.expired, done.num_waiting, missing(store, gone.objects)) == ([gone.digest], 1, [])
+        done = prune(images, LATER_S)
+        assert done.deleted == {one.name for one in gone.objects} - {one.name for one in there.objects}
+        assert list(store.list(hotset_name(gone.digest, ""))) == []
+        assert read_document(store, there.digest) == there
 
 
 def test_what_is_mounted_or_being_converted_is_not_removed(tmp_path: Path, store: Store) -> None:

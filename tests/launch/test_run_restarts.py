@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -185,6 +186,24 @@ def test_the_environment_stays_mounted(place: Place) -> None:
         assert place.start()["mode"] == mode
         assert not place.mounts()
     assert place.num_setups == 1
+
+
+def test_the_report_tells_how_often_and_what_that_saved(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("sleep 0.3\n")
+    script = "sleep 0.1; [ $BOOTSEER_RESTART = 0 ] || echo step; [ $BOOTSEER_RESTART = 2 ]"
+    words = ["--restarts", "2", "--restart-delay", "1", "--began-pattern", "step", "--setup", "setup.sh"]
+    assert run("run", "--job", "x", "--env", "bypass", *words, "--", "sh", "-c", script).returncode == 0
+    report = json.loads(run("report", "--json", "x").stdout)
+    assert (report["startup"]["restart"], report["startup"]["kind"]) == (2, "restart")
+    assert "environment_setup" not in report["unobserved"]
+    first, second = report["restarts"]
+    assert (first["restart"], first["by"], first["exit_code"]) == (1, "bootseer", 1)
+    assert second["startup_s"] > 1.1, "the delay is part of it"
+    assert 0.3 < second["saved_s"] == second["not_repeated"]["environment_setup"]
+    assert json.loads(run("report", "--json", "--restart", "0", "x").stdout)["restarts"] == []
+    assert "2 restarts in place: " in run("report", "x").stdout
+    run("report", "x", "--html", "page.html")
+    assert "2 restarts in place: " in (tmp_path / "page.html").read_text()
 
 
 def test_events_of_a_launcher_s_own_restarts_have_other_numbers(run: Run, events: Events) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,23 +42,23 @@ def index(tmp_path: Path) -> Index:
 class Node:
     """A service that is not run: its server answers, and nothing looks at the folder by itself."""
 
-    def __init__(self, tmp_path: Path, limits: Limits) -> None:
+    def __init__(self, tmp_path: Path, limits: Limits, others: Sequence[str] = ()) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         self.blocks = BlockFiles()
-        source = Listed(SECRET, lambda: [Peer(self.address, (self.address,))])
+        source = Listed(SECRET, lambda: [Peer(each, (each,)) for each in (self.address, *others)])
         self.service = Service(tmp_path / "peers", source, {BLOCKS: self.blocks.open}, limits, self.blocks.figures)
         self.client = Client(SECRET)
         self.job = JobPeers.open(tmp_path / "peers")
 
-    def run_until_ready(self) -> None:
+    def run_until_ready(self, wait_for: int = 0) -> None:
         """One round of what the service does beside serving."""
 
         def end() -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            self.service.run(end)
+            self.service.run(end, wait_for=wait_for, wait_s=300.0)
 
     def ask(self, index: Index, block: int, level: Level = Level.GLOBAL) -> bytes:
         into = bytearray(index.length(block))
@@ -97,6 +99,29 @@ def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: 
         node.ask(index, 1, Level.HELD)
     node.ask(index, 1)
     assert node.ask(index, 1, Level.HELD) == DATA[BLOCK : 2 * BLOCK]
+
+
+def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
+    node: Node, index: Index, source: BlockSource, tmp_path: Path
+) -> None:
+    node.job.register_blocks(source)
+    for block in range(index.num_blocks):
+        node.ask(index, block)
+    for path in (tmp_path / "store").rglob("*"):
+        path.unlink(missing_ok=True) if path.is_file() else None
+    (tmp_path / "cold").mkdir()
+    cold = Node(tmp_path / "cold", Limits(), [node.address])
+    with contextlib.closing(cold.blocks), contextlib.closing(cold.service), contextlib.closing(cold.client):
+        cold.run_until_ready(wait_for=2)
+        cold.job.register_blocks(replace(source, cache=tmp_path / "cold" / "cache"))
+        cold.run_until_ready()
+        until = time.monotonic() + 300
+        while not cold.job.ahead(index.identity) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert [cold.ask(index, block) for block in range(9)] == [
+            DATA[at : at + BLOCK] for at in range(0, 9 * BLOCK, BLOCK)
+        ]
+        assert cold.blocks.figures() == {"filled_bytes": 0}
 
 
 @pytest.mark.parametrize("level", [Level.RACK, Level.GLOBAL])

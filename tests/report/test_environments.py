@@ -8,7 +8,7 @@ from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import analyse
 from bootseer.report.analysis.spans import startups
 from bootseer.report.analysis.starts import environment_starts, environment_summary
-from bootseer.report.model import EnvironmentStart
+from bootseer.report.model_starts import EnvironmentStart
 from bootseer.trace.event import Event
 
 RESTORED = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +18,8 @@ from bootseer.hdfs.protobuf import Message, field  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
-from image_node import Node, node, push, tar  # noqa: E402
-from oci_images import write_layout  # noqa: E402
+from image_node import Node, node  # noqa: E402
+from snapshotter_images import convert, pause  # noqa: E402
 
 assert node
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
@@ -31,19 +30,6 @@ VIEW, ACTIVE, COMMITTED = 1, 2, 3
 def running(node: Node) -> Iterator[Containerd]:
     with containerd(node.folder / "c", node.env, pause(node)) as found:
         yield found
-
-
-def pause(node: Node) -> str:
-    """The image of sandboxes, whose only process has to live as long as the pod."""
-    layout = node.folder / "pause"
-    write_layout(layout, [tar(node.folder / "tree", ["bin"])], tag="1", Env=["PATH=/bin"], Cmd=["sleep", "3600"])
-    push(layout, node.registry.host, "team/pause", "1")
-    return f"{node.registry.host}/team/pause:1"
-
-
-def convert(node: Node) -> None:
-    command = [sys.executable, "-P", "-m", "bootseer", "image", "convert", node.reference, "--plain-http"]
-    subprocess.run(command, env={**os.environ, **node.env}, check=True, capture_output=True)
 
 
 def mounts_of(answer: Message) -> list[tuple[str, str, list[str]]]:
@@ -182,6 +168,23 @@ def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node
         running.remove_pod(fourth)
         running.cri("RemoveImage", field(1, field(1, node.reference)))
         assert not list((running.snapshots / "images").iterdir())
+
+
+def test_a_lazy_pull_asks_the_registry_for_no_more_than_it_needs(running: Containerd, node: Node) -> None:
+    convert(node)
+    before = len(node.registry.requests())
+    running.pull(node.reference)
+    asked = [logged for logged in node.registry.requests()[before:] if logged.method == "GET"]
+    # Its manifest and configuration.
+    theirs = [logged for logged in asked if logged.agent.startswith("containerd")]
+    assert len(theirs) <= 3
+    assert sum(logged.size_bytes for logged in theirs) <= 5 << 10
+    # One document, an index for each of two layers and the root directory; then blocks, and perhaps a hot set.
+    ours = [logged for logged in asked if logged not in theirs]
+    whole = [logged for logged in ours if logged.status == 200]
+    assert len(whole) <= 1 + 3
+    assert len({logged.path for logged in whole}) == len(whole)
+    assert len([logged for logged in ours if logged.status == 404]) <= 1
 
 
 def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node: Node) -> None:

@@ -82,6 +82,7 @@ def remove_command(
 def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
     """Delete the files of images that were removed, as far as no other image or environment of the store needs them.
 
+    An image that was deleted from its registry counts as removed, where its converted form is in its repository.
     What this node has mounted stays, and all of it while an image is being converted. Other nodes' mounts are not known
     here: the grace is longer than they take to fetch an image.
 
@@ -108,12 +109,14 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     output(
         {
             "store": uri,
+            "expired": done.expired,
             "objects": len(done.deleted),
             "freed_bytes": done.freed_bytes,
             "waiting": done.num_waiting,
             "in_use": done.num_in_use,
             "problems": done.problems,
         },
+        *(f"{digest} is not in its registry any more: removed" for digest in done.expired),
         *(Text(problem, "red") for problem in done.problems),
         f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
         f"{plural(done.num_waiting, 'removed image')} waiting for the grace or a conversion, {done.num_in_use} in use",

@@ -154,8 +154,14 @@ def prune(
     mounted: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, and what conversions knew of layers that are gone. `mounted` are digests of images."""
+    """`artifact.prune.prune`, and what conversions knew of layers that are gone. `mounted` are digests of images.
+
+    An image that was deleted from the repository where its converted form is attached to it counts as expired.
+    """
+    from bootseer.store.oci import OciStore  # starts of images, which import this module, may need none
+
     store = catalog.store
+    is_gone = store.has_lost_subject if isinstance(store, OciStore) else lambda name: False
 
     def delete_leftovers(_: Listing[ImageDocument], done: Pruned) -> None:
         alive = conversions(store, now_s)
@@ -172,6 +178,7 @@ def prune(
         grace_s=grace_s,
         in_use=mounted,
         also_used=also_used,
+        expired=lambda document: is_gone(document.name),
         hold=lambda: bool(conversions(store, now_s)),
         leftovers=delete_leftovers,
     )

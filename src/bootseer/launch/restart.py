@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import ENDING, NOT_EXECUTABLE, NOT_FOUND, log, say
 from bootseer.trace import traceparent
-from bootseer.trace.event import INSTANT
+from bootseer.trace.event import BEGIN, END, OK
 from bootseer.trace.identity import RESTART
 from bootseer.units import plural
 
 if TYPE_CHECKING:
     from bootseer.launch.session import Session
 
-EVENT = "restart"
+STAGE = "restart"
 KIND = "BOOTSEER_KIND"
 _LASTING = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 """Exit codes of a command that ended well or cannot work: 2 is what argparse and shells say of wrong arguments."""
@@ -88,15 +88,16 @@ class Restarts:
         session = self._session
         self._restart = session.begin_restart() if session is not None else self._restart + 1
         env.update({RESTART: str(self._restart), KIND: "restart"})
-        if session is not None:
-            attrs = {"number": self._number, "most": self._most, "exit_code": code, "processes_ended": left}
-            session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs=attrs, mono_ns=died_ns)
         try:
             if self._renew is not None:
                 self._renew({name: env[name] for name in (RESTART, KIND, traceparent.VARIABLE) if name in env})
         except (BootseerError, OSError) as error:
             say(f"the command cannot be started again: {error}")
             return code
+        if session is not None:
+            attrs = {"number": self._number, "most": self._most, "exit_code": code, "processes_ended": left}
+            span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=died_ns)
+            session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
         return None
 
     def _end_processes(self, env: Mapping[str, str]) -> int:

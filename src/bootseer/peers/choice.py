@@ -121,10 +121,12 @@ class Members:
             else:
                 second = tuple(Step(peer, Level.RACK) for peer in local[1:])
             steps = (to_owner, *second)
-        if not steps and ahead:
-            others = [peer for peer in self.peers if peer.name in ahead - absent - {self.own}]
-            steps = tuple(Step(peer, Level.HELD) for peer in _ranked(key, others))
-        return Route(steps, any(is_first))
+        return Route(steps or self.holders(file, run, ahead - absent), any(is_first))
+
+    def holders(self, file: str, run: int, ahead: frozenset[str]) -> tuple[Step, ...]:
+        """Which of the nodes that have parts of a file are asked for a run before the origin."""
+        others = [peer for peer in self.peers if peer.name in ahead and peer.name != self.own]
+        return tuple(Step(peer, Level.HELD) for peer in _ranked(f"{file}/{run}".encode(), others)) if others else ()
 
     def _first(self, key: bytes, absent: frozenset[str]) -> tuple[Peer, ...]:
         """The first two in rank of all nodes. With racks they are the owners within the first two racks in rank."""

@@ -4,7 +4,7 @@
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
-    files/IDENTITY.ahead names of nodes that asked for it before any process here did: they have read it already
+    files/IDENTITY.ahead names of nodes that asked for it before any process here did, or have it from an earlier job
     state.json          what the service has done, for `report` and `status`
     began               made when training begins: from then on the network belongs to it
 
@@ -67,7 +67,8 @@ class JobPeers:
         self._read: tuple[int, int] | None = None
         self._members = Members((), "")
         self._limit: int | None = None
-        self._ahead: dict[str, frozenset[str]] = {}
+        self._ahead: dict[str, tuple[float, frozenset[str]]] = {}
+        """Of each file, as it was when it was looked at."""
         self._paid_until_s = float("-inf")
         """When what came so far would have come at the limit."""
 
@@ -144,25 +145,25 @@ class JobPeers:
         return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
 
     def note_ahead(self, identity: str, node: str) -> None:
-        """A node has asked for a file that this one does not use, or not yet: if it ever does, that node has it."""
+        """A node has blocks of a file that this one has not, or not yet. For the service."""
+        known = self.ahead(identity)
         with self._lock:
-            known = self._ahead.get(identity, frozenset())
-            if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) >= _MAX_UNKNOWN:
+            if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) > _MAX_UNKNOWN:
                 return
-            self._ahead[identity] = known | {node}
-            listed = sorted(self._ahead[identity])
+            self._ahead[identity] = float("inf"), known | {node}
         with contextlib.suppress(OSError):  # without it more comes from the store
-            _replace(self._file(identity, "ahead"), json.dumps(listed).encode())
+            _replace(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
 
     def ahead(self, identity: str) -> frozenset[str]:
-        """Nodes that had begun to read a file before any process of this node did. The same object each time."""
+        """Nodes that had begun to read a file before any process of this node did, or have it from an earlier job."""
         with self._lock:
-            if identity not in self._ahead:
-                try:  # all that will be noted was noted before the file was registered
-                    self._ahead[identity] = frozenset(json.loads(self._file(identity, "ahead").read_bytes()))
-                except (OSError, ValueError, TypeError):
-                    self._ahead[identity] = frozenset()
-            return self._ahead[identity]
+            now = time.monotonic()
+            until, known = self._ahead.get(identity, (float("-inf"), frozenset()))
+            if now >= until:
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    known = frozenset(json.loads(self._file(identity, "ahead").read_bytes()))
+                self._ahead[identity] = now + _LOOK_EVERY_S, known
+            return known
 
     def identities(self) -> set[str]:
         """Of all files that are registered by now."""

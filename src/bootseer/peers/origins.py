@@ -79,9 +79,12 @@ class PeerGroup:
         """Where this node gets a run of a file."""
         with self.lock:
             absent = self.health.absent(now, file)
-        route = self.job.members().route(file, run, absent, self.job.ahead(file))
+        members, ahead = self.job.members(), self.job.ahead(file)
+        route = members.route(file, run, absent, ahead)
         if len(self._levels) < len(Level):
-            return Route(tuple(step for step in route.steps if step.level in self._levels), route.may_ask_origin)
+            steps = tuple(step for step in route.steps if step.level in self._levels)
+            # One that is asked as an owner may ask the origin, whatever its own list says.
+            return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
         return route
 
     def stats(self) -> dict[str, dict[str, float]]:

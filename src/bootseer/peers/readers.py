@@ -86,6 +86,12 @@ def bits(mask: int) -> Iterator[int]:
         mask &= mask - 1
 
 
+def ready(cached: CachedFile, first: int, blocks: int) -> int:
+    """Those of the blocks from `first` on that a file has, as bits."""
+    there = cached.index.num_blocks - first
+    return sum(1 << bit for bit in bits(blocks) if bit < there and cached.ready(first + bit))
+
+
 class CachedFiles:
     """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
 
@@ -143,9 +149,7 @@ class CachedContent:
 
     def here(self, first: int, blocks: int) -> int:
         """Those of the blocks from `first` on that are here, as bits."""
-        cached = self._cached
-        there = cached.index.num_blocks - first
-        return sum(1 << bit for bit in bits(blocks) if bit < there and cached.ready(first + bit))
+        return ready(self._cached, first, blocks)
 
     def give_up(self, first: int, blocks: int) -> None:
         """These were read, and do not fit into the cache: other nodes need not wait for them."""

@@ -49,6 +49,9 @@ class Content(Protocol):
     def open(self) -> int:
         """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
 
+    def here(self, first: int, blocks: int) -> int:
+        """Those of the blocks from `first` on that are here, as bits."""
+
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         """Whether a range is here. If not, it is fetched, and `done` is called once when that has ended."""
 
@@ -242,11 +245,9 @@ class Server:
 
     def _tell_readers(self, connection: Connection, question: Question) -> None:
         content = self._find(question.file)
-        own = 0
-        if isinstance(content, CachedContent):
-            own = content.here(question.first, question.blocks)
-            if question.sender == question.without == self._name:
-                content.give_up(question.first, question.blocks)
+        own = content.here(question.first, question.blocks) if content is not None else 0
+        if isinstance(content, CachedContent) and question.sender == question.without == self._name:
+            content.give_up(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
         connection.send(encode_answer(200, len(body)) + body)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +32,8 @@ from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
 from bootseer.peers.origins import FilePeers, PeerGroup
-from bootseer.peers.protocol import is_identity
+from bootseer.peers.protocol import Question, is_identity
+from bootseer.peers.readers import ready
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -40,6 +42,10 @@ _LOG = logger(__name__)
 _LOOK_EVERY_S: Final = 0.25
 _STATE_EVERY_S: Final = 1.0
 _TRAINING_SHARE: Final = 0.05
+_RANDOM: Final = random.SystemRandom()
+_HOLDERS: Final = 8
+"""So many nodes are asked whether they have a file from an earlier job."""
+_HOLDER_S: Final = 1.0
 
 Opener = Callable[[JobPeers, str], Content | None]
 """Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
@@ -113,6 +119,17 @@ class _BlockFile:
     def open(self) -> int:
         return self._cached.descriptor()
 
+    def here(self, first: int, blocks: int) -> int:
+        return ready(self._cached, first, blocks)
+
+    def sample(self) -> tuple[int, int]:
+        """Some of the blocks that are not here, as the first and bits; none when little is missing."""
+        index = self._cached.index
+        first = _RANDOM.randrange(max(index.num_blocks - 31, 1))
+        blocks = range(first, min(first + 32, index.num_blocks))
+        missing = sum(1 << (n - first) for n in blocks if index.place(n).length and not self._cached.ready(n))
+        return first, missing
+
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         if not self._cached.missing(start, length):
             return True
@@ -180,7 +197,10 @@ class Service:
             # Opening takes up to a second where processors are busy: peers that ask meanwhile would hear nothing.
             for identity in self._job.identities() - opened:
                 opened.add(identity)
-                self._find(identity)
+                content = self._find(identity)
+                if isinstance(content, _BlockFile):
+                    ask = partial(self._ask_holders, identity, content)
+                    threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
@@ -228,6 +248,19 @@ class Service:
             except OSError as error:
                 _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
+
+    def _ask_holders(self, identity: str, content: _BlockFile) -> None:
+        """Find nodes that have most of a file from an earlier job: they are ahead of this one."""
+        own, (first, sample) = self._source.own, content.sample()
+        if own is None or not sample:
+            return
+        others = [peer for peer in self._membership.peers if peer.name != own.name]
+        for peer in _RANDOM.sample(others, min(_HOLDERS, len(others))):
+            question = Question(identity, first, sample, own.name, keeps=False)
+            with contextlib.suppress(BootseerError):
+                found = self._client.ask(peer.addresses[0], question, _HOLDER_S)
+                if 2 * found.get(peer.name, 0).bit_count() >= sample.bit_count():
+                    self._job.note_ahead(identity, peer.name)
 
     def _find(self, identity: str) -> Content | None:
         content = self._contents.get(identity)

@@ -32,35 +32,35 @@ _FIRST_AT_ONCE = 16.0
 _LEAST_LATE_S = 1.0
 _MOST_LATE_S = 10.0
 _NUM_TIMES = 64
+_MOST_BYTES = 8 << 20
+"""Of one request: what costs a server little more than a small one."""
 _PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
 _MAX_AHEAD = 2
 """Pieces of a part that wait for being sent."""
 
 
+class ChangedError(TransientError):
+    """The object has another version by now: asking again changes nothing."""
+
+
 class _Read:
-    """One range on its way. What is read by several requests is delivered once."""
+    """One range that a caller waits for. What is read by several requests is delivered once."""
 
     def __init__(
         self, file: ObjectFile, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], until_s: float
     ) -> None:
         self.file = file
         self.offset = offset
-        self.into = into
+        self.end = offset + len(into)
         self.until_s = until_s
-        self.pause_s = _PAUSE_S
-        self.num_running = 0
-        self.is_hedged = False
+        self.is_over = False
+        self._into = into
         self._done = done
         self._lock = threading.Lock()
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
 
     def cancel(self) -> None:
-        self.end(TransientError(f"{self.file.what}: the read was cancelled"))
+        self.finish(TransientError(f"{self.file.what}: the read was cancelled"))
 
     def hurry(self) -> None:
         self.file.reads.hurry(self)
@@ -69,18 +69,43 @@ class _Read:
         """See `Ticket.left_s`: not known."""
         return 0.0
 
-    def end(self, error: BootseerError | None, data: Any = None) -> bool:
+    def finish(self, error: BootseerError | None, data: memoryview | bytes = b"") -> bool:
         """Deliver what the first request got, or the error: whether this was the first."""
         from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts without such reads
 
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return False
-            self._is_over = True
+            self.is_over = True
             if error is None:
-                self.into[:] = memoryview(data)
+                self._into[:] = data
         self._done(ReadOutcome(error, ""))
         return True
+
+
+class _Request:
+    """One range of an object that is asked for at once: of a read, and of those that go on where it ends."""
+
+    def __init__(self, read: _Read) -> None:
+        self.reads = [read]
+        self.file = read.file
+        self.start = read.offset
+        self.end = read.end
+        self.until_s = read.until_s
+        self.pause_s = _PAUSE_S
+        self.num_running = 0
+        self.is_hedged = False
+        self.is_taken = False
+        """Whether it is asked for, or a part of one that is."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(read.is_over for read in self.reads)
+
+    def finish(self, error: BootseerError | None, data: memoryview | bytes = b"") -> bool:
+        """Finish all its reads: whether one of them was not."""
+        each = [read.finish(error, data[read.offset - self.start : read.end - self.start]) for read in self.reads]
+        return any(each)
 
 
 class ObjectReads:
@@ -91,8 +116,10 @@ class ObjectReads:
         self._threads = Executor("bootseer-objects", _MAX_AT_ONCE)
         self._timer = Timer("bootseer-objects-timer", threads=1)
         self._lock = threading.Lock()
-        self._urgent: deque[_Read] = deque()
-        self._others: deque[_Read] = deque()
+        self._urgent: deque[_Request] = deque()
+        self._others: deque[_Request] = deque()
+        self._by_start: dict[tuple[ObjectFile, int], _Request] = {}
+        """Those that wait, by where they begin."""
         self._at_once = _FIRST_AT_ONCE
         self._running = 0
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
@@ -103,21 +130,14 @@ class ObjectReads:
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
         """Do it soon. Raises `TransientError` when there is no thread for it."""
+        self._queue(_Request(read), urgent=urgent)
+
+    def _queue(self, request: _Request, *, urgent: bool) -> None:
         if self._closed:
             raise PermanentError(f"{self._bucket.uri}: read after it was closed")
         with self._lock:
-            (self._urgent if urgent else self._others).append(read)
-        self._start()
-
-    def hurry(self, read: _Read) -> None:
-        """A reader waits for it now."""
-        with self._lock, suppress(ValueError):
-            self._others.remove(read)
-            self._urgent.append(read)
-
-    def _start(self) -> None:
-        """Have as many threads ask as the server bears."""
-        with self._lock:
+            (self._urgent if urgent else self._others).append(request)
+            self._by_start[request.file, request.start] = request
             wanted = min(len(self._urgent) + len(self._others), int(self._at_once) - self._running)
             self._running += max(wanted, 0)
         for number in range(wanted):
@@ -130,57 +150,80 @@ class ObjectReads:
                         return
                 raise
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                waiting = self._urgent or self._others
-                if not waiting or self._running > int(self._at_once):
-                    self._running -= 1
-                    return
-                read = waiting.popleft()
-            if not read.is_over:
-                self._ask(read)
+    def hurry(self, read: _Read) -> None:
+        """A caller waits for it now."""
+        with self._lock:
+            request = self._by_start.get((read.file, read.offset))
+            if request is not None and request in self._others:
+                self._others.remove(request)
+                self._urgent.append(request)
 
-    def _ask(self, read: _Read) -> None:
+    def _work(self) -> None:
+        while (request := self._take()) is not None:
+            if not request.is_over:
+                self._ask(request)
+
+    def _take(self) -> _Request | None:
+        """What is asked for next, with what goes on where it ends; None when this thread is not needed any more."""
+        with self._lock:
+            while self._running <= int(self._at_once) and (waiting := self._urgent or self._others):
+                request = waiting.popleft()
+                if request.is_taken:
+                    continue
+                more: _Request | None = request
+                while more is not None and more.end - request.start <= _MOST_BYTES:
+                    more.is_taken = True
+                    self._by_start.pop((more.file, more.start), None)
+                    request.reads += more.reads if more is not request else []
+                    request.end = more.end
+                    more = self._by_start.get((request.file, request.end))
+                return request
+            self._running -= 1
+            return None
+
+    def _ask(self, request: _Request) -> None:
         began_s = time.monotonic()
-        is_hedge = read.num_running > 0
-        if self._closed or began_s > read.until_s:
+        is_hedge = request.num_running > 0
+        if self._closed or began_s > request.until_s:
             why = "the place was closed" if self._closed else "not read in time"
-            read.end(TransientError(f"{read.file.what}: {why}"))
+            request.finish(TransientError(f"{request.file.what}: {why}"))
             return
-        read.num_running += 1
+        request.num_running += 1
         if not is_hedge:
-            self._timer.after(min(self._late_s(), read.until_s - began_s), partial(self._look, read))
+            self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
         try:
-            data = self._get(read)
+            data = self._get(request)
         except BootseerError as error:
-            self._failed(read, error)
+            self._failed(request, error)
             return
         finally:
-            read.num_running -= 1
+            request.num_running -= 1
         seconds = time.monotonic() - began_s
-        is_first = read.end(None, data)
+        is_first = request.finish(None, data)
         with self._lock:
             self._times.append(seconds)
             self._counts["requests"] += 1
-            self._counts["bytes"] += len(read.into)
+            self._counts["bytes"] += len(data)
             self._seconds += seconds
             self._events["hedges_won"] += is_hedge and is_first
             self._at_once = min(self._at_once + 1 / self._at_once, _MAX_AT_ONCE)
 
-    def _get(self, read: _Read) -> Any:
-        options: Any = {"range": (read.offset, read.offset + len(read.into)), "if_match": read.file.e_tag}
-        with self._bucket.mapping(read.file.key):
+    def _get(self, request: _Request) -> memoryview:
+        file, length = request.file, request.end - request.start
+        options: Any = {"if_match": file.e_tag}
+        if length < file.size_bytes:  # some servers answer as if all of it was no range
+            options["range"] = (request.start, request.end)
+        with self._bucket.mapping(file.key):
             try:
-                data = obstore.get(self._bucket.reader, read.file.key, options=options).bytes()
+                data = memoryview(obstore.get(self._bucket.reader, file.key, options=options).bytes())
             except PreconditionError as error:
-                raise TransientError(f"{read.file.what} was changed while it was read") from error
+                raise ChangedError(f"{file.what} was changed while it was read") from error
             except Exception as error:
                 if status_of(error) in (429, 503):
                     self._slow_down()
                 raise
-        if len(data) != len(read.into):
-            raise TransientError(f"{read.file.what}: {len(data)} bytes in place of {len(read.into)}")
+        if len(data) != length:
+            raise TransientError(f"{file.what}: {len(data)} bytes in place of {length}")
         return data
 
     def _slow_down(self) -> None:
@@ -188,40 +231,41 @@ class ObjectReads:
             self._at_once = max(self._at_once / 2, 1.0)
             self._events["slow_downs"] += 1
 
-    def _failed(self, read: _Read, error: BootseerError) -> None:
+    def _failed(self, request: _Request, error: BootseerError) -> None:
         """Ask again later, unless another request for the same is under way."""
-        pause_s, read.pause_s = read.pause_s, min(2 * read.pause_s, _MAX_PAUSE_S)
-        is_changed = "was changed" in str(error)
+        pause_s, request.pause_s = request.pause_s, min(2 * request.pause_s, _MAX_PAUSE_S)
+        can_wait = isinstance(error, TransientError) and not isinstance(error, ChangedError)
         with self._lock:
             self._counts["failures"] += 1
-        if read.num_running > 1:
+        if request.num_running > 1:
             return
-        if not isinstance(error, TransientError) or is_changed or time.monotonic() + pause_s > read.until_s:
-            read.end(error)
+        if not can_wait or time.monotonic() + pause_s > request.until_s:
+            request.finish(error)
             return
         with self._lock:
             self._events["retries"] += 1
-        self._timer.after(pause_s, partial(self._again, read))
+        self._timer.after(pause_s, partial(self._again, request))
 
-    def _again(self, read: _Read) -> None:
+    def _again(self, request: _Request) -> None:
+        request.is_taken = False
         try:
-            self.submit(read, urgent=True)
+            self._queue(request, urgent=True)
         except BootseerError as error:
-            read.end(error)
+            request.finish(error)
 
-    def _look(self, read: _Read) -> None:
-        """A request had its time, or the read has."""
-        left_s = read.until_s - time.monotonic()
+    def _look(self, request: _Request) -> None:
+        """A request had its time, or its reads have."""
+        left_s = request.until_s - time.monotonic()
         if left_s <= 0:
-            read.end(TransientError(f"{read.file.what}: the server did not answer in time"))
-        if read.is_over or read.is_hedged or not read.num_running:
+            request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
+        if request.is_over or request.is_hedged or not request.num_running:
             return
-        read.is_hedged = True
+        request.is_hedged = True
         with self._lock:
             self._events["hedges"] += 1
-        self._timer.after(left_s, partial(self._look, read))
+        self._timer.after(left_s, partial(self._look, request))
         with suppress(BootseerError):
-            self._threads.submit(partial(self._ask, read))
+            self._threads.submit(partial(self._ask, request))
 
     def _late_s(self) -> float:
         """After how long a request is late: four times what nineteen of twenty take."""
@@ -241,8 +285,8 @@ class ObjectReads:
         self._closed = True
         with self._lock:
             left = [*self._urgent, *self._others]
-        for read in left:
-            read.end(TransientError(f"{self._bucket.uri}: closed before it was read"))
+        for request in left:
+            request.finish(TransientError(f"{self._bucket.uri}: closed before it was read"))
         self._timer.close(drop=True)
         self._threads.close()
 
@@ -285,7 +329,7 @@ class ObjectFile:
             raise PermanentError(f"{self.what}: read after it was closed")
         read = _Read(self, offset, into, done, time.monotonic() + deadline_s)
         if not len(into):
-            read.end(None, b"")
+            read.finish(None)
         else:
             self.reads.submit(read, urgent=urgent)
         return read

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import obstore
@@ -92,6 +93,8 @@ class ObjectPlace(SmallReads):
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, _Folder]] = {}
         self._clock: tuple[float, float] | None = None
+        self._is_conditional = False
+        """Whether the server has refused to overwrite what it was to create."""
 
     def refusal(self, name: str) -> str:
         if name in _OWN:
@@ -115,19 +118,13 @@ class ObjectPlace(SmallReads):
         folder = self._folder(path)
         found = self._listed(folder.prefix)
         links = {name_of(link["path"]): link for link in self._listed(f"{folder.prefix}{_LINKS}/")["objects"]}
-        entries = []
-        for prefix in found["common_prefixes"]:
-            name = name_of(prefix.rstrip("/"))
-            if name not in links and name not in _OWN:
-                entries.append(_folder_entry(join(path, name), 0))
-        for name, link in links.items():
-            if link["size"]:
-                entries.append(_folder_entry(join(path, name), _time_ns(link)))
-        for one in found["objects"]:
-            name = name_of(one["path"])
-            if name not in _OWN:
-                entries.append(_entry(join(path, name), one))
-        return iter(entries)
+        plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
+        files = {name_of(one["path"]): one for one in found["objects"]}
+        return iter([
+            *(_folder_entry(join(path, name), 0) for name in plain),
+            *(_folder_entry(join(path, name), _time_ns(link)) for name, link in links.items() if link["size"]),
+            *(_entry(join(path, name), one) for name, one in files.items() if name not in _OWN),
+        ])  # fmt: skip
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> ObjectFile:
         key = self._key(path)
@@ -426,21 +423,32 @@ class ObjectPlace(SmallReads):
         None when there is another one."""
         mode: Any = {"e_tag": e_tag} if e_tag else "create" if create else "overwrite"
 
-        def put() -> str | None:
+        def put(key: str) -> str | None:
             try:
                 return str(obstore.put(self._store, key, data, mode=mode, use_multipart=False)["e_tag"])
             except (AlreadyExistsError, PreconditionError):
                 return None
             except Exception as error:
-                if not (create or e_tag) or (not isinstance(error, NotSupportedError) and status_of(error) != 501):
+                if mode == "overwrite" or (not isinstance(error, NotSupportedError) and status_of(error) != 501):
                     raise
-                raise PermanentError(
-                    f"{self.uri}: the server does not know conditional writes (If-None-Match, If-Match), which show a "
-                    "checkpoint in one step"
-                ) from error
+                raise self._unconditional() from error
 
-        found: str | None = self._call(key, put, WRITE_S)
+        if mode == "create" and not self._is_conditional:
+            # There are servers that do not refuse a condition, but overlook it.
+            probe = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
+            made = [self._call(probe, partial(put, probe), WRITE_S) for _ in range(2)]
+            self._remove([probe])
+            if made[1] is not None:
+                raise self._unconditional()
+            self._is_conditional = True
+        found: str | None = self._call(key, partial(put, key), WRITE_S)
         return found
+
+    def _unconditional(self) -> PermanentError:
+        return PermanentError(
+            f"{self.uri}: the server does not know conditional writes (If-None-Match, If-Match), by which a checkpoint "
+            "is shown in one step; reading works"
+        )
 
     def _remove(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _AT_ONCE):

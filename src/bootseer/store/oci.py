@@ -220,6 +220,14 @@ class OciStore:
             remove_tagged(self.registry, found.subject, found.manifest_digest)
         self.registry.delete_manifest(found.manifest_digest)
 
+    def has_lost_subject(self, name: str) -> bool:
+        """Whether an object was attached to a manifest of this repository that was deleted since."""
+        try:
+            subject = retrying(lambda left_s: self._find(name, left_s)).subject
+        except NotFoundError:
+            return False
+        return subject is not None and not retrying(lambda left_s: _exists(self.registry, subject, left_s))
+
     def close(self) -> None:
         """Close the connections."""
         self.registry.close()

@@ -12,13 +12,9 @@ from statistics import median
 from bootseer.report.model import (
     WAIT,
     WORK,
-    CheckpointStart,
     Clock,
     Coverage,
-    DataNode,
-    EnvironmentStart,
     Fact,
-    ImageStart,
     Input,
     Kind,
     Link,
@@ -34,6 +30,7 @@ from bootseer.report.model import (
     Straggler,
     StragglerGroup,
 )
+from bootseer.report.model_starts import CheckpointStart, DataNode, EnvironmentStart, ImageStart
 
 ZERO_NS = 1_763_640_000_000_000_000
 PRICE = 2.5

@@ -38,10 +38,12 @@ from bootseer.report.analysis.starts import (
     environment_starts,
     image_starts,
     peers_starts,
+    restarts,
     warm_lines,
 )
 from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
 from bootseer.report.foreign.parser import FOREIGN
+from bootseer.report.model_starts import Restarted
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
 from bootseer.units import NS_PER_S, S_PER_H, seconds
 
@@ -108,7 +110,8 @@ class Analysis:
         builders = [_Builder(startup, self._prepared[startup.key], self._options) for startup in in_order]
         endings = [ending for builder in builders for ending in builder.endings()]
         shared = share(self.startups, self._overviews)
-        return builders[-1].report(self._overviews, shared, list(self._facts), self._read, endings)
+        again = restarts([builder.startup for builder in builders], self._overviews)
+        return builders[-1].report(self._overviews, shared, list(self._facts), self._read, endings, again)
 
 
 class _Builder:
@@ -143,6 +146,7 @@ class _Builder:
         facts: list[model.Fact],
         read: model.Input,
         endings: Sequence[str],
+        again: list[Restarted],
     ) -> model.Report:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
@@ -175,7 +179,7 @@ class _Builder:
         )
         seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
         seen |= {row.stage for row in rows}  # what is derived from the command
-        expected = STAGES if self.startup.kind == "full" else STAGES[3:]
+        expected = STAGES[4:] if key.restart else STAGES if self.startup.kind == "full" else STAGES[3:]
         seen |= {fact.stage.partition(".")[0] for fact in facts}
         unobserved = [stage for stage in expected if stage not in seen]
         report = model.Report(
@@ -197,6 +201,7 @@ class _Builder:
             environments=environment_starts(self.startup),
             peers=peers_starts(self.startup),
             warm=warm_lines(self.startup),
+            restarts=again,
             facts=facts,
             share=share,
             startups=overviews,

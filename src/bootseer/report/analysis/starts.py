@@ -14,17 +14,30 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-from bootseer.report.analysis.spans import Span, StartupSpans
-from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, Fetched, ImageStart, PeersStart
-from bootseer.units import format_bytes, format_seconds, plural
+from bootseer.report.analysis.lanes import TRAINING_BEGAN
+from bootseer.report.analysis.spans import Key, Span, StartupSpans
+from bootseer.report.model import Overview
+from bootseer.report.model_starts import (
+    CheckpointStart,
+    DataNode,
+    EnvironmentStart,
+    Fetched,
+    ImageStart,
+    PeersStart,
+    Restarted,
+)
+from bootseer.units import NS_PER_S, format_bytes, format_seconds, plural
 
 RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
 PLAIN = "plain"
 CHECKPOINT_START, CHECKPOINT_DATANODE = "checkpoint_start", "checkpoint_datanode"
 PEERS_START = "peers_start"
+_STAY = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization.checkpoint_mount")
+"""Stages of what a restart in place finds ready."""
 MAX_DATANODES = 16
 """Of each node: those that served most. Others are not written down, and not believed."""
 _MAX_REASONS = 3
+_MAX_RESTARTS = 10
 _UNEVEN = 1.5
 _IMAGE_WAYS = {
     "hot": "lazily, with a hot set",
@@ -108,6 +121,48 @@ def warm_lines(startup: StartupSpans) -> list[str]:
         lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of processor time saved")
     ordered = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
     return lines + [f"{plural(reasons[reason], 'program')} not warm: {reason}" for reason in ordered[:_MAX_REASONS]]
+
+
+def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> list[Restarted]:
+    """The starts behind the first one of an attempt, whose starts in order are `tries`."""
+    startup_s = {
+        Key(one.job, one.attempt, one.restart): one.startup_s for one in overviews if one.outcome == TRAINING_BEGAN
+    }
+    found = []
+    for startup in tries[1:] if tries[0].key.restart == 0 else ():
+        skipped = []
+        for name, node in startup.nodes.items():
+            again = {span.stage for span in node.spans}
+            took: dict[str, float] = defaultdict(float)
+            for span in tries[0].nodes[name].spans if name in tries[0].nodes else ():
+                if span.stage in _STAY and span.stage not in again:
+                    took[span.stage] += (span.end_ns - span.begin_ns) / NS_PER_S
+            skipped.append(dict(took))
+        longest = max(skipped, key=lambda took: sum(took.values()), default={})
+        told = [span for node in startup.nodes.values() for span in node.spans if span.stage == "restart"]
+        code = next((span.attrs["exit_code"] for span in told if type(span.attrs.get("exit_code")) is int), None)
+        by = "bootseer" if told else "launcher"
+        seconds = startup_s.get(startup.key)
+        found.append(Restarted(startup.key.restart, by, code, seconds, sum(longest.values()), longest))
+    return found
+
+
+def restarts_summary(found: Sequence[Restarted]) -> list[str]:
+    """How often, what that saved, and for each how it came."""
+    if not found:
+        return []
+    stages: dict[str, float] = defaultdict(float)
+    for one in found:
+        for stage, seconds in one.not_repeated.items():
+            stages[stage] += seconds
+    parts = ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in stages.items())
+    saved = f": {format_seconds(sum(stages.values()))} saved by what was not repeated ({parts})" if stages else ""
+    lines = [f"{plural(len(found), 'restart')} in place{saved}"]
+    for one in found[-_MAX_RESTARTS:]:
+        why = f"after exit code {one.exit_code}" if one.exit_code is not None else f"by the {one.by}"
+        took = f"first step {format_seconds(one.startup_s)} later" if one.startup_s is not None else "no first step"
+        lines.append(f"restart {one.restart} {why}: {took}")
+    return lines
 
 
 def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:

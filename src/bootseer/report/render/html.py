@@ -21,6 +21,7 @@ from bootseer.report.render.html_starts import (
     environments_section,
     images_section,
     peers_section,
+    restarts_section,
     warm_section,
 )
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
@@ -37,6 +38,7 @@ _LINKS = (
     ("images", "Images"),
     ("environments", "Environments"),
     ("checkpoints", "Checkpoints"),
+    ("restarts", "Restarts"),
     ("facts", "Other logs"),
     ("startups", "Startups"),
     ("nodes", "Nodes"),
@@ -62,6 +64,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             environments_section(report),
             checkpoints_section(report),
             peers_section(report),
+            restarts_section(report),
             warm_section(report),
             lower.facts(report),
             lower.startups(report, palette),

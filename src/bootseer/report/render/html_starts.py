@@ -13,6 +13,7 @@ from bootseer.report.analysis.starts import (
     environment_summary,
     image_summary,
     peers_summary,
+    restarts_summary,
 )
 from bootseer.report.model import Report
 from bootseer.report.render.html_text import cell, count, esc, head, percent, seconds, section, size, table, word_cell
@@ -125,6 +126,13 @@ def peers_section(report: Report) -> str:
     note = "Each run of blocks has an owner among the nodes, which alone asks the origin for it."
     lines = peers_summary(report.peers)
     return _section("peers", "What the nodes sent each other", lines, body, note, len(ordered))
+
+
+def restarts_section(report: Report) -> str:
+    """How often the attempt was started again in place, and what that saved; empty when it was not."""
+    note = "Image, environment and mounts stay where they are; see restarts.md."
+    lines = restarts_summary(report.restarts)
+    return _section("restarts", "How it was started again", lines, "", note, len(lines))
 
 
 def warm_section(report: Report) -> str:

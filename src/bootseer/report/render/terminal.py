@@ -23,6 +23,7 @@ from bootseer.report.analysis.starts import (
     environment_summary,
     image_summary,
     peers_summary,
+    restarts_summary,
 )
 from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
@@ -68,6 +69,7 @@ def render(report: Report, console: Console) -> None:
     _print_lines("How the environment came", environment_summary(report.environments), console)
     _print_lines("How the checkpoint was read", checkpoint_summary(report.checkpoints), console)
     _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
+    _print_lines("How it was started again", restarts_summary(report.restarts), console)
     _print_lines("How Python programs started", report.warm, console)
     _print_said(report, console)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
