@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
         part.write(b"x")
         cluster.hang_namenode()
         try:
-            for work in (
+            questions: list[Callable[[], object]] = [
                 lambda: client.stat("/hung/folder/a"),
                 lambda: list(client.list("/hung/folder", recursive=True)),
                 lambda: client.make_folder("/b", parents=True),
@@ -76,8 +77,10 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
                 lambda: client.reads().open("/hung/folder/a", deadline_s=1.0),
                 writer.close,
                 part.close,
-            ):
-                ends(work)
+            ]
+            with ThreadPoolExecutor(len(questions)) as pool:
+                for ended in [pool.submit(ends, question) for question in questions]:
+                    ended.result()
         finally:
             cluster.resume_namenode()
         for begun in (writer, part):
