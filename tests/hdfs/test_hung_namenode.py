@@ -112,7 +112,8 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
     with (tmp_path / "step-1").open("wb") as source:
         source.truncate(16 << 30)  # a gigabyte may be there before all nodes hang
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
-        command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{cluster.uri}/hung/job"]
+        client.make_folder("/interrupted")  # of its own: parts that other puts have left would pass for this one's
+        command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{cluster.uri}/interrupted/job"]
         put = subprocess.Popen([sys.executable, "-X", "faulthandler", *command], stderr=subprocess.PIPE, text=True)
         try:
             until = time.monotonic() + ENDS_S
@@ -138,4 +139,4 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
 
 def is_writing(client: HdfsClient) -> bool:
     """Whether a part was begun."""
-    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/hung", recursive=True))
+    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/interrupted", recursive=True))
