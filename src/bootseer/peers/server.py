@@ -79,11 +79,13 @@ class Server:
         name: str = "",
         max_rate: int | None = None,
         on_unknown: Callable[[str, str], object] = lambda file, sender: None,
+        soon: bool = True,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
         `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
-        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet.
+        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet. `soon`: whether
+        this node may be about to read what it does not use yet.
         """
         self._name = name
         self._listening = listening
@@ -91,6 +93,7 @@ class Server:
         self._find = find
         self._max_rate = max_rate
         self._on_unknown = on_unknown
+        self._soon = soon
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -237,7 +240,7 @@ class Server:
             if len(self._first_asked_s) >= _MAX_UNKNOWN:
                 self._first_asked_s.clear()
             until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
-        while content is None and not self._closed and time.monotonic() < until:
+        while content is None and self._soon and not self._closed and time.monotonic() < until:
             connection.send(encode_answer(102))
             time.sleep(_FILLING_EVERY_S)
             content = self._find(file)

@@ -31,6 +31,7 @@ from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import ready
@@ -181,6 +182,7 @@ class Service:
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret)
+        self._hosts = HostsFile(folder)
         with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
             self._serve()
         self._write_members()
@@ -221,6 +223,23 @@ class Service:
         self._client.close()
         with contextlib.suppress(OSError):  # the folder may be gone already
             self._write_state()
+
+    def left_behind(self) -> dict[str, Any] | None:
+        """What the node's agent needs to serve on; None where nothing is to be served after training began."""
+        own, rate = self._source.own, self._limits.after
+        if rate is None:
+            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        known = {identity: self._job.registered(identity) for identity in self._job.identities()}
+        files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
+        if own is None or not rate or not files:
+            return None
+        return {
+            "secret": self._secret.hex(),
+            "name": own.name,
+            "addresses": own.addresses,
+            "rate": rate,
+            "files": files,
+        }
 
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
@@ -299,6 +318,7 @@ class Service:
     def _write_members(self) -> None:
         own = self._source.own
         self._seen.update(peer.name for peer in self._membership.peers)
+        self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
 
     def _write_state(self) -> None:
