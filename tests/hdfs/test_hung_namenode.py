@@ -139,4 +139,6 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
 
 def is_writing(client: HdfsClient) -> bool:
     """Whether a part was begun."""
-    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/interrupted", recursive=True))
+    return any(
+        ".stripes/" in entry.path and not entry.is_folder for entry in client.list("/interrupted", recursive=True)
+    )
