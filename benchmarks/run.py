@@ -27,6 +27,7 @@ NAMES = (
     "convert",
     "environment",
     "checkpoint",
+    "buckets",
     "small_files",
     "nodes",
     "nodes_parts",

@@ -37,7 +37,7 @@ _READ_S = 1.0
 _TIMES = 5
 _READERS = 200
 _DAYS = 30
-_PAGES = ("/", "/now", "/job/job-0007", "/nodes", "/caches", "/compare", "/?since=7d", "/?team=llm", "/api/v1/fleet")
+_PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare", "/?since=7d", "/?team=llm", "/api/v1/fleet")
 
 
 def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
@@ -132,10 +132,11 @@ def _at(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def pages(data: Path, database: str) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
+def pages(data: Path, database: str, job: str) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
     """Seconds that each page takes alone, among readers while senders bring batches, and that their batches take."""
-    alone: dict[str, list[float]] = {page: [] for page in _PAGES}
-    among: dict[str, list[float]] = {page: [] for page in _PAGES}
+    shown = (*_PAGES, f"/job/{job}")
+    alone: dict[str, list[float]] = {page: [] for page in shown}
+    among: dict[str, list[float]] = {page: [] for page in shown}
     sent: list[float] = []
     with running_service(data, database=database) as service:
         limits = httpx.Limits(max_connections=_READERS + 8, max_keepalive_connections=_READERS + 8)
@@ -147,7 +148,7 @@ def pages(data: Path, database: str) -> tuple[dict[str, list[float]], dict[str, 
                 times[page].append(time.perf_counter() - began_s)
 
             for turn in range(_TIMES):
-                for page in _PAGES:
+                for page in shown:
                     get(page, alone, turn=turn)  # another address, so that it is made anew
 
             def send(number: int) -> None:
@@ -161,7 +162,7 @@ def pages(data: Path, database: str) -> tuple[dict[str, list[float]], dict[str, 
 
             def read(number: int) -> None:
                 for turn in range(_TIMES):
-                    get(_PAGES[(number + turn) % len(_PAGES)], among)
+                    get(shown[(number + turn) % len(shown)], among)
 
             with ThreadPoolExecutor(_READERS + 8) as threads:
                 tasks = [threads.submit(send, number) for number in range(8)]
@@ -194,7 +195,8 @@ def measure(quick: bool) -> Outcome:
                         times.setdefault(name, []).append(time.perf_counter() - begin_s)
                 differ = wrong(connection, month)
             database.close()
-            alone, among, sent = pages(Path(folder), url)
+            most = max(truth.jobs, key=lambda job: truth.jobs[job]["starts"])
+            alone, among, sent = pages(Path(folder), url, most)
         samples |= {f"{engine}: {page}": values for page, values in alone.items()}
         samples |= {f"{engine}: {page}, 200 readers": values for page, values in among.items()}
         samples |= {f"{engine}: a batch, 200 readers": sent}

@@ -73,10 +73,12 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 @pytest.fixture
-def nodes(env: dict[str, str], tmp_path: Path) -> list[Node]:
-    return [Node(tmp_path, env, name, "--peers", str(tmp_path / "meet")) for name in ("a", "b")]
+def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> list[Node]:
+    words = ["--peers", str(tmp_path / "meet"), *getattr(request, "param", [])]
+    return [Node(tmp_path, env, name, *words) for name in ("a", "b")]
 
 
+@pytest.mark.parametrize("nodes", [[], ["--peers-tls"]], indirect=True)
 def test_two_nodes_meet_and_leave_nothing(nodes: list[Node], env: dict[str, str], tmp_path: Path) -> None:
     services = [node.meet() for node in nodes]
     assert [node.end().count("no peers") for node in nodes] == [0, 0]
@@ -115,7 +117,7 @@ def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageN
         words = ["--job", "three", "--node", name, "--num-nodes", "3", "--peers-interface", "lo"]
         words += ["--peers", str(tmp_path / "meet"), "--image", node.reference, "--loading", "lazy"]
         words += ["--mount", f"{tmp_path}/there:{tmp_path}/there"]
-        script = f"cat /hot /cold | sha256sum; touch {tmp_path}/there/{name}; {meet}"
+        script = f"grep -q by.BootSeer /etc/hosts && cat /hot /cold | sha256sum; touch {tmp_path}/there/{name}; {meet}"
         starts.append(
             subprocess.Popen(
                 [*BOOTSEER, "run", *words, "--", "sh", "-c", script],

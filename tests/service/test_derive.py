@@ -134,6 +134,22 @@ def test_an_analysis_that_ends_late_does_not_replace_one_of_more_lines(place: Pl
     assert contents(place) == whole
 
 
+def test_a_start_whose_lines_were_removed_stays_as_it_was_and_is_over(place: Place) -> None:
+    lines, attempt = Fleet(3).lines(), Attempt("fleet", 0)
+    half = len(lines) // 2
+    place.put(lines[:half])
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    (before,) = place.rows(schema.start)
+    assert before.state == schema.OPEN
+    place.raw.delete([name for name, _ in place.batches])
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    (after,) = place.rows(schema.start)
+    assert (after.state, after.nodes_heard) == (schema.CLOSED, before.nodes_heard)
+    place.put(lines[half:])
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    assert place.rows(schema.start) == [after]
+
+
 @pytest.fixture
 def deriver(place: Place) -> Any:
     deriver = Deriver(place.database, place.url, str(place.folder))

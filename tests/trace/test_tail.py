@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -116,6 +117,37 @@ def test_each_line_arrives_once_and_in_order(service, tmp_path, monkeypatch, see
     for link in links:
         link.close()
     assert arrived(service, job) == {name: lines for name, lines in wanted.items() if lines}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["renamed", "copied"])
+def test_what_was_rotated_several_times_between_two_looks_arrives_whole(service, tmp_path, monkeypatch, copied):
+    monkeypatch.setattr("bootseer.trace.tail._SETTLED_S", -1.0)
+    (state := tmp_path / "state").mkdir()
+    log, job = tmp_path / "app.log", f"rotated-{copied}"
+    where = target(service.url, {})
+    link = Link(where)
+    logs = Logs([str(log)], job, link, where, state)
+    log.write_text("0\n")
+    logs.step()
+    for number in range(1, 5):
+        with log.open("a") as file:
+            file.write(f"{number}\n")
+        if number == 4:
+            break
+        for older in range(3, 1, -1):
+            if (tmp_path / f"app.log.{older - 1}").exists():
+                (tmp_path / f"app.log.{older - 1}").rename(tmp_path / f"app.log.{older}")
+        if copied:
+            shutil.copyfile(log, tmp_path / "app.log.1")
+            log.write_bytes(b"")
+        else:
+            log.rename(tmp_path / "app.log.1")
+        os.utime(tmp_path / "app.log.1", (number, number))
+    for _ in range(5):
+        logs.step()
+    logs.close()
+    link.close()
+    assert arrived(service, job)["app.log"] == [b"%d" % number for number in range(5)]
 
 
 def looked(logs: Logs, started: Callable[[], Logs]) -> Logs:

@@ -21,6 +21,7 @@ from socketserver import BaseServer, TCPServer, ThreadingMixIn, UnixStreamServer
 from typing import Any, Final
 
 from bootseer import __version__
+from bootseer.agent.held import HeldJobs
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.room import release
 from bootseer.artifact.unpacked import release_unpacked
@@ -36,6 +37,11 @@ _LOG = logger(__name__)
 SOCKET: Final = "agent"
 _LOCK: Final = "agent.lock"
 STATUS: Final = "/v1/status"
+PEERS: Final = "/v1/peers"
+"""Takes over an ended job's files, for its other nodes."""
+PEERS_BEGIN: Final = "/v1/peers/begin"
+"""Leaves a job's addresses to the job, which begins."""
+_MAX_BODY: Final = 1 << 20
 _MAX_REQUESTS: Final = 8
 """At once: one that scrapes and some that look. Others are turned away rather than kept waiting."""
 _PATIENCE_S: Final = 5.0
@@ -61,6 +67,8 @@ class AgentSettings:
     """Roots of spools."""
     idle_s: float = 7 * 86_400.0
     """How long layers that nothing uses stay mounted, and unpacked images on the disk."""
+    peers_s: float = 3600.0
+    """How long what ended jobs have read is served to their other nodes; 0: not at all."""
 
 
 class Agent:
@@ -76,6 +84,7 @@ class Agent:
         self._tidied: float | None = None
         self._error = ""
         self._counts: Counter[str] = Counter()
+        self.held = HeldJobs(settings.peers_s)
         self._link = Link(target(settings.service, os.environ)) if settings.service else None
 
     def ship(self, stop: threading.Event) -> None:
@@ -90,6 +99,7 @@ class Agent:
     def tidy(self) -> None:
         """Make room as far as the limit demands, and forget mounts that are gone. What is in use stays."""
         try:
+            self.held.tidy()
             release(self._runtime, self._cache, idle_s=self.settings.idle_s)
             release_unpacked(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
             freed = self._cache.prune().freed_bytes
@@ -130,6 +140,7 @@ class Agent:
                 "damaged": sum(entry.damaged for entry in entries),
             },
             "mounts": mounts,
+            "peers": self.held.status(),
             "freed_bytes": self._counts["freed_bytes"],
             "forgotten_mounts": self._counts["forgotten_mounts"],
             "failures": self._counts["failures"],
@@ -166,6 +177,7 @@ class Agent:
             ("cache_files_damaged", "gauge", "Those that are replaced at their next use.", {"": cache["damaged"]}),
             ("cache_freed_bytes_total", "counter", "What the agent evicted.", {"": said["freed_bytes"]}),
             ("failures_total", "counter", "Times that the cache could not be looked after.", {"": said["failures"]}),
+            ("peer_jobs", "gauge", "Ended jobs whose files are served.", {"": float(len(said["peers"]))}),
             ("mounts", "gauge", "Mounts by health.",
              {f'health="{name}"': float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
             *(
@@ -213,6 +225,24 @@ class _Handler(BaseHTTPRequestHandler):
                 case _:
                     self._answer(404, "text/plain", "/metrics or /healthz\n")
         except (BootseerError, OSError) as error:
+            _LOG.info("%s was not answered: %s", self.path[:64], error)
+
+    def do_POST(self) -> None:
+        held = self.server.agent.held
+        todo = {PEERS: held.take, PEERS_BEGIN: held.release}.get(self.path)
+        length = self.headers.get("Content-Length", "")
+        try:
+            if todo is None or not isinstance(self.server, _UnixServer):
+                self._answer(404, "text/plain", "there is no such thing\n")
+            elif not (length.isascii() and length.isdecimal() and int(length) <= _MAX_BODY):
+                self._answer(413, "text/plain", f"at most {_MAX_BODY} bytes\n")
+            else:
+                said = json.loads(self.rfile.read(int(length)))
+                todo(said if isinstance(said, dict) else {})
+                self._answer(200, "application/json", "{}\n")
+        except (BootseerError, ValueError) as error:
+            self._answer(400, "application/json", json.dumps({"error": str(error)}) + "\n")
+        except OSError as error:
             _LOG.info("%s was not answered: %s", self.path[:64], error)
 
     def _answer(self, status: int, kind: str, text: str) -> None:
@@ -318,6 +348,7 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             stop.wait(settings.every_s)
     finally:
         notify("STOPPING=1")
+        agent.held.close()
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -327,15 +358,25 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
 
 
 def request_status(runtime: Path) -> dict[str, Any]:
-    """What the agent of this node says of itself. Raises `NotFoundError` when none runs, `TransientError` when it does
-    not answer."""
+    """What the agent of this node says of itself. Raises like `request`."""
+    return request(runtime, STATUS)
+
+
+def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ask the agent of this node, or tell it `body`.
+
+    Raises `NotFoundError` when none runs, `TransientError` when it does not answer, `PermanentError` with its reason
+    when it refuses.
+    """
     answer = b""
+    data = b"" if body is None else json.dumps(body).encode()
+    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.0\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(_PATIENCE_S)
         try:
-            with socket_path(runtime, SOCKET) as path:
-                link.connect(path)
-            link.sendall(f"GET {STATUS} HTTP/1.0\r\n\r\n".encode())
+            with socket_path(runtime, SOCKET) as short:
+                link.connect(short)
+            link.sendall(head.encode() + data)
             while len(answer) < _MAX_ANSWER and (more := link.recv(1 << 16)):
                 answer += more
         except TimeoutError as error:
@@ -352,6 +393,8 @@ def request_status(runtime: Path) -> dict[str, Any]:
         raise PermanentError("the agent sent a malformed response") from error
     if not isinstance(said, dict):
         raise PermanentError("the agent sent a malformed response")
+    if "error" in said:
+        raise PermanentError(f"the agent refuses: {said['error']}")
     return said
 
 

@@ -43,6 +43,8 @@ def agent_command() -> None:
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--idle", "idle_s", type=click.FloatRange(0.0), default=7 * 86_400.0, metavar="S",
               help="Unmount layers that nothing has used for so many seconds (default: a week).")  # fmt: skip
+@click.option("--peers-for", "peers_s", type=click.FloatRange(0.0), default=3600.0, show_default=True, metavar="S",
+              help="Serve what ended jobs have read to their --peers LIST for so many seconds.")  # fmt: skip
 @click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz there, besides the Unix socket.")
 @click.option("--ship-to", default="", metavar="URL", help="Send this node's spools to the service there.")
 @click.option("--spool", "spool_roots", multiple=True, metavar="DIR",
@@ -52,6 +54,7 @@ def run_command(
     cache_limit: str | None,
     every_s: float,
     idle_s: float,
+    peers_s: float,
     listen: str | None,
     ship_to: str,
     spool_roots: tuple[str, ...],
@@ -70,6 +73,7 @@ def run_command(
         max_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit is not None else None,
         every_s=every_s,
         idle_s=idle_s,
+        peers_s=peers_s,
         service=ship_to,
         spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
     )
@@ -102,6 +106,11 @@ def status_command(output: Output) -> None:
         rows,
         f"agent {said['pid']} runs for {format_seconds(said['uptime_s'])}: {cache['files']} files, "
         f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(said['freed_bytes'])} freed",
+        *(
+            f"{held['files']} files of ended jobs are served at {', '.join(held['addresses'])} for another "
+            f"{format_seconds(held['left_s'])}: {format_bytes(held['sent_bytes'])} sent"
+            for held in said["peers"]
+        ),
         *([_shipped(said["service"])] if "service" in said else []),
         *([said["problem"]] if said["problem"] else []),
     )

@@ -54,6 +54,7 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
         (ways.CHECK, ways.check),
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
+        (doctor.NAMES, doctor.check_names),
         (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
     ]
     if os.environ.get("HADOOP_CONF_DIR"):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bootseer.launch.environment.task import EnvironmentWanted
     from bootseer.launch.image.start import Wanted
     from bootseer.launch.peers import PeersWanted
+    from bootseer.launch.restart import Restarts
     from bootseer.launch.session import Session
     from bootseer.trace.tracer import Tracer
 
@@ -112,11 +113,14 @@ def run_command(
     """
     program = program or command
     restarts = None
+    if options.peers is not None and options.image is None:
+        enter = with_names(env, enter)
     if options.restarts:
         from bootseer.launch.restart import Restarts
         from bootseer.trace.tracer import new_span
 
-        restarts = Restarts(options.restarts, options.restart_delay, program, session, renew)
+        warm = options.warm != "off" and "BOOTSEER_WARM" in env
+        restarts = Restarts(options.restarts, options.restart_delay, program, session, renew, warm=warm)
         restarts.mark(env)
     while True:
         if session is not None:
@@ -124,7 +128,7 @@ def run_command(
             span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
             env.update(session.tracer.environment(span))
         signals: list[int] = []
-        code = _run_once(command, options, env, session, own_group, enter, signals.append)
+        code = _run_once(command, options, env, session, restarts, own_group, enter, signals.append)
         if session is not None:
             outcome = OK if code == 0 else FAILED
             facts = {"exit_code": code}
@@ -136,7 +140,36 @@ def run_command(
             env.update(session.tracer.environment(span))
         ended = restarts.again(code, signals, env)
         if ended is not None:
+            restarts.close()
             return ended
+
+
+def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callable[[], None] | None:
+    """`enter`, and then a mount namespace in which /etc/hosts knows the job's nodes (`peers.names`).
+
+    Where it cannot be shown, the resolver is told to give up early, unless the user has told it something.
+    """
+    from bootseer.errors import BootseerError
+    from bootseer.mounts import kernel
+    from bootseer.peers.names import RES_OPTIONS, SYSTEM, hosts_for
+
+    hosts = hosts_for(env)
+    if hosts is None:
+        return enter
+
+    def entered() -> None:
+        if enter is not None:
+            enter()
+        try:
+            if os.geteuid() == 0:
+                kernel.unshare_mounts()
+                kernel.move(kernel.clone(hosts), SYSTEM.resolve())
+                return
+        except (BootseerError, OSError) as error:
+            say(f"the names of the job's nodes are left to DNS: {error}")
+        env.setdefault("RES_OPTIONS", RES_OPTIONS)
+
+    return entered
 
 
 def _run_once(
@@ -144,6 +177,7 @@ def _run_once(
     options: Options,
     env: Mapping[str, str],
     session: Session | None,
+    restarts: Restarts | None,
     own_group: bool,
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
@@ -162,7 +196,9 @@ def _run_once(
             follow_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
-        pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
+        pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}, own_group=own_group) if restarts is not None else None
+        if pid is None:
+            pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.CannotStart as error:
         say(str(error))
         if session is not None:

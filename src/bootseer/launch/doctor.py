@@ -36,9 +36,11 @@ from bootseer.machine.check import Check, Status
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
 from bootseer.peers.interfaces import PORT, chosen, listen_at
+from bootseer.peers.names import reverse_s
 
-ENVIRONMENTS, PEERS, HDFS_LOGIN = "environments", "peers", "HDFS login"
+ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN = "environments", "peers", "names", "HDFS login"
 _LOGIN_S = 8.0
+_NAMES_S, _SLOW_NAMES_S = 3.0, 0.05
 _WORDS = {
     "overlay": "captured by an overlay over /, restored by a mount",
     "user": "captured and restored in a user namespace",
@@ -84,6 +86,19 @@ def check_peers() -> Check:
     if found[0].name == "lo":
         return Check(PEERS, "limited", named, "no interface leads to other nodes", "name one: --peers-interface", opens)
     return Check(PEERS, "ok", f"{named}, port {PORT}", "", "", opens)
+
+
+def check_names() -> Check:
+    """How long the resolver takes for the name of this node's own address, as PyTorch's TCPStore asks for it."""
+    opens = ("torchrun, init_process_group: ranks that connect without waiting for names",)
+    todo = "run --peers (as root) shows a job the names of its nodes; else a `::ffff:ADDRESS NAME` line in /etc/hosts"
+    try:
+        address, seconds = reverse_s(_NAMES_S)
+    except BootseerError as error:
+        return Check(NAMES, "limited", "", f"reverse DNS: {error}", todo, opens)
+    if seconds > _SLOW_NAMES_S:
+        return Check(NAMES, "limited", "", f"the name of ::ffff:{address} took {seconds:.2f} s", todo, opens)
+    return Check(NAMES, "ok", f"the name of ::ffff:{address} took {seconds * 1e3:.1f} ms", "", "", opens)
 
 
 def check_hdfs_login() -> Check:

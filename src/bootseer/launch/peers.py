@@ -17,18 +17,20 @@ from typing import Any
 
 from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.artifact.places import own_folder
-from bootseer.errors import BootseerError, UsageError, error_named
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, error_named
 from bootseer.io.locks import flocked, try_flock
 from bootseer.launch.background import Background, Tell, start_background
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
 from bootseer.trace.event import INSTANT
 from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN
 
+_LOG = logger(__name__)
 _PREFIX = "job-"
 _READY_S = 15.0
 _TOGETHER_S = 2.0
@@ -49,6 +51,8 @@ class PeersWanted:
     after: int | None
     """From then on; None: a twentieth of the links' speed; 0: nothing."""
     runtime: Path
+    tls: bool = False
+    """Whether the nodes encrypt what they say to each other."""
 
 
 class PeersStart:
@@ -128,7 +132,7 @@ class PeersStart:
 
     def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
         """In the service's process."""
-        from bootseer.peers.members import open_source
+        from bootseer.peers.members import Listed, open_source
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
@@ -143,16 +147,22 @@ class PeersStart:
             interface_names=wanted.interfaces,
             secret_file=wanted.secret,
         )
+        if isinstance(source, Listed):  # the agent may serve there what earlier jobs have read
+            addresses = [address for peer in source.poll() for address in peer.addresses]
+            _tell_agent(wanted.runtime, {"addresses": addresses}, begins=True)
         blocks, chunks = BlockFiles(), CachedFiles()
         openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
-            service = Service(folder, source, openers, limits, blocks.figures)
+            service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls)
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
                 service.close()
+                left = service.left_behind() if isinstance(source, Listed) else None
+                if left is not None:
+                    _tell_agent(wanted.runtime, left, begins=False)
             blocks.close()
             chunks.close()
 
@@ -185,6 +195,19 @@ class PeersStart:
         from bootseer.report.analysis.starts import PEERS_START  # not in front of the command
 
         self._session.tracer.emit(PEERS_START, INSTANT, parent=self._session.span, attrs=attrs)
+
+
+def _tell_agent(runtime: Path, body: dict[str, Any], *, begins: bool) -> None:
+    """Tell the node's agent, if there is one, that a job with peers begins or has ended."""
+    if not (runtime / "agent").exists():  # it need not be imported
+        return
+    from bootseer.agent.agent import PEERS, PEERS_BEGIN, request
+
+    with suppress(NotFoundError):
+        try:
+            request(runtime, PEERS_BEGIN if begins else PEERS, body)
+        except (TransientError, PermanentError) as error:
+            _LOG.warning("the agent serves nothing of this job: %s", error)
 
 
 def _locked(parent: Path, name: str) -> tuple[Path, int | None]:

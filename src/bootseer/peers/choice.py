@@ -52,6 +52,8 @@ class Peer:
     addresses: tuple[str, ...]
     """`host:port` of each interface that it serves on, the fastest first."""
     rack: str = ""
+    hosts: tuple[str, ...] = ()
+    """All its addresses, where it says them, first the one that it is known by: the job's connections come from any."""
 
 
 class Step(NamedTuple):

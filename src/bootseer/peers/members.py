@@ -151,7 +151,7 @@ class Membership:
                 good.append(address)
             else:
                 _LOG.warning("%s is listed for %s, but %s answers there", address, peer.name, name)
-        return Peer(peer.name, tuple(good), peer.rack) if good else None
+        return Peer(peer.name, tuple(good), peer.rack, peer.hosts) if good else None
 
 
 def parse_list(lines: Iterable[str], what: str) -> list[Peer]:

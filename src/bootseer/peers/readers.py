@@ -95,8 +95,10 @@ def ready(cached: CachedFile, first: int, blocks: int) -> int:
 class CachedFiles:
     """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, still_s: float = _STILL_S) -> None:
+        """`still_s`: for how long local processes may fetch nothing of a file that is waited for."""
         self.timer = Timer("bootseer-peers-wait")
+        self.still_s = still_s
         self._lock = threading.Lock()
         self._caches: dict[Path, Cache] = {}
         self._leases: OrderedDict[str, CachedFile] = OrderedDict()
@@ -120,11 +122,18 @@ class CachedFiles:
             surplus.close()
         return cached
 
+    def let_go(self) -> None:
+        """Give the leases back; what is asked for again is opened again."""
+        with self._lock:
+            leases = list(self._leases.values())
+            self._leases.clear()
+        for cached in leases:
+            cached.close()
+
     def close(self) -> None:
         """Give the leases back."""
         self.timer.close(drop=True)
-        for cached in self._leases.values():
-            cached.close()
+        self.let_go()
 
 
 class CachedContent:
@@ -159,7 +168,10 @@ class CachedContent:
         """See `Content.want`."""
         if not self._cached.missing(start, length):
             return True
-        self._look_again(start, length, done, self._files.timer.now_s() + _STILL_S)
+        if level is Level.HELD or not self._files.still_s:
+            done(NotFoundError("this node does not have all of it"))
+        else:
+            self._look_again(start, length, done, self._files.timer.now_s() + self._files.still_s)
         return False
 
     def _look_again(
@@ -180,7 +192,7 @@ class CachedContent:
             if not self._given_up.isdisjoint(cached.missing(start, length)):
                 until_s = now_s
             elif cached.is_fetched():
-                until_s = now_s + _STILL_S
+                until_s = now_s + self._files.still_s
         except BootseerError as error:
             done(error)
             return

@@ -1,7 +1,8 @@
 """Where nodes meet that no list names: a folder of a file system or store that all of them reach.
 
     <place>/peers/<job>.<attempt>.u<uid>/secret               made by the first of them
-                                        /<node>.<nonce>.json  where a node can be reached: {"name", "addresses", "rack"}
+                                        /<node>.<nonce>.json  where a node can be reached: {"name", "addresses", "rack",
+                                                               "hosts"}
 
 In a file system only the job's user can read and change the folder. What is announced is checked by `members`.
 """
@@ -21,6 +22,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentE
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
+from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
 from bootseer.places import open_place
 from bootseer.places.place import TakenError, join, name_of
 from bootseer.store.open import open_store
@@ -75,8 +77,8 @@ class Rendezvous:
                     break
         if not listening:
             return []
-        own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack)
-        said = {"name": own.name, "addresses": own.addresses, "rack": own.rack}
+        own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack, own_addresses())
+        said = {"name": own.name, "addresses": own.addresses, "rack": own.rack, "hosts": own.hosts}
         try:
             for earlier in self._files.names():
                 # Of an earlier process of this node, which was killed.
@@ -117,12 +119,14 @@ def parse_record(data: bytes) -> Peer:
     """A node's announcement. Raises `CorruptError`."""
     try:
         said = json.loads(data)
-        peer = Peer(said["name"], tuple(said["addresses"]), said["rack"])
+        peer = Peer(said["name"], tuple(said["addresses"]), said["rack"], tuple(said.get("hosts", ())))
         good = (
             _NAME.fullmatch(peer.name)
             and RACK.fullmatch(peer.rack)
             and 0 < len(peer.addresses) <= _MAX_ADDRESSES
             and all(is_address(address) for address in peer.addresses)
+            and len(peer.hosts) <= MAX_HOSTS
+            and all(is_host(address) for address in peer.hosts)
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError("not the announcement of a node") from error

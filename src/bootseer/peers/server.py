@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, Transien
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.connection import Connection
+from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, encode_answer, encode_readers
 from bootseer.peers.readers import CachedContent, Readers
 
@@ -79,11 +79,14 @@ class Server:
         name: str = "",
         max_rate: int | None = None,
         on_unknown: Callable[[str, str], object] = lambda file, sender: None,
+        soon: bool = True,
+        tls: bool = False,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
         `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
-        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet.
+        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet. `soon`: whether
+        this node may be about to read what it does not use yet. `tls`: whether connections are encrypted.
         """
         self._name = name
         self._listening = listening
@@ -91,6 +94,8 @@ class Server:
         self._find = find
         self._max_rate = max_rate
         self._on_unknown = on_unknown
+        self._soon = soon
+        self._tls = tls_contexts(secret)[0] if tls else None
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -128,6 +133,12 @@ class Server:
                 sock, address = listening.accept()
             except OSError:
                 return
+            if self._tls is not None:
+                try:  # the first one that reads or writes makes the handshake
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                except OSError:
+                    sock.close()
+                    continue
             with self._lock:
                 if len(self._connections) >= MAX_CONNECTIONS and self._idle:
                     self._end(next(iter(self._idle)))
@@ -237,7 +248,7 @@ class Server:
             if len(self._first_asked_s) >= _MAX_UNKNOWN:
                 self._first_asked_s.clear()
             until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
-        while content is None and not self._closed and time.monotonic() < until:
+        while content is None and self._soon and not self._closed and time.monotonic() < until:
             connection.send(encode_answer(102))
             time.sleep(_FILLING_EVERY_S)
             content = self._find(file)

@@ -31,6 +31,7 @@ from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import ready
@@ -157,9 +158,11 @@ class Service:
         openers: Mapping[str, Opener],
         limits: Limits,
         figures: Callable[[], Mapping[str, object]] = dict,
+        *,
+        tls: bool = False,
     ) -> None:
         """`openers`: for each kind of file, by the word in its description, what opens it. `figures`: what else stands
-        in the state."""
+        in the state. `tls`: whether nodes encrypt what they say to each other."""
         self._figures = figures
         self._interfaces: dict[str, str] = {}
         """Names by address."""
@@ -168,7 +171,7 @@ class Service:
         self._limits = limits
         self._began_s = time.time()
         self._secret = source.secret()
-        self._client = Client(self._secret)
+        self._client = Client(self._secret, tls=tls)
         self._contents: dict[str, Content] = {}
         self._opening = threading.Lock()
         self._server: Server | None = None
@@ -180,7 +183,8 @@ class Service:
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
-        self._job = JobPeers.create(folder, self._secret)
+        self._job = JobPeers.create(folder, self._secret, tls=tls)
+        self._hosts = HostsFile(folder)
         with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
             self._serve()
         self._write_members()
@@ -222,6 +226,18 @@ class Service:
         with contextlib.suppress(OSError):  # the folder may be gone already
             self._write_state()
 
+    def left_behind(self) -> dict[str, Any] | None:
+        """What the node's agent needs to serve on; None where nothing is to be served after training began."""
+        own, rate = self._source.own, self._limits.after
+        if rate is None:
+            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        known = {identity: self._job.registered(identity) for identity in self._job.identities()}
+        files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
+        if own is None or not rate or not files:
+            return None
+        said = {"name": own.name, "addresses": own.addresses, "rate": rate, "files": files}
+        return {"secret": self._secret.hex(), "tls": self._job.tls, **said}
+
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
         listening = self._source.listen()
@@ -234,6 +250,7 @@ class Service:
                 name=own.name if own else "",
                 max_rate=self._limits.before,
                 on_unknown=self._job.note_ahead,
+                tls=self._job.tls,
             )
 
     def _follow_members(self) -> None:
@@ -299,6 +316,7 @@ class Service:
     def _write_members(self) -> None:
         own = self._source.own
         self._seen.update(peer.name for peer in self._membership.peers)
+        self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
 
     def _write_state(self) -> None:

@@ -71,20 +71,24 @@ def derive_attempt(
     """Analyse all lines of an attempt and replace its rows. `batches`: each object's name and when it arrived, ns.
     `patterns`: stages and how a site's own logs tell of them.
 
-    Late lines of an attempt change nothing when retention has removed its first ones: rows of a whole start would
-    become those of a part.
+    Late lines of an attempt change nothing when earlier ones were removed, by retention or by hand: rows of a whole
+    start would become those of a part, or none. Such a start is over.
 
     Raises `BootseerError` when the lines cannot be read or the rows not be written, `TransientError` when another
     process has analysed more of them meanwhile: nothing has changed then.
     """
-    rows, closes = _rows(raw, attempt, sorted(batches), now_ns, patterns)
+    gone: set[str] = set()
+    rows, closes = _rows(raw, attempt, sorted(batches), now_ns, patterns, gone)
     with database.write() as connection:
         _only_one(database, connection, attempt, {name for name, _ in batches})
         days: set[int] = set()
-        if _has_its_first(connection, attempt, batches):
+        if _has_all(connection, attempt, batches, gone):
             days = _replace(database, connection, attempt, rows, now_ns)
         else:
             rows, closes = [], None
+            start = schema.start
+            where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
+            connection.execute(update(start).where(where).values(state=schema.CLOSED))
             _LOG.warning("%r, attempt %d: late lines were not analysed, as the earlier ones were removed", *attempt)
         for name, _ in batches:
             connection.execute(update(schema.batch).where(schema.batch.c.raw_key == name).values(done=True))
@@ -104,20 +108,20 @@ def _only_one(database: Database, connection: Connection, attempt: Attempt, name
         raise TransientError("another process has analysed later lines of it")
 
 
-def _has_its_first(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]]) -> bool:
-    """Whether there are the lines of which the attempt was derived before: they arrived before that."""
+def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]], gone: set[str]) -> bool:
+    """Whether there are the lines that the attempt was derived from: they arrived before that, and can be read."""
     start = schema.start
     computed = select(func.min(start.c.computed_ns)).where(start.c.job == attempt.job)
     computed_ns = connection.execute(computed.where(start.c.attempt == attempt.attempt)).scalar_one()
     first_ns = min((received_ns for _, received_ns in batches), default=0)
-    return computed_ns is None or first_ns < computed_ns + _CLOCKS_DIFFER_NS
+    return computed_ns is None or (not gone and first_ns < computed_ns + _CLOCKS_DIFFER_NS)
 
 
 def _rows(
-    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int, patterns: Patterns
+    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int, patterns: Patterns, gone: set[str]
 ) -> tuple[list[Rows], int | None]:
     arrived = dict(batches)
-    found = scan(_sources(raw, arrived), zone=UTC, patterns=patterns)
+    found = scan(_sources(raw, arrived, gone), zone=UTC, patterns=patterns)
     own = [
         event if event.job != UNKNOWN_JOB else event._replace(job=attempt.job, attempt=attempt.attempt)
         for event in found.events
@@ -126,7 +130,7 @@ def _rows(
     return _analysed(own, attempt, found, list(arrived.values()), now_ns)
 
 
-def _sources(raw: RawStore, arrived: Mapping[str, int]) -> Iterator[Source]:
+def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Iterator[Source]:
     """The event lines of each batch; and each log as a whole, whose stages may begin in one batch and end in another.
 
     Of batches of the same number the latest counts: a log that had grown when it was sent again.
@@ -137,10 +141,10 @@ def _sources(raw: RawStore, arrived: Mapping[str, int]) -> Iterator[Source]:
         if key is not None:
             logs[key.sender][key.sequence] = name
     events = (name for name in arrived if not name.endswith(LOG))
-    for name, lines in raw.of_attempt(events):
+    for name, lines in raw.of_attempt(events, gone):
         yield Source(name, Path(name), False, lines, arrived[name])
     for sender, names in sorted(logs.items()):
-        pieces = (lines for _, lines in raw.of_attempt(names[number] for number in sorted(names)))
+        pieces = (lines for _, lines in raw.of_attempt((names[number] for number in sorted(names)), gone))
         # Named as its file: that tells the node where no line does.
         yield Source(sender, Path(_MARK.sub("", sender)), False, pieces, max(arrived[name] for name in names.values()))
 

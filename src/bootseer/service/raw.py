@@ -115,13 +115,14 @@ class RawStore:
             if parse_name(stored.name) is not None:
                 yield stored.name
 
-    def of_attempt(self, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-        """Each object's lines; one that retention has just removed is passed over."""
+    def of_attempt(self, names: Iterable[str], gone: set[str]) -> Iterator[tuple[str, bytes]]:
+        """Each object's lines. What is not there any more, because retention or a person has removed it, is put into
+        `gone`."""
         for name in names:
             try:
                 yield name, self.read(name)
             except NotFoundError:
-                continue
+                gone.add(name)
 
     def delete(self, names: Sequence[str]) -> None:
         """Forget these."""

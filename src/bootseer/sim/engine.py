@@ -59,6 +59,8 @@ class Engine:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._flows: dict[Flow, None] = {}
+        self._busy: dict[Link, None] = {}
+        """Those that have flows."""
         self._soon: dict[Callable[[], None], None] = {}
         self._changed = False
         self._halted = False
@@ -86,6 +88,7 @@ class Engine:
         self._flows[flow] = None
         for link in links:
             link.flows[flow] = None
+            self._busy[link] = None
         self._changed = True
         return flow
 
@@ -94,6 +97,8 @@ class Engine:
         if self._flows.pop(flow, flow) is None:
             for link in flow.links:
                 del link.flows[flow]
+                if not link.flows:
+                    del self._busy[link]
             self._changed = True
 
     def halt(self) -> None:
@@ -137,10 +142,9 @@ class Engine:
     def _share(self) -> None:
         self._changed = False
         queue: list[tuple[float, int, Link]] = []
-        for link in self.links:
-            if link.flows:
-                link.free, link.unfixed = link.bytes_per_s, len(link.flows)
-                queue.append((link.free / link.unfixed, link.number, link))
+        for link in self._busy:
+            link.free, link.unfixed = link.bytes_per_s, len(link.flows)
+            queue.append((link.free / link.unfixed, link.number, link))
         heapq.heapify(queue)
         for flow in self._flows:
             flow.rate = -1.0

@@ -89,8 +89,14 @@ class Checkpoint(_Part, frozen=True):
     """What each node reads whole; the rest is divided among them."""
     stream_mb_s: _Positive = 250.0
     """One client reading one file in sequence."""
-    streams: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Of a striped read, for each node."""
+    readers: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Of each node, that read at once: its ranks."""
+    stripes: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Of a striped file, each on DataNodes of its own."""
+    replicas: Annotated[int, Meta(ge=1, le=10)] = 3
+    """Of each block."""
+    parity: bool = False
+    """Whether striped files have a part more, from which a late one is rebuilt."""
 
 
 class Rest(_Part, frozen=True):
@@ -115,12 +121,15 @@ class Noise(_Part, frozen=True):
 
 
 class Fault(_Part, frozen=True):
-    """What happens to a node during the start."""
+    """What happens to a node or a DataNode during the start."""
 
-    node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+    node: Annotated[int, Meta(ge=0, lt=MAX_NODES)] | None = None
+    datanode: Annotated[int, Meta(ge=0, lt=10_000)] | None = None
     at_s: _NotNegative = 0.0
-    upload_factor: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Its upload from then on; 0: it answers other nodes no more."""
+    upload_factor: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Its upload from then on; 0: it answers no more."""
+    work_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    """So much longer it takes, from the beginning, for fixed parts, installs and imports."""
 
 
 class Scenario(_Part, frozen=True):

@@ -1,7 +1,7 @@
 """One start of a job: image, environment, imports, checkpoint and connections of all its nodes, in virtual time.
 
-Image and environment are loaded by what `nodes` imports from the product. The checkpoint's bytes flow over as many
-streams as a read has stripes; the choice of DataNodes is not simulated. Installs, imports and connections are times.
+Image and environment are loaded by what `nodes` imports from the product, checkpoints by what `hdfs` does. Installs,
+imports and connections are times.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from random import Random
 from statistics import median
 from typing import Any, Final
 
+from bootseer.checkpoint.layout import Policy
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.sim.engine import Engine, Link
+from bootseer.sim.hdfs import Cluster, Reads
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
-from bootseer.sim.scenario import Scenario
+from bootseer.sim.scenario import Fault, Scenario
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 
 _GBIT: Final = 1e9 / 8
@@ -27,6 +29,8 @@ _BLOCK_BYTES: Final = 4 << 20
 _IMPORTS: Final = 40
 """Imports read what they need in so many steps."""
 _QUANTUM_S: Final = 0.01
+_PIECES: Final = 256
+"""Of what a reader reads, about so many."""
 IMAGE, ENVIRONMENT = 0, 1
 _EPOCH_NS: Final = 1_700_000_000_000_000_000
 
@@ -53,6 +57,13 @@ ARMS: Final = {
     "bootseer": Techniques(),
 }
 """By name: what is compared, the ablation among them."""
+MORE_ARMS: Final = {
+    "only image": Techniques(environment=False, checkpoint=False, peers=False),
+    "image and peers": Techniques(environment=False, checkpoint=False),
+    "only environment": Techniques(image=False, checkpoint=False, peers=False),
+    "only checkpoint": Techniques(image=False, environment=False, record=False, peers=False),
+}
+"""Those that are simulated where they are asked for."""
 
 
 @dataclass
@@ -124,12 +135,13 @@ def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Out
 
 class _Start:
     def __init__(self, scenario: Scenario, num_nodes: int, arm: str, seed: int) -> None:
-        self._scenario, self._techniques = scenario, ARMS[arm]
+        self._scenario, self._techniques = scenario, {**ARMS, **MORE_ARMS}[arm]
         self._outcome = Outcome(arm, num_nodes, seed, scenario.digest)
         self._engine = engine = Engine(_QUANTUM_S)
         links, image, environment = scenario.links, scenario.image, scenario.environment
         self._index = engine.link("index", links.index_gbit * _GBIT)
-        self._datanodes = [engine.link(f"datanode{at}", links.datanode_gbit * _GBIT) for at in range(links.datanodes)]
+        self._datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT, seed,
+                                  scenario.checkpoint.replicas)  # fmt: skip
         store = Store(engine, links.registry_gbit * _GBIT, links.registry_latency_ms / 1e3,
                       links.registry_requests_per_s)  # fmt: skip
         self._nodes = list(self._make_nodes(num_nodes))
@@ -143,8 +155,7 @@ class _Start:
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
         self._left = num_nodes
         for fault in scenario.fault:
-            if fault.node < num_nodes:
-                engine.at(fault.at_s, partial(_fail, self._nodes[fault.node], fault.upload_factor))
+            engine.at(fault.at_s, partial(self._fail, fault))
 
     def _make_nodes(self, num_nodes: int) -> Iterator[Node]:
         links, engine = self._scenario.links, self._engine
@@ -173,6 +184,16 @@ class _Start:
         outcome.asked, outcome.late = job.requests()
         return outcome
 
+    def _fail(self, fault: Fault) -> None:
+        if fault.node is not None and fault.node < len(self._nodes):
+            node = self._nodes[fault.node]
+            node.up.bytes_per_s *= fault.upload_factor or 1.0
+            node.alive = fault.upload_factor > 0
+        name = f"datanode{fault.datanode}"
+        if name in self._datanodes.links:
+            self._datanodes.links[name].bytes_per_s *= fault.upload_factor or 1.0
+            self._datanodes.hung |= set() if fault.upload_factor else {name}
+
     def ready(self) -> None:
         """A node has all it needs."""
         self._left -= 1
@@ -195,7 +216,9 @@ class _NodeStart:
         self._factor = random.lognormvariate(0.0, noise.sigma)
         if random.random() < noise.slow_share:
             self._factor *= noise.slow_factor
-        self._begin_s = 0.0
+        for fault in self._scenario.fault:
+            self._factor *= fault.work_factor if fault.node == at else 1.0
+        self._begin_s = self._scenario.rest.allocate_s
         self._engine.at(self._scenario.rest.allocate_s, self._image)
 
     def _stage(self, name: str) -> None:
@@ -205,7 +228,6 @@ class _NodeStart:
         self._begin_s = self._engine.now
 
     def _image(self) -> None:
-        self._begin_s = self._engine.now
         loader, techniques = self._node.loaders[0], self._techniques
         hot = []
         if techniques.record:
@@ -254,8 +276,9 @@ class _NodeStart:
         checkpoint, start = self._scenario.checkpoint, self._start
         shared = checkpoint.gb * checkpoint.replicated_share
         mine = shared + (checkpoint.gb - shared) / len(start._nodes)
-        streams = checkpoint.streams if self._techniques.checkpoint else 1
-        left = [streams]
+        num_bytes = max(int(mine * 1e9 / checkpoint.readers), 1)
+        stream_bytes_per_s = checkpoint.stream_mb_s * 1e6
+        left = [checkpoint.readers]
 
         def ended() -> None:
             left[0] -= 1
@@ -263,10 +286,14 @@ class _NodeStart:
                 self._stage("model_initialization.checkpoint")
                 start.ready()
 
-        for stream in range(streams):
-            datanode = start._datanodes[(self._at * streams + stream) % len(start._datanodes)]
-            pace = self._engine.link("stream", checkpoint.stream_mb_s * 1e6)
-            self._engine.start((*self._down(datanode), pace), max(mine * 1e9 / streams, 1.0), ended)
+        policy = Policy(stripes=checkpoint.stripes, parity=checkpoint.parity)
+        piece_bytes = min(max(num_bytes // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
+        reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
+        for _ in range(checkpoint.readers):
+            if self._techniques.checkpoint:
+                reads.read(num_bytes, ended)
+            else:
+                start._datanodes.plain(num_bytes, self._down, self._engine.link("stream", stream_bytes_per_s), ended)
 
     def _down(self, link: Link) -> tuple[Link, ...]:
         """The way of bytes from a server to this node."""
@@ -288,10 +315,3 @@ def _hot(num_blocks: int, share: float) -> Sequence[int]:
 
 def _part(blocks: Sequence[int], at: int) -> Sequence[int]:
     return blocks[at * len(blocks) // _IMPORTS : (at + 1) * len(blocks) // _IMPORTS]
-
-
-def _fail(node: Node, factor: float) -> None:
-    if factor:
-        node.up.bytes_per_s *= factor
-    else:
-        node.alive = False

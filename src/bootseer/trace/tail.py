@@ -4,7 +4,8 @@ How far each log was sent lies in a file of this user's state. A batch is writte
 sender that was killed sends the same bytes under the same number, which the service knows again.
 
 A log is known by its first bytes, not by its name or inode: when it was renamed, or copied and cut (`copytruncate`),
-what was not sent of it is read from where it is now, and then the new file from its beginning.
+what was not sent of it is read from where it is now, and then those that came after it, by their times, each from its
+beginning: the log may have been rotated several times since the last look.
 """
 
 from __future__ import annotations
@@ -67,6 +68,20 @@ def _is_it(place: str, stream: _Stream, *, same_inode: bool) -> bool:
         return good and zlib.crc32(os.pread(file, stream.head_size, 0)) == stream.head
     finally:
         os.close(file)
+
+
+def _next_inode(path: str, before: os.stat_result) -> int:
+    """That of a log's file which was written next after another one; 0 where there is none yet."""
+    folder, name = os.path.split(path)
+    newer = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            rotated = _ROTATED.fullmatch(entry.name)
+            if entry.name == name or (rotated and rotated[1] == name):
+                status = entry.stat()
+                if status.st_mtime_ns > before.st_mtime_ns:
+                    newer.append((status.st_mtime_ns, status.st_ino))
+    return min(newer)[1] if newer else 0
 
 
 def state_folder(env: Mapping[str, str]) -> Path:
@@ -152,6 +167,7 @@ class Logs:
                 end = data.rfind(b"\n") + 1
                 if is_over and not data:
                     stream.offset = stream.head_size = 0
+                    stream.inode = _next_inode(path, os.fstat(file))
                     return self._sent(path, stream)
                 if not end and not is_over and len(data) < ship.BATCH_BYTES:
                     return False  # the line goes on
@@ -173,15 +189,16 @@ class Logs:
 
     @staticmethod
     def _place(path: str, stream: _Stream) -> str | None:
-        """Where the file is that was sent up to `offset`: at its name, or beside it under a longer one. None where it
-        is gone, and when nothing was sent yet."""
-        if not stream.head_size:
-            return None
-        if _is_it(path, stream, same_inode=True):
+        """Where the file is that was sent up to `offset`, or is the next one: at its name, or beside it under a longer
+        one. None where it is gone."""
+        if stream.head_size and _is_it(path, stream, same_inode=True):
             return path
         folder, name = os.path.split(path)
         with os.scandir(folder) as entries:
-            places = [entry.path for entry in entries if entry.name.startswith(name)]
+            found = [entry for entry in entries if entry.name.startswith(name)]
+        if not stream.head_size:
+            return next((entry.path for entry in found if entry.inode() == stream.inode), None)
+        places = [entry.path for entry in found]
         for same_inode in (True, False):
             for place in sorted(places):
                 if not place.endswith(_PACKED) and _is_it(place, stream, same_inode=same_inode):

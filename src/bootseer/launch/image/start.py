@@ -112,6 +112,11 @@ class _ImageStart:
         self._request = request
         # Checkpoints are at the same place as here.
         binds = tuple(Bind(folder, folder) for folder in where.values())
+        if options.peers is not None:
+            from bootseer.peers.names import SYSTEM, hosts_for
+
+            hosts = hosts_for({**env, **where})
+            binds += (Bind(str(hosts), str(SYSTEM)),) if hosts is not None and hosts.exists() else ()
         words = wanted.container.words
         words = replace(words, env=(*words.env, *(f"{name}={value}" for name, value in where.items())))
         self._container_options = replace(wanted.container, words=words, binds=(*binds, *wanted.container.binds))

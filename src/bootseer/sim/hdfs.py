@@ -1,0 +1,300 @@
+"""Reads of checkpoints from HDFS: which DataNode is asked, and what is read from parity, decide `hdfs.schedule`,
+`hdfs.choice`, `hdfs.placing` and `checkpoint.reading.settings` as they are. Modelled are DataNodes and links.
+
+A reader has `direct_bytes` of a striped file under way, as a rank that loads its shard, and decides about each row.
+What has come is told to the schedule ten times a second and when a request ends; in reality each packet is.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Final
+
+from bootseer.checkpoint.layout import Policy, part_size
+from bootseer.checkpoint.reading.settings import (
+    ReadingSettings,
+    chunk_to_replace,
+    chunk_to_skip,
+)
+from bootseer.errors import TransientError
+from bootseer.hdfs.errors import DataNodeError, SilentError
+from bootseer.hdfs.located import Block, LocatedFile, Node
+from bootseer.hdfs.placing import has_own_nodes
+from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
+from bootseer.hdfs.schedule import Schedule
+from bootseer.sim.engine import Engine, Flow, Link
+
+_TICK_S: Final = 0.1
+_REQUEST_S: Final = 0.001
+_PACKET_BYTES: Final = 64 << 10
+_BLOCK_BYTES: Final = 128 << 20
+_DRAWS: Final = 24
+_SETTINGS: Final = ReadingSettings()
+Way = Callable[[Link], tuple[Link, ...]]
+"""The links from a DataNode to a node."""
+
+
+class Cluster:
+    """DataNodes, and where files lie on them."""
+
+    def __init__(self, engine: Engine, num: int, bytes_per_s: float, seed: int, replicas: int = 3) -> None:
+        self.engine = engine
+        self.links = {f"datanode{at}": engine.link(f"datanode{at}", bytes_per_s) for at in range(num)}
+        self.hung: set[str] = set()
+        self.memory = memoryview(mmap.mmap(-1, _SETTINGS.direct_bytes))
+        """Reads are told to fill it: its bytes are of no interest, and pages that are not touched cost none."""
+        self._nodes = [Node(name, name, name) for name in self.links]
+        self._random = Random(f"{seed}/hdfs")  # noqa: S311
+        self._replicas = min(replicas, num)
+        self._num_blocks = 0
+
+    def file(self, num_bytes: int, nodes: Sequence[Node]) -> HdfsSource:
+        """A file of one block."""
+        self._num_blocks += 1
+        block = Block(0, num_bytes, "pool", self._num_blocks, 1, b"", tuple(nodes))
+        path = f"/{self._num_blocks}"
+        return HdfsSource(LocatedFile(path, num_bytes, (block,), path, False, True), path)
+
+    def draw(self) -> list[Node]:
+        """Where a NameNode puts a block."""
+        return self._random.sample(self._nodes, self._replicas)
+
+    def segment(self, policy: Policy, num_bytes: int) -> list[HdfsSource]:
+        """The parts of a segment, the one of parity last, placed as the product's writer does."""
+        stripes = min(policy.stripes, max(num_bytes // policy.min_bytes_per_stripe, 1))
+        sizes = [part_size(num_bytes, stripes, part) for part in range(stripes)]
+        sizes += [sizes[0]] * policy.parity
+        share = -(-len(sizes) // len(self._nodes))
+        placed = [self.draw() for _ in sizes]
+        for _ in range(_DRAWS):
+            if has_own_nodes([frozenset(node.host_port for node in nodes) for nodes in placed], share):
+                break
+            placed[self._random.randrange(len(placed))] = self.draw()
+        return [self.file(size, nodes) for size, nodes in zip(sizes, placed, strict=True)]
+
+    def plain(self, num_bytes: float, way: Way, pace: Link, done: Callable[[], None]) -> None:
+        """Read an ordinary file as the usual client does: block after block, from one of its DataNodes."""
+
+        def step(left: float) -> None:
+            if left <= 0:
+                done()
+                return
+            nodes = [node.host_port for node in self.draw() if node.host_port not in self.hung]
+            link = self.links[self._random.choice(nodes or list(self.links))]
+            length = min(left, _BLOCK_BYTES)
+            self.engine.start((*way(link), pace), length, partial(step, left - length))
+
+        step(num_bytes)
+
+
+class _Transfer:
+    """A request on its way, for `Schedule` its connection."""
+
+    def __init__(self, reads: Reads, run: Run) -> None:
+        self.reads, self.run = reads, run
+        self.flow: Flow | None = None
+        self.over = False
+
+    def stop(self) -> None:
+        self.reads.engine.soon(partial(self.reads.end, self, None))
+
+    close = stop
+
+
+class Reads:
+    """What one node reads: its schedule and its connections."""
+
+    def __init__(
+        self, cluster: Cluster, way: Way, stream_bytes_per_s: float, policy: Policy, piece_bytes: int = 1 << 20
+    ) -> None:
+        """`piece_bytes`: as the product's; larger ones cost less time to simulate, and are coarser for parity."""
+        self.engine = cluster.engine
+        self.schedule = Schedule(ReadSettings(piece_bytes=piece_bytes))
+        self._piece_bytes = piece_bytes
+        self.rebuilt = 0
+        """Rows of which a part came, or was asked for, from parity."""
+        self._cluster, self._way, self._policy = cluster, way, policy
+        self._stream_bytes_per_s = stream_bytes_per_s
+        self._transfers: dict[_Transfer, Link] = {}
+        self._paces: list[Link] = []
+        self._ticking = False
+
+    def read(self, num_bytes: int, done: Callable[[], None]) -> None:
+        """Read a striped file from its beginning to its end, `direct_bytes` of it at a time."""
+        segment_bytes = self._policy.stripes * self._policy.part_bytes
+        row_bytes = min(self._policy.stripes * self._piece_bytes, _SETTINGS.direct_bytes)
+        rows = iter(
+            [
+                (start, at)
+                for start in range(0, num_bytes, segment_bytes)
+                for at in range(0, min(segment_bytes, num_bytes - start), row_bytes)
+            ]
+        )
+        parts: list[HdfsSource] = []
+        left = [0]
+
+        def step() -> None:
+            nonlocal parts
+            start, at = next(rows, (-1, -1))
+            if start < 0:
+                left[0] -= 1
+                if not left[0]:
+                    done()
+                return
+            if at == 0:
+                parts = self._cluster.segment(self._policy, min(segment_bytes, num_bytes - start))
+            _Row(self, parts, at, row_bytes, self._policy.parity, step)
+
+        left[0] = max(_SETTINGS.direct_bytes // row_bytes, 1)
+        for _ in range(left[0]):
+            step()
+
+    def ask(self, source: HdfsSource, offset: int, length: int, done: Callable[[ReadOutcome], None]) -> Ticket:
+        """Read a range of a part."""
+        into = self._cluster.memory[:length]
+        ticket = Ticket(source, offset, into, done, False, True, frozenset(), _SETTINGS.deadline_s)
+        self.schedule.submit(ticket, self.engine.now)
+        self.engine.soon(self._serve)
+        if not self._ticking:
+            self._ticking = True
+            self.engine.after(_TICK_S, self._tick)
+        return ticket
+
+    def _serve(self) -> None:
+        schedule, now = self.schedule, self.engine.now
+        while schedule.asking:
+            source = schedule.asking.popleft()
+            schedule.located(source, source.located, now)
+        while len(self._transfers) < ReadSettings().max_threads and (run := schedule.take(now)) is not None:
+            transfer = _Transfer(self, run)
+            run.connection = transfer
+            pace = self._paces.pop() if self._paces else self.engine.link("stream", self._stream_bytes_per_s)
+            self._transfers[transfer] = pace
+            if schedule.claim(run, min(_PACKET_BYTES, run.length)) is None:
+                self.end(transfer, None)
+            else:
+                self.engine.after(_REQUEST_S, partial(self._begin, transfer, pace))
+        while schedule.ended:
+            ticket = schedule.ended.popleft()
+            ticket.done(ReadOutcome(ticket.error, ticket.node))
+
+    def _begin(self, transfer: _Transfer, pace: Link) -> None:
+        name = transfer.run.queue.name
+        if not transfer.over and name not in self._cluster.hung:
+            way = (*self._way(self._cluster.links[name]), pace)
+            transfer.flow = self.engine.start(way, transfer.run.length, partial(self._arrived, transfer))
+
+    def _arrived(self, transfer: _Transfer) -> None:
+        self._told(transfer, 0.0)
+        self.end(transfer, None)
+
+    def _told(self, transfer: _Transfer, left: float) -> bool:
+        """Tell how far a request has come; whether it goes on."""
+        run = transfer.run
+        moved = run.length - int(left) - run.received
+        if moved <= 0:
+            return True
+        if self.schedule.claim(run, moved) is None:
+            return False
+        self.schedule.received(run, moved, self.engine.now)
+        rest = min(_PACKET_BYTES, run.length - run.received)
+        return not rest or self.schedule.claim(run, rest) is not None
+
+    def end(self, transfer: _Transfer, error: DataNodeError | None) -> None:
+        """A request is over."""
+        if transfer.over:
+            return
+        transfer.over, transfer.run.connection = True, None
+        if transfer.flow is not None:
+            self.engine.stop(transfer.flow)
+        self._paces.append(self._transfers.pop(transfer))
+        self.schedule.finished(transfer.run, error, self.engine.now)
+        self.engine.soon(self._serve)
+
+    def _tick(self) -> None:
+        schedule, now = self.schedule, self.engine.now
+        self._ticking = schedule.num_pieces > 0
+        if not self._ticking:
+            return
+        self.engine.after(_TICK_S, self._tick)
+        for transfer in list(self._transfers):
+            if transfer.flow is not None and not self._told(transfer, transfer.flow.left):
+                self.end(transfer, None)
+            silent_s = now - transfer.run.progress_s
+            if silent_s >= ReadSettings().silent_s and schedule.silent(transfer.run, silent_s):
+                self.end(transfer, SilentError(f"nothing came for {silent_s:.1f} s"))
+        schedule.tick(now)
+        for name in schedule.choice.due(now):
+            if name not in self._cluster.hung:
+                schedule.choice.works(name)
+        self._serve()
+
+
+class _Row:
+    """A read of all parts of a segment at once, one of which parity may stand in for."""
+
+    def __init__(
+        self,
+        reads: Reads,
+        parts: Sequence[HdfsSource],
+        at: int,
+        row_bytes: int,
+        parity: bool,
+        done: Callable[[], None],
+    ) -> None:
+        self._reads, self._parts, self._done = reads, parts, done
+        stripes = len(parts) - parity
+        self._offset, self._most = at // stripes, row_bytes // stripes
+        self._tickets: dict[int, Ticket] = {}
+        self._over = False
+        self._spare: int | None = None
+        """The part that is not asked: that of parity, or the one that it stands in for."""
+        wanted = [part for part in range(stripes) if self._length(part) > 0]
+        self._num_wanted = len(wanted)
+        if parity:
+            delays = {part: self._delay_s(part) for part in wanted}
+            skipped = chunk_to_skip(delays, frozenset(wanted), self._delay_s(stripes))
+            self._spare = stripes if skipped is None else skipped
+            wanted = [part for part in (*wanted, stripes) if part != self._spare]
+            reads.rebuilt += skipped is not None
+            reads.engine.after(_SETTINGS.look_s, self._look)
+        for part in wanted:
+            self._ask(part)
+
+    def _length(self, part: int) -> int:
+        return min(self._most, self._parts[part].located.size_bytes - self._offset)
+
+    def _delay_s(self, part: int) -> float:
+        length = self._length(part)
+        return self._reads.schedule.delay_s(self._parts[part], self._offset, length, self._reads.engine.now)
+
+    def _ask(self, part: int) -> None:
+        self._tickets[part] = self._reads.ask(self._parts[part], self._offset, self._length(part), self._ended)
+
+    def _look(self) -> None:
+        """Whether the part that was not asked would come before what is late."""
+        if self._over or self._spare is None:
+            return
+        now, schedule = self._reads.engine.now, self._reads.schedule
+        left = {part: schedule.left_s(ticket, now) for part, ticket in self._tickets.items() if ticket.num_left}
+        if chunk_to_replace(left, 0.0, self._delay_s(self._spare), alone=False) is not None:
+            self._ask(self._spare)
+            self._reads.rebuilt += 1
+            self._spare = None
+        else:
+            self._reads.engine.after(_SETTINGS.look_s, self._look)
+
+    def _ended(self, outcome: ReadOutcome) -> None:
+        if self._over:
+            return
+        if outcome.error is not None:
+            raise outcome.error
+        missing = [ticket for ticket in self._tickets.values() if ticket.num_left]
+        if len(missing) <= len(self._tickets) - self._num_wanted:
+            self._over = True
+            for ticket in missing:
+                self._reads.schedule.call_off(ticket, TransientError("not wanted any more"), self._reads.engine.now)
+            self._done()

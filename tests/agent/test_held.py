@@ -1,0 +1,128 @@
+"""What an ended job has read on this node, served on by the agent: a real agent and real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.agent.agent import PEERS, request, request_status
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
+from bootseer.peers.choice import Level
+from bootseer.peers.client import Client
+from bootseer.peers.members import read_secret
+from bootseer.peers.protocol import Request
+from bootseer.store.file import FileStore
+from conftest_launch import BOOTSEER
+from fetch.files import BLOCK, content, stored
+from registry import free_port
+
+DATA = content(12)
+READ = """
+import os, sys, time
+from pathlib import Path
+from bootseer.blocks.index import Index
+from bootseer.cache.cache import Cache
+from bootseer.peers.job import BlockSource, JobPeers
+index, data, cache = Index.parse(Path("index").read_bytes()), Path("data").read_bytes(), Path("cache/blocks").absolute()
+JobPeers.of_environment().register_blocks(BlockSource(index, "store", False, cache))
+cached = Cache(cache).open(index)
+for block in range(index.num_blocks - 1):
+    cached.put(block, data[block * index.block_size : (block + 1) * index.block_size])
+cached.close()
+Path("there").touch()
+while len(sys.argv) > 1 and not Path("end").exists():
+    time.sleep(0.02)
+"""
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + 300
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+class Lab:
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.address = folder, f"127.0.0.1:{port}"
+        self.index = stored(FileStore(folder / "store"), DATA)
+        (folder / "index").write_bytes(self.index.encode())
+        (folder / "data").write_bytes(DATA)
+        (folder / "secret").write_bytes(os.urandom(32))
+        (folder / "secret").chmod(0o600)
+        self.runtime = folder / "run"
+        self.env = {**os.environ, "BOOTSEER_CACHE": str(folder / "cache"), "BOOTSEER_RUNTIME": str(self.runtime)}
+        self.agent = subprocess.Popen([*BOOTSEER, "agent", "run", "--every", "1"], env=self.env)
+        wait_until((self.runtime / "agent").exists)
+
+    def job(self, *words: str) -> subprocess.Popen[bytes]:
+        peers = ["--peers", self.address, "--peers-secret", str(self.folder / "secret"), "--job", "j"]
+        command = [*BOOTSEER, "run", *peers, "--", sys.executable, "-c", READ, *words]
+        return subprocess.Popen(command, env=self.env, cwd=self.folder)
+
+    def ask(self, block: int, *, secret: bytes = b"", file: str = "") -> bytes:
+        into = bytearray(BLOCK)
+        client = Client(secret or read_secret(self.folder / "secret"))
+        asked = Request(file or self.index.identity, block * BLOCK, BLOCK, Level.GLOBAL, "m")
+        try:
+            client.read(self.address, asked, memoryview(into), heard=lambda _: 10.0)
+        finally:
+            client.close()
+        return bytes(into)
+
+    def held(self) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = request_status(self.runtime)["peers"]
+        return found
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path, free_port())
+    yield lab
+    lab.agent.kill()
+    lab.agent.wait()
+
+
+def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab) -> None:
+    assert lab.job().wait(300) == 0
+    (held,) = lab.held()
+    assert (held["addresses"], held["files"]) == ([lab.address], 1)
+    assert lab.ask(3) == DATA[3 * BLOCK : 4 * BLOCK]
+    with pytest.raises(NotFoundError):
+        lab.ask(lab.index.num_blocks - 2, file="ab" * 32)
+    with pytest.raises(AccessError):
+        lab.ask(3, secret=b"x" * 32)
+    assert lab.held()[0]["sent_bytes"] == BLOCK
+    with pytest.raises(PermanentError, match="malformed"):
+        request(lab.runtime, PEERS, {"secret": "00", "name": "n", "rate": 1, "addresses": [lab.address], "files": {}})
+    assert read_secret(lab.folder / "secret").hex() not in json.dumps(request_status(lab.runtime))
+
+
+def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_killed(lab: Lab) -> None:
+    assert lab.job().wait(300) == 0
+    (lab.folder / "there").unlink()
+    job = lab.job("stay")
+    wait_until((lab.folder / "there").exists)
+    assert not lab.held()
+    lab.agent.send_signal(signal.SIGKILL)
+    lab.agent.wait()
+
+    def answers() -> bool:
+        try:
+            return lab.ask(3) == DATA[3 * BLOCK : 4 * BLOCK]
+        except BootseerError:
+            return False
+
+    wait_until(answers)
+    (lab.folder / "end").touch()
+    assert job.wait(300) == 0
+    with pytest.raises(BootseerError):
+        lab.ask(3)

@@ -1,0 +1,119 @@
+"""`bootseer run --peers` shows the job the names of its nodes, so that no resolver holds up its connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootseer.launch.command import with_names
+from bootseer.launch.supervise import block_signals, spawn, unblock_signals, wait
+from bootseer.peers.choice import Peer
+from bootseer.peers.names import SYSTEM, HostsFile
+from conftest_launch import BOOTSEER
+from plain_user import UID
+
+# Each look-up is one of files alone: it must not depend on the resolver of the machine that runs the test.
+JOB = """
+until grep -q ::ffff:127.0.0.3 /etc/hosts; do touch $THERE.waits; sleep 0.05; done
+touch $THERE.knows
+until [ -e $OTHER.knows ]; do sleep 0.05; done
+getent -s files hosts ::ffff:127.0.0.2 ::ffff:127.0.0.3
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.root
+def test_a_job_knows_its_nodes_also_those_that_come_later(env: dict[str, str], tmp_path: Path) -> None:
+    secret, ports = tmp_path / "secret", (free_port(), free_port())
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    before = SYSTEM.read_bytes()
+    nodes = []
+    for name in ("a", "b"):
+        # The first one waits for no other, and its job looks until the second one is there.
+        words = ["--job", "two", "--node", name, "--peers-secret", str(secret)]
+        words += ["--peers", f"127.0.0.2:{ports[0]},127.0.0.3:{ports[1]}", "--", "sh", "-c", JOB]
+        other = "b" if name == "a" else "a"
+        own = {"BOOTSEER_RUNTIME": str(tmp_path / name), "THERE": str(tmp_path / name), "OTHER": str(tmp_path / other)}
+        run = subprocess.Popen([*BOOTSEER, "run", *words], env={**env, **own}, stdout=subprocess.PIPE, text=True)
+        nodes.append(run)
+        while name == "a" and not (tmp_path / "a.waits").exists():
+            assert run.poll() is None
+    said = [run.communicate(timeout=300)[0] for run in nodes]
+    assert [run.returncode for run in nodes] == [0, 0]
+    assert [text.split() for text in said] == [
+        ["::ffff:127.0.0.2", "127-0-0-2.peer", "::ffff:127.0.0.3", "127-0-0-3.peer"]
+    ] * 2
+    assert SYSTEM.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [({}, "timeout:1 attempts:1"), ({"RES_OPTIONS": "timeout:9"}, "timeout:9"), ({"BOOTSEER_NAMES": "0"}, "")],
+)
+def test_without_root_the_resolver_gives_up_early_unless_the_user_says_otherwise(
+    tmp_path: Path, given: dict[str, str], seen: str
+) -> None:
+    env: dict[str, str] = {"BOOTSEER_PEERS_DIR": str(tmp_path), "PATH": os.environ["PATH"], **given}
+    enter = with_names(env, None)
+
+    def become() -> None:
+        if os.geteuid() == 0:
+            os.setresuid(UID, UID, UID)
+        if enter is not None:
+            enter()
+
+    block_signals()
+    reader, writer = os.pipe()
+    try:
+        pid = spawn(["sh", "-c", 'printf %s "$RES_OPTIONS"'], env, own_group=True, stdout=writer, enter=become)
+        assert wait(pid, own_group=True, tracer=None) == 0
+    finally:
+        unblock_signals()
+        os.close(writer)
+    with os.fdopen(reader) as said:
+        assert said.read() == seen
+
+
+@pytest.mark.root
+def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], tmp_path: Path) -> None:
+    """A sandbox in which nothing can be mounted: root without the right to it."""
+    words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *BOOTSEER, "run", "--num-nodes", "2"]
+    words += ["--peers", str(tmp_path / "meet"), "--", "sh", "-c", "echo $RES_OPTIONS"]
+    own = {"BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
+    ran = subprocess.run(words, env={**env, **own}, capture_output=True, text=True, check=True)
+    assert ran.stdout == "timeout:1 attempts:1\n"
+    assert ran.stderr.count("left to DNS") == 1
+
+
+def test_a_name_leads_to_one_address_and_none_that_the_machine_knows_is_changed(tmp_path: Path) -> None:
+    system = tmp_path / "system"
+    system.write_bytes(b"127.0.0.1 localhost\n10.0.0.9 gpu9")
+    file = HostsFile(tmp_path, system)
+    inode = (tmp_path / "hosts").stat().st_ino
+    peers = [Peer("gpu1", ("10.1.0.1:1",), "", ("10.0.0.1", "10.1.0.1")), Peer("gpu9", ("x:1",), "", ("10.9.0.9",))]
+    file.add(peers[:1])
+    file.add(peers)
+    assert (tmp_path / "hosts").stat().st_ino == inode
+    lines = (tmp_path / "hosts").read_text().splitlines()
+    assert lines == [
+        "127.0.0.1 localhost",
+        "10.0.0.9 gpu9",
+        "# by BootSeer: the nodes of this job",
+        "::ffff:127.0.0.1 localhost.peer",
+        "10.0.0.1 gpu1",
+        "::ffff:10.0.0.1 gpu1.peer",
+        "10.1.0.1 gpu1.peer",
+        "::ffff:10.1.0.1 gpu1.peer",
+        "10.9.0.9 gpu9.peer",
+        "::ffff:10.9.0.9 gpu9.peer",
+    ]
