@@ -44,6 +44,7 @@ quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, b
 
 fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)
+	BOOTSEER_TEST_SEEDS=$${BOOTSEER_TEST_SEEDS:-10} $(BIN)/python -m pytest -n $(WORKERS) tests/service/test_faults.py $(ARGS)
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
 
 mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='fetch/hotset.py --show'

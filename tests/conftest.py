@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
+    "once",  # before what imports it
     "conftest_launch",
     "conftest_ran",
-    "once",
     "image_node",
     "lock_tracker",
     "postgres",
