@@ -32,15 +32,14 @@ pytestmark = [
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def job(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a job's folder."""
     fsspec.register_implementation("bootseer+s3", S3FileSystem, clobber=True)
-    with S3Server(tmp_path) as server:
-        server.make_bucket("jobs")
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        yield "s3://jobs/moe"
-        close_all()
+    s3_server.make_bucket("loaders")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield "s3://loaders/moe"
+    close_all()
     S3FileSystem.clear_instance_cache()
 
 
