@@ -1,9 +1,11 @@
-"""What a warm parent saves: eight ranks that import the demo's stack, and a recorded start of the demo's job."""
+"""What a warm parent saves: eight ranks that import the demo's stack, a recorded start of the demo's job, and
+its restart in place behind the SIGKILL of its launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,16 +44,21 @@ def measure(quick: bool) -> Outcome:
         work = _Work(Path(folder))
         ranks = alternate({arm: lambda mode=mode: work.ranks(mode) for arm, mode in _arms("8 ranks")}, rounds)
         starts = alternate({arm: lambda mode=mode: work.start(mode) for arm, mode in _arms("start")}, start_rounds)
+        restarts = alternate(
+            {arm: lambda mode=mode: work.restart(mode) for arm, mode in _arms("restart")}, start_rounds
+        )
         losses = {"".join(one["losses"]) for of_arm in starts.values() for one in of_arm}
     if len(losses) != 1:
         raise RuntimeError("the losses differ between starts")
     samples = {arm: [one[0] for one in found] for arm, found in ranks.items()}
     samples |= {arm: [one["seconds"] for one in found] for arm, found in starts.items()}
+    for arm, of_arm in restarts.items():
+        samples[arm] = [one["seconds"] - one["stages"]["model_initialization.checkpoint_read"] for one in of_arm]
     return Outcome(
         parameters={"rounds": rounds, "rounds_start": start_rounds, "ranks": _RANKS, "ranks_start": 2},
         samples=samples,
         unit="s",
-        baselines={"8 ranks, warm": "8 ranks, exec", "start, warm": "start, exec"},
+        baselines={"8 ranks, warm": "8 ranks, exec", "start, warm": "start, exec", "restart, warm": "restart, exec"},
         must_reach=[
             Must(
                 "8 ranks have imported the demo's stack, from the first request on",
@@ -60,11 +67,18 @@ def measure(quick: bool) -> Outcome:
                 "s",
             ),
             Must("the demo's recorded start, to the first step", _median(samples["start, warm"]), 3.5, "s"),
+            Must(
+                "the demo's restart, from its launcher's death to the first step, without reading its checkpoint",
+                _median(samples["restart, warm"]),
+                1.0,
+                "s",
+            ),
         ],
         details={
             "s_until_8_ranks_ended": {arm: [one[1] for one in found] for arm, found in ranks.items()},
             "cpu_s_of_8_ranks": {arm: [one[2] for one in found] for arm, found in ranks.items()},
             "s_until_one_rank_before_them_ended": {arm: [one[3] for one in found] for arm, found in ranks.items()},
+            "s_of_restarts_stages": {arm: [one["stages"] for one in found] for arm, found in restarts.items()},
             "losses": sorted(losses),
         },
     )
@@ -86,6 +100,8 @@ class _Work:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
         self._env = {**clean, "BOOTSEER_SPOOL": str(folder / "spool"), "BOOTSEER_CACHE": str(folder / "cache")}
         self._number = 0
+        self._demo = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+        self._demo += [str(ROOT / "examples" / "moe" / "train.py"), "--checkpoint-mb", "30"]
         (folder / "rank.py").write_text(_RANK)
         (folder / "launcher.py").write_text(_LAUNCHER)
         self.ranks("on")  # is recorded
@@ -100,13 +116,36 @@ class _Work:
     def start(self, mode: str) -> dict[str, Any]:
         """One start of the demo's job on two ranks."""
         checkpoints = self._folder / f"checkpoints-{self._number}"
-        words = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-        words += [str(ROOT / "examples" / "moe" / "train.py"), "--steps", "2", "--checkpoint-mb", "30"]
-        out, job = self._run(mode, [*words, "--checkpoint-dir", str(checkpoints)])
-        report = [sys.executable, "-m", "bootseer", "report", "--json", job]
-        text = subprocess.run(report, env=self._env, capture_output=True, text=True, check=True).stdout
+        out, job = self._run(mode, [*self._demo, "--steps", "2", "--checkpoint-dir", str(checkpoints)])
         losses = [line.split("tokens/s")[0] for line in out.splitlines() if " loss " in line]
-        return {"seconds": json.loads(text)["overhead"]["startup_s"], "losses": losses}
+        return {"seconds": self._report(job)["overhead"]["startup_s"], "losses": losses}
+
+    def restart(self, mode: str) -> dict[str, Any]:
+        """The second start of the demo's job under `--restarts`: the launcher is killed behind its first step."""
+        self._number += 1
+        job, folder = f"job-{self._number}", self._folder / "checkpoints-restart"
+        words = [*self._demo, "--checkpoint-dir", str(folder), "--steps"]
+        if not folder.exists():
+            self._run("off", [*words, "1"])
+        run = [sys.executable, "-m", "bootseer", "run", "--restarts", "1", "--job", job, "--warm", mode, "--"]
+        with subprocess.Popen(
+            [*run, *words, "1000"], env=self._env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            for number, _ in enumerate(line for line in process.stdout or () if " loss " in line):
+                if number == 0:
+                    os.kill(_launcher_of(process.pid), signal.SIGKILL)
+                else:
+                    process.terminate()
+        told = self._report(job)
+        stages = {stage["stage"]: stage["max_s"] for stage in told["stages"]}
+        return {"seconds": told["restarts"][0]["startup_s"], "stages": stages}
+
+    def _report(self, job: str) -> dict[str, Any]:
+        report = [sys.executable, "-m", "bootseer", "report", "--json", job]
+        found: dict[str, Any] = json.loads(
+            subprocess.run(report, env=self._env, capture_output=True, text=True, check=True).stdout
+        )
+        return found
 
     def _run(self, mode: str, words: list[str]) -> tuple[str, str]:
         self._number += 1
@@ -118,6 +157,14 @@ class _Work:
         if mode == "on" and "started warm" not in done.stderr and "was recorded" not in done.stderr:
             raise RuntimeError(f"not warm: {done.stderr}")
         return done.stdout, job
+
+
+def _launcher_of(run: int) -> int:
+    for word in Path(f"/proc/{run}/task/{run}/children").read_text().split():
+        text = Path(f"/proc/{word}/cmdline").read_text()
+        if "torchrun" in text and "warm_parent" not in text:
+            return int(word)
+    raise RuntimeError("the job's launcher is gone")
 
 
 BENCHMARK = Benchmark("warm", "What does a warm parent save when ranks start?", measure)

@@ -42,8 +42,7 @@ def rate(datanodes: int, *, stripes: int = 0, parity: bool = False, slow: float 
     [(4, 0, False, 43), (4, 4, False, 182), (5, 4, True, 213)],
 )
 def test_what_was_measured_is_predicted(datanodes: int, stripes: int, parity: bool, measured: float) -> None:
-    # Rows of parity are coarser here than in reality, where all five links are used.
-    assert rate(datanodes, stripes=stripes, parity=parity) == pytest.approx(measured, rel=0.2 if parity else 0.1)
+    assert rate(datanodes, stripes=stripes, parity=parity) == pytest.approx(measured, rel=0.15 if parity else 0.1)
 
 
 def test_parity_makes_up_for_a_slow_datanode() -> None:

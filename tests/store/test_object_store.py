@@ -27,9 +27,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
+def server(s3_server: S3Server) -> S3Server:
+    return s3_server
 
 
 @pytest.fixture

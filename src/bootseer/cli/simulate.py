@@ -36,6 +36,14 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Of all that is random.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="So many, from --seed on.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures there.")
+@click.option(
+    "--calibrate",
+    "reports",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="REPORT",
+    help="Print the scenario with the numbers of a real start (`bootseer report --json`); may be repeated.",
+)
 @click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
 @json_option("bootseer.simulation/1")
@@ -47,6 +55,7 @@ def simulate_command(
     seed: int,
     seeds: int,
     html: Path | None,
+    reports: tuple[Path, ...],
     events: Path | None,
     output: Output,
 ) -> None:
@@ -57,12 +66,16 @@ def simulate_command(
     \b
     bootseer simulate
     bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
+    bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
     from bootseer.sim.scenario import read_scenario
     from bootseer.sim.start import ARMS, MORE_ARMS, simulate
 
     wanted = read_scenario(scenario, [*changes, *([f"nodes=[{nodes}]"] if nodes is not None else [])])
+    if reports:
+        _calibrate(wanted, reports, output)
+        return
     for arm in arms:
         if arm not in ARMS and arm not in MORE_ARMS:
             raise UsageError(f"no arm {arm!r}; there are {', '.join([*ARMS, *MORE_ARMS])}")
@@ -92,6 +105,16 @@ def simulate_command(
     if html is not None:
         _draw(html, document, wanted)
     output(document, rows, said)
+
+
+def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
+    from bootseer.sim.calibration import calibrated, read_report, toml
+
+    fitted, said = calibrated(scenario, [read_report(path) for path in reports])
+    text = toml(fitted, [f"Calibrated on {len(reports)} reports; all else as in {scenario.name}.", *said])
+    output(
+        {"scenario": scenario.name, "parameters": fitted.digest, "calibrated": said, "toml": text}, *text.splitlines()
+    )
 
 
 def _draw(html: Path, document: dict[str, Any], wanted: Scenario) -> None:

@@ -21,6 +21,8 @@ KNOWN = "warm.json"
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
+AGAIN = "\0bootseer-restart-"
+"""Abstract address, with its process id, at which `bootseer run --restarts` knows the warm parents of its command."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import|import\s+([\w., ]+))", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What exec gives a process, given to a copy of a warm parent: descriptors, limits, signals, environment, streams.
+"""A copy of a warm parent, and what exec would have given it: descriptors, limits, signals, environment, streams.
 
 What differs all the same: the modules that are imported already, the addresses and the hash seed, which all copies of
 one warm parent share, and two frames below the program's first.
@@ -25,8 +25,51 @@ if TYPE_CHECKING:
     from bootseer.hook.warm_parent import Imports
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_PR_GET_TID_ADDRESS = 40
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+# clone, get_robust_list, set_robust_list; whether the TLS argument comes before that of the thread's number
+_CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
+libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a fork must
+libc.syscall.restype = ctypes.c_long
 _keep: list[Any] = []
 """Memory that the kernel reads for `/proc/PID/cmdline`, and the module that was `__main__` before."""
+
+
+class Cloner:
+    """Makes copies of this process that are children of its parent."""
+
+    def __init__(self) -> None:
+        calls = _CALLS.get(os.uname().machine)
+        address, head, length = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        # The C library keeps the thread's number at this address, and its own `fork` has the kernel renew it there.
+        told = libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+        if calls is None or told or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
+            raise NotImplementedError("this kernel or processor is not supported")
+        self._clone, get_robust, self._set_robust, tls_first = calls
+        if libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
+            raise NotImplementedError("this kernel is not supported")
+        self._robust = head, length
+        thread = ctypes.c_void_p(address.value)
+        self._rest = (ctypes.c_void_p(0), thread) if tls_first else (thread, ctypes.c_void_p(0))
+
+    def clone(self) -> int:
+        """As `os.fork`, but for the parent. The C library's own handlers do not run: there is only one thread.
+
+        Raises `OSError`.
+        """
+        flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+        nothing = ctypes.c_void_p(0)
+        ctypes.pythonapi.PyOS_BeforeFork()
+        pid = int(libc.syscall(self._clone, ctypes.c_long(flags), nothing, nothing, *self._rest))
+        if pid == 0:
+            libc.syscall(self._set_robust, *self._robust)
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+        else:
+            error = ctypes.get_errno()
+            ctypes.pythonapi.PyOS_AfterFork_Parent()
+            if pid < 0:
+                raise OSError(error, os.strerror(error))
+        return pid
 
 
 def become(
@@ -36,13 +79,17 @@ def become(
     fds: Sequence[int],
     launcher: int,
     facts: dict[str, Any],
+    heir: socket.socket | None = None,
 ) -> Callable[[], None]:
-    """Take the program's place, tell the launcher, and give what runs the program. Ends the process when that fails."""
+    """Take the program's place, tell the launcher, and give what runs the program. Ends the process when that fails.
+
+    `heir`: the program is a launcher that is started again, and this leads to its warm parent, which is there.
+    """
     started_ns = time.monotonic_ns()
     try:
         printed = [_contents(target) for target in (1, 2)]
-        answer = _kernel(request, answer, fds, launcher)
-        program = _interpreter(imports, request)
+        answer = _kernel(request, answer, fds, launcher, heir)
+        program = _interpreter(imports, request, launches=heir is not None)
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
         if answer.recv(2) != b"go":  # the launcher has started the program by exec
             os._exit(0)
@@ -67,8 +114,10 @@ def _contents(number: int) -> bytes:
     return os.pread(number, 1 << 20, 0)
 
 
-def _kernel(request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int) -> socket.socket:
-    """What the kernel keeps of a process; the socket to the launcher may move. Raises `OSError` and `ValueError`."""
+def _kernel(
+    request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int, heir: socket.socket | None
+) -> socket.socket:
+    """What the kernel keeps of a process; the sockets may move. Raises `OSError` and `ValueError`."""
     if request["session"]:
         os.setsid()
     if request["group"] >= 0:
@@ -99,20 +148,23 @@ def _kernel(request: dict[str, Any], answer: socket.socket, fds: Sequence[int], 
             signal.signal(number, signal.default_int_handler)
         else:
             signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-    moved = _place(dict(zip(request["places"], fds[1:], strict=True)), answer.detach())
+    kept = [one for one in (answer, heir) if one is not None]
+    moved = _place(dict(zip(request["places"], fds[1:], strict=True)), [one.detach() for one in kept])
+    if heir is not None:
+        heir.__init__(fileno=moved[1])  # type: ignore[misc]
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    return socket.socket(fileno=moved)
+    return socket.socket(fileno=moved[0])
 
 
-def _place(wanted: dict[int, int], answer: int) -> int:
-    """Each descriptor where the program is to find it, and no others but the socket, whose new number is returned."""
+def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
+    """Each descriptor where the program is to find it, and no others but those kept, whose new numbers are returned."""
     import fcntl
 
-    high = max([*wanted, *wanted.values(), answer], default=2) + 1
+    high = max([*wanted, *wanted.values(), *kept], default=2) + 1
     moved = {place: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for place, number in wanted.items()}
-    ours = fcntl.fcntl(answer, fcntl.F_DUPFD_CLOEXEC, high)
+    ours = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for number in kept]
     for number in programs.open_files():
-        if number not in (*moved.values(), ours):
+        if number not in (*moved.values(), *ours):
             os.close(number)
     for place, number in moved.items():
         os.dup2(number, place, inheritable=True)
@@ -120,14 +172,14 @@ def _place(wanted: dict[int, int], answer: int) -> int:
     return ours
 
 
-def _interpreter(imports: Imports, request: dict[str, Any]) -> Callable[[], None]:
+def _interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
     """What the interpreter keeps of its start."""
     words = [os.fsdecode(word) for word in request["words"]]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(words)
     if parsed is None:
         raise ValueError("neither a file nor a module")
-    rest = parsed[2]
+    flags, _, rest = parsed
     with contextlib.suppress(Exception):
         _name([os.fsencode(word) for word in words], env)
     for name in os.environb.keys() - env.keys():
@@ -135,13 +187,14 @@ def _interpreter(imports: Imports, request: dict[str, Any]) -> Callable[[], None
     for name, value in env.items():
         if os.environb.get(name) != value:
             os.environb[name] = value
-    for variable, said in imports.changed.items():
+    # A launcher hands on its own variables; what its programs' imports set, they set themselves.
+    for variable, said in imports.changed.items() if not launches else ():
         if said is None:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = said
     sys.orig_argv[:] = words
-    _streams()
+    _streams(unbuffered="-u" in flags or bool(env.get(b"PYTHONUNBUFFERED")))
     _differ(imports)
     if rest[0] == "-m":
         sys.path.insert(0, os.getcwd())
@@ -173,9 +226,8 @@ def _differ(imports: Imports) -> None:
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
 
 
-def _streams() -> None:
+def _streams(*, unbuffered: bool) -> None:
     """The standard streams as Python makes them, in the objects that imports may have kept."""
-    unbuffered = bool(getattr(sys.__stdout__, "write_through", False))  # by the same flags and variables
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)

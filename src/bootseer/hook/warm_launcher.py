@@ -29,6 +29,10 @@ _MAX_FDS = 200
 _NUM_ARGUMENTS = 23  # of `_posixsubprocess.fork_exec`, from Python 3.11 on
 
 
+inherited: tuple[int, Any] | None = None
+"""The warm parent that a launcher has from its start on, and the socket to it: it is itself a copy of one."""
+
+
 class RefusedError(Exception):
     """The process is to be started by exec; the words say why."""
 
@@ -48,6 +52,9 @@ class WarmLauncher:
         self._lock = threading.Lock()
         self._undo: list[Callable[[], None]] = []
         self._pid = os.getpid()
+        if inherited is not None:
+            self.parent, self._end = inherited
+            return
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             other.set_inheritable(True)

@@ -27,15 +27,11 @@ import time
 import weakref
 from typing import Any
 
-from bootseer.hook import programs, watch
+from bootseer.hook import programs, warm_child, watch
 
 _IDLE_S = 1800.0
 """A launcher that starts nothing for so long gets the memory back."""
 _PR_SET_PDEATHSIG = 1
-_PR_GET_TID_ADDRESS = 40
-_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
-# clone, get_robust_list, set_robust_list; whether the TLS argument comes before that of the thread's number
-_CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
 _SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 _SAME_FILES = ("cgroup", "attr/current", "personality")
 _SAME_LINKS = ("root", "exe", "ns/mnt", "ns/net", "ns/user", "ns/ipc", "ns/uts", "ns/cgroup", "ns/pid")
@@ -48,8 +44,6 @@ _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 """Through which modules a variable is read."""
 _LOOK_FOR_THEIR_OWN = ("tqdm.utils", "networkx.utils.backends")
 """They walk over all variables for those that begin with TQDM_ and NETWORKX_, which `programs.native` knows."""
-_libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a fork must
-_libc.syscall.restype = ctypes.c_long
 
 
 class UnfitError(Exception):
@@ -271,6 +265,29 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
 
 
+def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
+    """What could make a launcher that is started again in this folder another one as a copy than by exec.
+
+    Its rights are ours, which came from it. It computes nothing: variables that it sets for its programs alone, and
+    with which their libraries were loaded here, are no difference.
+    """
+    env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
+    own = {name: value for name, value in imports.variables.items() if name not in known["native"]}
+    theirs = {name: value for name, value in env.items() if name not in known["native"]}
+    name = programs.same_variables(set(imports.reads) - set(known["native"]), own, theirs)
+    if name:
+        return f"the variable {name} is not as it was for the imports"
+    parsed = programs.parse(request["words"])
+    if parsed is None:
+        return "the launcher is not a Python file or module"
+    if parsed[2][0] == "-m":
+        return ""
+    main = os.path.realpath(os.path.join(folder, parsed[2][0]))
+    sets = programs.telling(main, os.path.dirname(main))[1]
+    name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
+    return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
+
+
 def _files_differ(imports: Imports) -> str:
     changed = imports.changed_file()
     return f"{changed} has changed since it was imported" if changed else ""
@@ -288,54 +305,21 @@ def _link(path: str) -> str:
         return ""
 
 
-class Cloner:
-    """Makes copies of this process that are children of its parent."""
+def _prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
+    """Let go of all that came from the launcher, and end with it, or with the `bootseer run --restarts` above it.
 
-    def __init__(self) -> None:
-        calls = _CALLS.get(os.uname().machine)
-        address, head, length = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        # The C library keeps the thread's number at this address, and its own `fork` has the kernel renew it there.
-        told = _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
-        if calls is None or told or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
-            raise UnfitError("this kernel or processor is not supported")
-        self._clone, get_robust, self._set_robust, tls_first = calls
-        if _libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
-            raise UnfitError("this kernel is not supported")
-        self._robust = head, length
-        thread = ctypes.c_void_p(address.value)
-        self._rest = (ctypes.c_void_p(0), thread) if tls_first else (thread, ctypes.c_void_p(0))
-
-    def clone(self) -> int:
-        """As `os.fork`, but for the parent. The C library's own handlers do not run: there is only one thread.
-
-        Raises `OSError`.
-        """
-        flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
-        nothing = ctypes.c_void_p(0)
-        ctypes.pythonapi.PyOS_BeforeFork()
-        pid = int(_libc.syscall(self._clone, ctypes.c_long(flags), nothing, nothing, *self._rest))
-        if pid == 0:
-            _libc.syscall(self._set_robust, *self._robust)
-            ctypes.pythonapi.PyOS_AfterFork_Child()
-        else:
-            error = ctypes.get_errno()
-            ctypes.pythonapi.PyOS_AfterFork_Parent()
-            if pid < 0:
-                raise OSError(error, os.strerror(error))
-        return pid
-
-
-def _prepare(number: int) -> socket.socket:
-    """Let go of all that came from the launcher, and end with it. Raises `UnfitError` for another process's socket."""
+    The sockets to both. Raises `UnfitError` for another process's socket.
+    """
     os.set_inheritable(number, False)
     end = socket.socket(fileno=number)
-    pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if (pid, uid) != (os.getppid(), os.getuid()):
+    if _peer(end) != (os.getppid(), os.getuid()):
         raise UnfitError("the socket is not the launcher's")
     for other in programs.open_files():
         if other > 2 and other != number:
             os.close(other)
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    run = _run(os.getppid())
+    if run is None:
+        warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
@@ -343,54 +327,140 @@ def _prepare(number: int) -> socket.socket:
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
         os.close(memory)
-    return end
+    return end, run
+
+
+def _peer(end: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _run(launcher: int) -> socket.socket | None:
+    """To `bootseer run --restarts`, if the launcher is the command that it starts again."""
+    above = _status(launcher).get("PPid", "")
+    if "BOOTSEER_RESTART" not in os.environ or not above:
+        return None
+    run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        run.connect(f"{programs.AGAIN}{above}")
+        if _peer(run) == (int(above), os.getuid()):
+            return run
+    except OSError:
+        pass
+    run.close()
+    return None
+
+
+class Server:
+    """Answers one launcher, and behind it the `bootseer run --restarts` that starts it again."""
+
+    def __init__(self, end: socket.socket, run: socket.socket | None, known: dict[str, Any]) -> None:
+        self._end, self._run, self._known = end, run, known
+        self._launcher = os.getppid()
+        self._words = [word for word in _read(f"/proc/{self._launcher}/cmdline").split("\0")[:-1] if run is not None]
+        self._reason, self._module = "", ""
+        self._imports: Imports | None = None
+        self._cloner: warm_child.Cloner | None = None
+        try:
+            self._imports, self._cloner = Imports(known), warm_child.Cloner()
+            # A collection in a copy, above all the one when it ends, would write to each of these objects and by that
+            # copy its page: 0.5 s of processor time for each rank of the demo.
+            gc.freeze()
+            self._reason = unfit()
+        except UnfitError as error:
+            self._reason, self._module = str(error), error.module
+        except Exception as error:
+            self._reason = f"{type(error).__name__}: {error}"
+
+    def serve(self) -> Any:
+        """Answer until both have ended; returns only in copies, with what they are to run."""
+        ends = [end for end in (self._end, self._run) if end is not None]
+        while ready := select.select(ends, [], [], _IDLE_S if self._run is None else None)[0]:
+            data, fds, *_ = socket.recv_fds(ready[0], 64, 253)
+            if not data:
+                ends.remove(ready[0])
+                if self._run not in ends:
+                    break
+                self._end.close()
+                continue
+            program = self._answer(fds, again=ready[0] is self._run)
+            if program is not None:
+                return program
+        os._exit(0)
+
+    def _answer(self, fds: list[int], *, again: bool) -> Any:
+        """One request; what is to be run in copies, None in the warm parent."""
+        answer = socket.socket(fileno=fds[0])
+        with open(fds[1], "rb") as file:
+            file.seek(0)
+            request = marshal.load(file)  # noqa: S302 - from our launcher
+        if again:
+            request["words"] = self._words
+            fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # where the launcher began
+        try:
+            why = self._reason or self._differs(request, fds[2], again=again)
+            if not why and self._imports is not None and self._cloner is not None:
+                imports = self._imports
+                facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
+                if self._cloner.clone() == 0:
+                    launcher, heir = self._launcher, None
+                    # What is closed by number below must not be closed once more by its owner.
+                    self._end.close()
+                    if self._run is not None:
+                        self._run.close()
+                    if again:
+                        heir = self._inherit(request)
+                        launcher = os.getppid()
+                        if heir is None:
+                            for other in (answer.detach(), *fds[2:]):
+                                os.close(other)
+                            return self.serve()
+                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], launcher, facts, heir)
+                if again:  # the copy has one of its own
+                    os._exit(0)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            answer.send(marshal.dumps({"why_not": why, "module": self._module, "unfit": bool(self._reason)}))
+        answer.close()
+        for other in fds[2:]:
+            os.close(other)
+        return None
+
+    def _differs(self, request: dict[str, Any], folder: int, *, again: bool) -> str:
+        assert self._imports is not None  # noqa: S101 - for the type checker: there is no reason why not
+        place = _link(f"/proc/self/fd/{folder}")
+        if again:
+            return (
+                unfit() or _launcher_differs(self._imports, self._known, request, place) or _files_differ(self._imports)
+            )
+        return differs(self._imports, self._known, request, self._launcher, place)
+
+    def _inherit(self, request: dict[str, Any]) -> socket.socket | None:
+        """In a copy that is to be the launcher: a warm parent of its own, which is a copy of it; None in that one."""
+        warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if request["group"] >= 0:
+            os.setpgid(0, request["group"])
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if pid := os.fork():
+            theirs.close()
+            from bootseer.hook import warm_launcher
+
+            warm_launcher.inherited = pid, ours
+            return ours
+        ours.close()
+        self._end, self._launcher = theirs, os.getppid()
+        self._run = _run(self._launcher)
+        return None
 
 
 def serve(number: int, folder: str, launcher: str) -> Any:
     """Import, then answer until the launcher ends; returns only in copies, with what they are to run."""
     try:
-        end = _prepare(number)
+        end, run = _prepare(number)
     except (UnfitError, OSError):
         os._exit(1)
-    reason, module, imports, cloner = "", "", None, None
-    known = programs.read_known(folder).get(launcher, {})
-    try:
-        imports, cloner = Imports(known), Cloner()
-        # A collection in a copy, above all the one when it ends, would write to each of these objects and by that copy
-        # its page: 0.5 s of processor time for each rank of the demo.
-        gc.freeze()
-        reason = unfit()
-    except UnfitError as error:
-        reason, module = str(error), error.module
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    parent = os.getppid()
-    while select.select([end], [], [], _IDLE_S)[0]:
-        data, fds, *_ = socket.recv_fds(end, 64, 253)
-        if not data:
-            break
-        answer = socket.socket(fileno=fds[0])
-        facts: dict[str, Any] = {}
-        with open(fds[1], "rb") as file:
-            file.seek(0)
-            request = marshal.load(file)  # noqa: S302 - from our launcher
-        try:
-            why = reason or differs(imports, known, request, parent, _link(f"/proc/self/fd/{fds[2]}"))  # type: ignore[arg-type]
-            if not why and imports is not None and cloner is not None:
-                facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
-                if cloner.clone() == 0:
-                    end.close()
-                    from bootseer.hook import warm_child
-
-                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], parent, facts)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        if why:
-            answer.send(marshal.dumps({"why_not": why, "module": module, "unfit": bool(reason)}))
-        answer.close()
-        for other in fds[2:]:
-            os.close(other)
-    os._exit(0)
+    return Server(end, run, programs.read_known(folder).get(launcher, {})).serve()
 
 
 if __name__ == "__main__":

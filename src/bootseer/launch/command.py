@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bootseer.launch.environment.task import EnvironmentWanted
     from bootseer.launch.image.start import Wanted
     from bootseer.launch.peers import PeersWanted
+    from bootseer.launch.restart import Restarts
     from bootseer.launch.session import Session
     from bootseer.trace.tracer import Tracer
 
@@ -118,7 +119,8 @@ def run_command(
         from bootseer.launch.restart import Restarts
         from bootseer.trace.tracer import new_span
 
-        restarts = Restarts(options.restarts, options.restart_delay, program, session, renew)
+        warm = options.warm != "off" and "BOOTSEER_WARM" in env
+        restarts = Restarts(options.restarts, options.restart_delay, program, session, renew, warm=warm)
         restarts.mark(env)
     while True:
         if session is not None:
@@ -126,7 +128,7 @@ def run_command(
             span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
             env.update(session.tracer.environment(span))
         signals: list[int] = []
-        code = _run_once(command, options, env, session, own_group, enter, signals.append)
+        code = _run_once(command, options, env, session, restarts, own_group, enter, signals.append)
         if session is not None:
             outcome = OK if code == 0 else FAILED
             facts = {"exit_code": code}
@@ -138,6 +140,7 @@ def run_command(
             env.update(session.tracer.environment(span))
         ended = restarts.again(code, signals, env)
         if ended is not None:
+            restarts.close()
             return ended
 
 
@@ -174,6 +177,7 @@ def _run_once(
     options: Options,
     env: Mapping[str, str],
     session: Session | None,
+    restarts: Restarts | None,
     own_group: bool,
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
@@ -192,7 +196,9 @@ def _run_once(
             follow_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
-        pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
+        pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}, own_group=own_group) if restarts is not None else None
+        if pid is None:
+            pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.CannotStart as error:
         say(str(error))
         if session is not None:

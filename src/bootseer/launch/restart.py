@@ -47,14 +47,23 @@ class Restarts:
         command: Sequence[str],
         session: Session | None,
         renew: Callable[[Mapping[str, str]], None] | None,
+        *,
+        warm: bool,
     ) -> None:
-        """`command` as the user wrote it. `renew` makes ready what it runs in, for a start with these variables."""
+        """`command` as the user wrote it. `renew` makes ready what it runs in, for a start with these variables.
+        `warm`: whether its launcher may have a warm parent."""
         self._most = most
         self._delay_s = delay_s
         self._elastic = restarts_itself(command, os.environ)
         self._session = session
         self._renew = renew
         self._number = self._restart = 0
+        self._orphans: set[int] = set()
+        self._warm = None
+        if warm and session is not None and renew is None:  # a container's processes end with its first one
+            from bootseer.launch.warm_restart import WarmRestart
+
+            self._warm = WarmRestart(session)
         if session is not None:
             self._restart = session.tracer.identity.restart
 
@@ -100,6 +109,15 @@ class Restarts:
             session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
         return None
 
+    def spawn_warm(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
+        """The command's process, from the warm parent that its launcher left; None: it is to be started by exec."""
+        return self._warm.spawn(env, streams, own_group=own_group) if self._warm is not None and self._number else None
+
+    def close(self) -> None:
+        """Nothing is started again any more."""
+        if self._warm is not None:
+            self._warm.close()
+
     def _end_processes(self, env: Mapping[str, str]) -> int:
         """End what the command left running: it would hold devices and ports of the next start. Returns how many."""
         parent = traceparent.parse(env.get(traceparent.VARIABLE, ""))
@@ -108,7 +126,8 @@ class Restarts:
         marks = (f"{RESTART}={self._restart}".encode(), f"{traceparent.VARIABLE}=00-{parent.trace}-".encode())
         found: set[int] = set()
         begun_s = time.monotonic()
-        while (left := _marked(marks)) and time.monotonic() - begun_s < _GONE_S:
+        kept = self._warm.pids() if self._warm is not None else set()
+        while (left := _marked(marks) - kept) and time.monotonic() - begun_s < _GONE_S:
             for pid in left:
                 late = time.monotonic() - begun_s > _GRACE_S
                 if pid not in found or late:
@@ -118,6 +137,8 @@ class Restarts:
                         os.kill(pid, signal.SIGCONT)
             found |= left
             time.sleep(_LOOK_S)
+        if self._warm is not None:  # orphans are our children then
+            self._orphans = {pid for pid in self._orphans | found if not _reaped(pid)}
         if left:
             say(f"{plural(len(left), 'process')} of the command did not end: {', '.join(map(str, sorted(left)))}")
         return len(found)
@@ -133,6 +154,13 @@ def _marked(marks: tuple[bytes, bytes]) -> set[int]:
                 if b"\0" + marks[0] + b"\0" in data and b"\0" + marks[1] in data:
                     found.add(int(name))
     return found
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def restarts_itself(command: Sequence[str], env: Mapping[str, str]) -> bool:

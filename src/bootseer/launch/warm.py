@@ -140,6 +140,7 @@ class WarmStart:
             new = self._path.with_suffix(f".{os.getpid()}")
             new.write_text(_text(after))
             new.replace(self._path)
+            Path(self._session.folder, KNOWN).write_text(_text(after))  # for the launcher of a restart
             for path in sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
                 path.unlink(missing_ok=True)
 

@@ -30,8 +30,6 @@ from bootseer.sim.engine import Engine, Flow, Link
 _TICK_S: Final = 0.1
 _REQUEST_S: Final = 0.001
 _PACKET_BYTES: Final = 64 << 10
-_PIECE_BYTES: Final = 4 << 20
-"""Larger than the product's, which costs a fourth of the time: requests are as large as in reality."""
 _BLOCK_BYTES: Final = 128 << 20
 _DRAWS: Final = 24
 _SETTINGS: Final = ReadingSettings()
@@ -109,9 +107,13 @@ class _Transfer:
 class Reads:
     """What one node reads: its schedule and its connections."""
 
-    def __init__(self, cluster: Cluster, way: Way, stream_bytes_per_s: float, policy: Policy) -> None:
+    def __init__(
+        self, cluster: Cluster, way: Way, stream_bytes_per_s: float, policy: Policy, piece_bytes: int = 1 << 20
+    ) -> None:
+        """`piece_bytes`: as the product's; larger ones cost less time to simulate, and are coarser for parity."""
         self.engine = cluster.engine
-        self.schedule = Schedule(ReadSettings(piece_bytes=_PIECE_BYTES))
+        self.schedule = Schedule(ReadSettings(piece_bytes=piece_bytes))
+        self._piece_bytes = piece_bytes
         self.rebuilt = 0
         """Rows of which a part came, or was asked for, from parity."""
         self._cluster, self._way, self._policy = cluster, way, policy
@@ -123,7 +125,7 @@ class Reads:
     def read(self, num_bytes: int, done: Callable[[], None]) -> None:
         """Read a striped file from its beginning to its end, `direct_bytes` of it at a time."""
         segment_bytes = self._policy.stripes * self._policy.part_bytes
-        row_bytes = min(self._policy.stripes * _PIECE_BYTES, _SETTINGS.direct_bytes)
+        row_bytes = min(self._policy.stripes * self._piece_bytes, _SETTINGS.direct_bytes)
         rows = iter(
             [
                 (start, at)

@@ -29,6 +29,8 @@ _BLOCK_BYTES: Final = 4 << 20
 _IMPORTS: Final = 40
 """Imports read what they need in so many steps."""
 _QUANTUM_S: Final = 0.01
+_PIECES: Final = 256
+"""Of what a reader reads, about so many."""
 IMAGE, ENVIRONMENT = 0, 1
 _EPOCH_NS: Final = 1_700_000_000_000_000_000
 
@@ -285,7 +287,8 @@ class _NodeStart:
                 start.ready()
 
         policy = Policy(stripes=checkpoint.stripes, parity=checkpoint.parity)
-        reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy)
+        piece_bytes = min(max(num_bytes // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
+        reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
         for _ in range(checkpoint.readers):
             if self._techniques.checkpoint:
                 reads.read(num_bytes, ended)

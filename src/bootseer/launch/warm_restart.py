@@ -1,0 +1,137 @@
+"""`bootseer run --restarts --warm`: the warm parent that a dead launcher leaves is copied for the next launcher.
+
+The warm parent of a command that is a launcher knows us (`hook.warm_parent`): when the launcher has died it becomes our
+child, because orphans of the command are ours, and what it then makes by `clone(CLONE_PARENT)` is our child too: the
+launcher itself, which has a warm parent from its start on. Neither it nor its ranks import anything that was imported
+before. A container's processes end with its first one: there the launcher is started by exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from bootseer.hook import programs
+from bootseer.hook.warm_launcher import EVENT
+from bootseer.launch.session import Session
+from bootseer.launch.supervise import log
+from bootseer.trace.event import INSTANT
+
+_PR_SET_CHILD_SUBREAPER = 36
+_READY_S = 60.0
+_MAX_FDS = 200
+
+
+class WarmRestart:
+    """Where the warm parents of one command wait."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._waiting: dict[int, socket.socket] = {}
+        self._socket: socket.socket | None = None
+        try:
+            from _ctypes import call_function, dlopen, dlsym
+
+            prctl = dlsym(dlopen(None, 0), "prctl")  # type: ignore[arg-type]
+            if call_function(prctl, (_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)):
+                return
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._socket.bind(f"{programs.AGAIN}{os.getpid()}")
+            self._socket.listen(64)
+        except (ImportError, OSError, AttributeError) as error:
+            log(__name__, "restarts are not warm: %s", error)
+            self.close()
+
+    def pids(self) -> set[int]:
+        """The warm parents that wait."""
+        while self._socket is not None:
+            try:
+                end, _ = self._socket.accept()
+            except OSError:
+                break
+            pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid == os.getuid():
+                self._waiting[pid] = end
+            else:
+                end.close()
+        return set(self._waiting)
+
+    def spawn(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
+        """The launcher's process with this environment; None: there is no warm parent, or it refuses."""
+        self.pids()
+        pid: int | None = None
+        why_not, facts = "", dict[str, Any]()
+        while self._waiting:
+            parent, end = self._waiting.popitem()
+            ours = _parent_of(parent) == os.getpid()
+            if ours and pid is None and not why_not:
+                try:
+                    facts = self._ask(end, env, streams, own_group=own_group)
+                    pid, why_not = facts.pop("pid", None), str(facts.pop("why_not", ""))
+                except (OSError, ValueError, EOFError) as error:
+                    why_not = f"the warm parent did not answer: {error}"
+                if why_not and pid is not None:
+                    os.waitpid(pid, 0)
+                    pid = None
+            end.close()  # ends it, unless its copy has taken its place
+            with contextlib.suppress(OSError):
+                if ours:
+                    os.kill(parent, signal.SIGKILL)
+                    os.waitpid(parent, 0)
+        if pid is not None or why_not:
+            attrs = {**facts, "program": "the launcher", **({"why_not": why_not[:300]} if why_not else {"child": pid})}
+            self._session.tracer.emit(EVENT, INSTANT, parent=self._session.span, attrs=attrs)
+        return pid
+
+    def _ask(
+        self, end: socket.socket, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool
+    ) -> dict[str, Any]:
+        open_now = set(programs.open_files())
+        wanted = {number: number for number in open_now if number < 3 or os.get_inheritable(number)}
+        wanted |= {place: number for place, number in streams.items() if number is not None}
+        if len(wanted) > _MAX_FDS:
+            raise ValueError("too many open files are handed on")
+        request = {
+            "env": {os.fsencode(name): os.fsencode(value) for name, value in env.items()},
+            "places": list(wanted),
+            "session": False,
+            "group": 0 if own_group else -1,
+            "umask": -1,
+            "mask": [],
+        }
+        with contextlib.ExitStack() as opened:
+            text = opened.enter_context(open(os.memfd_create("bootseer-request", os.MFD_CLOEXEC), "wb"))  # noqa: PTH123
+            marshal.dump(request, text)
+            text.flush()
+            ours, theirs = (opened.enter_context(one) for one in socket.socketpair(type=socket.SOCK_SEQPACKET))
+            socket.send_fds(end, [b"start"], [theirs.fileno(), text.fileno(), *wanted.values()])
+            theirs.close()
+            if not select.select([ours], [], [], _READY_S)[0]:
+                raise TimeoutError(f"nothing within {_READY_S:.0f} s")
+            answer = ours.recv(65536)
+            facts: dict[str, Any] = marshal.loads(answer)  # noqa: S302 - from a process of ours
+            if "why_not" not in facts:
+                ours.send(b"go")
+            return facts
+
+    def close(self) -> None:
+        """End those that wait."""
+        self.pids()
+        for end in (*self._waiting.values(), self._socket):
+            if end is not None:
+                end.close()
+        self._waiting.clear()
+        self._socket = None
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        return int(file.read().rpartition(b")")[2].split()[1])
+    return 0

@@ -1,0 +1,176 @@
+"""A scenario's numbers from reports of real starts.
+
+Only what reports say is changed: times of stages become the fixed parts that a scenario has, their spread between nodes
+the noise, and what grows with the number of ranks a line through the medians. Links and sizes stay as the scenario has
+them: a report does not know them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median, pstdev
+from typing import Any, Final
+
+import msgspec
+
+from bootseer.errors import UsageError
+from bootseer.sim.scenario import Scenario
+
+_SLOW: Final = 1.3
+"""A node that takes so many times the median is slow, not noisy."""
+_MAX_BYTES: Final = 256 << 20
+
+
+class _Stage(msgspec.Struct):
+    stage: str
+    median_s: float | None = None
+    cdf: list[tuple[float, float]] = []
+
+
+class _Startup(msgspec.Struct):
+    num_nodes: int = 0
+    num_ranks: int = 0
+    num_gpus: int | None = None
+
+
+class Report(msgspec.Struct):
+    """Of `bootseer report --json`, what calibration reads."""
+
+    startup: _Startup
+    stages: list[_Stage]
+
+    def median_s(self, *stages: str) -> float | None:
+        """Of the first of these stages that nodes went through."""
+        found = {stage.stage: stage.median_s for stage in self.stages}
+        return next((value for stage in stages if (value := found.get(stage)) is not None), None)
+
+
+def read_report(path: Path) -> Report:
+    """Raises `UsageError` for what is no report of a start."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    if len(text) > _MAX_BYTES:
+        raise UsageError(f"{path}: larger than {_MAX_BYTES >> 20} MiB")
+    try:
+        report = msgspec.json.decode(text, type=Report)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: not what `bootseer report --json` prints: {error}") from error
+    if not report.startup.num_nodes:
+        raise UsageError(f"{path}: names no nodes")
+    return report
+
+
+def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario, list[str]]:
+    """The scenario with what the reports say, and for each number where it is from."""
+    said: list[str] = []
+    table: dict[str, dict[str, float]] = {}
+
+    def put(field: str, value: float, source: str) -> None:
+        name, _, key = field.partition(".")
+        table.setdefault(name, {})[key] = round(max(value, 0.0), 4)
+        said.append(f"{field} = {table[name][key]:g}: {source}")
+
+    def of(name: str, *stages: str) -> None:
+        if values := _medians(reports, *stages):
+            put(name, median(values), f"{stages[0]}, median of {_starts(values)}")
+
+    of("rest.allocate-s", "allocation", "scheduler")
+    of("rest.import-s", "model_initialization.imports")
+    installs = _medians(reports, "environment_setup.install", "environment_setup")
+    if installs:
+        download_s = scenario.environment.gb * 8 / scenario.links.node_gbit
+        put(
+            "environment.install-s",
+            median(installs) - download_s,
+            f"environment_setup, median of {_starts(installs)}, less {download_s:.1f} s to download",
+        )
+    pulls = _medians(reports, "image_loading.pull", "image_loading")
+    if pulls and median(pulls) > scenario.image.fixed_s:
+        rate = scenario.image.gb * 1000 / (median(pulls) - scenario.image.fixed_s)
+        put("processors.unpack-mb-s", rate, f"image_loading, median of {_starts(pulls)}, as a full pull")
+    rates = [
+        _share_gb(scenario, report.startup.num_nodes) * 1000 / scenario.checkpoint.readers / seconds
+        for report in reports
+        if (seconds := report.median_s("model_initialization.checkpoint"))
+    ]
+    if rates and scenario.checkpoint.gb:
+        put("checkpoint.stream-mb-s", median(rates), f"model_initialization.checkpoint, median of {_starts(rates)}")
+    connects = [
+        (report.startup.num_ranks or report.startup.num_nodes * scenario.gpus_per_node, seconds)
+        for report in reports
+        if (seconds := report.median_s("connection_setup", "model_initialization.process_group")) is not None
+    ]
+    if connects:
+        base, slope = line(connects)
+        put("rest.connect-s", base, f"connection_setup, line through {_starts(connects)}")
+        put("rest.connect-s-per-1000-ranks", slope * 1000, "the same")
+    factors = [factor for report in reports for factor in _factors(report)]
+    usual = [math.log(factor) for factor in factors if factor < _SLOW]
+    slow = [factor for factor in factors if factor >= _SLOW]
+    if len(usual) > 2:
+        put("noise.sigma", pstdev(usual), f"environment_setup of {len(usual)} nodes against their medians")
+        put("noise.slow-share", len(slow) / len(factors), f"{len(slow)} nodes above {_SLOW} times the median")
+        if slow:
+            put("noise.slow-factor", median(slow), "their median")
+    if not said:
+        raise UsageError("the reports have none of the stages that a scenario knows; see docs/simulation.md")
+    fields = msgspec.to_builtins(scenario)
+    for name, values in table.items():
+        fields[name] |= values
+    return msgspec.convert(fields, Scenario), said
+
+
+def _share_gb(scenario: Scenario, nodes: int) -> float:
+    checkpoint = scenario.checkpoint
+    shared = checkpoint.gb * checkpoint.replicated_share
+    return shared + (checkpoint.gb - shared) / nodes
+
+
+def _medians(reports: Iterable[Report], *stages: str) -> list[float]:
+    return [seconds for report in reports if (seconds := report.median_s(*stages)) is not None]
+
+
+def _factors(report: Report) -> list[float]:
+    """What each node took for its environment against the median node."""
+    for stage in report.stages:
+        if stage.stage == "environment_setup" and stage.median_s and len(stage.cdf) > 2:
+            return [seconds / stage.median_s for seconds, _ in stage.cdf if seconds > 0]
+    return []
+
+
+def _starts(values: Sequence[object]) -> str:
+    return f"{len(values)} start" + "s" * (len(values) != 1)
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Base and slope of the line of least squares; flat through the median where all x are the same."""
+    middle = sum(x for x, _ in points) / len(points)
+    spread = sum((x - middle) ** 2 for x, _ in points)
+    if not spread:
+        return median(y for _, y in points), 0.0
+    mean = sum(y for _, y in points) / len(points)
+    slope = sum((x - middle) * (y - mean) for x, y in points) / spread
+    return mean - slope * middle, slope
+
+
+def toml(scenario: Scenario, comments: Iterable[str]) -> str:
+    """The scenario as a file that `simulate` reads; the comments stand above it."""
+    plain: dict[str, Any] = msgspec.to_builtins(scenario)
+    tables = {key: value for key, value in plain.items() if isinstance(value, dict)}
+    faults = plain.pop("fault")
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"{key} = {_value(value)}" for key, value in plain.items() if key not in tables]
+    for name, values in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items() if value is not None)]
+    for fault in faults:
+        lines += ["", "[[fault]]", *(f"{key} = {_value(value)}" for key, value in fault.items() if value is not None)]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    return msgspec.json.encode(value).decode()

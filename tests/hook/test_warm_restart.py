@@ -1,0 +1,162 @@
+"""A launcher that `bootseer run --restarts --warm` starts again is a copy of the warm parent that the dead one left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.artifact.workload import workload_key
+from bootseer.hook import programs
+from bootseer.trace.spool_tail import SpoolTail
+from conftest_launch import BOOTSEER
+from hook.test_warm import FACTS
+
+LIMIT_S = 300
+LAUNCH = (
+    "import os, subprocess, sys\nimported = 'colorsys' in sys.modules\n"
+    + FACTS
+    + """
+env = {**os.environ, "LAUNCHER_IS": str(os.getpid()), "OMP_NUM_THREADS": "3"}
+child = subprocess.run([sys.executable, "child.py"], env=env, capture_output=True, text=True, check=True).stdout.split()
+print(json.dumps([int(os.environ["BOOTSEER_RESTART"]), imported, *child]), flush=True)
+if sys.argv[1] == "wait" and os.environ["BOOTSEER_RESTART"] == "1":
+    signal.pause()
+if sys.argv[1] == "orphan":  # the warm parent is killed before this process is
+    os.kill(int(child[2]), signal.SIGKILL)
+if os.environ["BOOTSEER_RESTART"] != "2":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+CHILD = """
+import os, sys
+imported = "colorsys" in sys.modules
+children = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+others = [pid for pid in children if int(pid) != os.getpid()]
+print(imported, os.environ["LAUNCHER_IS"] == str(os.getppid()), *others or [0])
+"""
+
+
+class Job:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "child.py").write_text(CHILD)
+        (folder / "launch.py").write_text(LAUNCH)
+        main = str(folder / "child.py")
+        told = programs.telling(os.path.realpath(main), str(folder))[0]
+        known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["colorsys"]}
+        known |= {"native": {"OMP_NUM_THREADS": "3"}, "changed": []}
+        self.record = json.dumps({"schema": programs.SCHEMA, "launchers": {"launch.py": known}})
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
+        self.env = {**clean, "BOOTSEER_CACHE": str(folder / "cache"), "LAUNCHER": "0", "GROUP": "0"}
+
+    def start(self, mode: str, way: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(self.folder / "launch.py"), way]
+        path = self.folder / "cache" / "warm" / f"{workload_key(command, setup=chr(0))}.json"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.parent.chmod(0o700)
+        path.write_text(self.record)
+        words = ["--restarts", "2", "--warm", mode, "--spool", str(self.folder / mode), "--job", "x"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*BOOTSEER, "run", *words, "--", *command], env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL,
+            stdout=pipe, stderr=pipe, text=True,
+        )  # fmt: skip
+
+    def run(self, mode: str, way: str = "again") -> list[Any]:
+        """What the starts printed, by turns what they found and what became of their child."""
+        with self.start(mode, way) as process:
+            out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+
+    def told(self) -> list[tuple[int, str]]:
+        """Of each warm start the restart that it belongs to, and why it was not."""
+        (folder,) = (self.folder / "on").glob("x/*")
+        found = [event for event in SpoolTail(str(folder)).poll(last=True) if event.stage == "warm_start"]
+        found.sort(key=lambda event: event.mono_ns)
+        return [(event.restart, str(event.attrs.get("why_not", ""))) for event in found]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def left(folder: Path) -> list[str]:
+    """Warm parents of this job that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        if "warm_parent.py" in text and str(folder) in text:
+            found.append(text)
+    return found
+
+
+def until_none_is_left(folder: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while found := left(folder):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+
+
+def test_a_restarted_launcher_finds_what_it_finds_after_exec_and_its_programs_stay_its_children(job: Job) -> None:
+    by_exec, warm = job.run("off"), job.run("on")
+    assert [line[:4] for line in by_exec[1::2]] == [
+        [0, False, "False", "True"],
+        [1, False, "False", "True"],
+        [2, False, "False", "True"],
+    ]
+    assert [line[:4] for line in warm[1::2]] == [
+        [0, False, "True", "True"],
+        [1, True, "True", "True"],
+        [2, True, "True", "True"],
+    ]
+    assert job.told() == [(0, ""), (1, ""), (1, ""), (2, ""), (2, "")]
+    for expected, found in zip(by_exec[::2], warm[::2], strict=True):
+        for facts in (expected, found):
+            for name in ("BOOTSEER_WARM", "BOOTSEER_TRACE", "TRACEPARENT"):
+                facts["env"].pop(name, None)
+            facts["fds"] = [number for number, handed_on in facts["fds"].items() if handed_on]  # not to the warm parent
+            facts["environ"] = [word for word in facts["environ"] if word.partition("=")[0] in facts["env"]]
+        assert found == expected
+    until_none_is_left(job.folder)
+
+
+def test_without_a_warm_parent_that_lives_the_launcher_starts_by_exec(job: Job) -> None:
+    lines = job.run("on", "orphan")
+    assert [line[:3] for line in lines[1::2]] == [[number, False, "True"] for number in range(3)]
+    until_none_is_left(job.folder)
+
+
+def test_killed_in_a_warm_restart_it_leaves_nothing(job: Job) -> None:
+    with job.start("on", "wait") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert json.loads(lines[3])[:2] == [1, True]
+        assert left(job.folder)
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+    until_none_is_left(job.folder)
+
+
+def test_a_signal_reaches_a_launcher_that_was_started_warm(job: Job) -> None:
+    with job.start("on", "wait") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert json.loads(lines[3])[:2] == [1, True]
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.count("starting it again") == 1
+    until_none_is_left(job.folder)

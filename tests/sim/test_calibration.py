@@ -1,0 +1,65 @@
+"""Calibration: what a simulated start was made with is found again in its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from bootseer.sim.scenario import read_scenario
+
+Run = Callable[..., CompletedProcess[str]]
+FEW = [
+    "--arm",
+    "today",
+    "--what-if",
+    "image.gb=0.4",
+    "--what-if",
+    "checkpoint.gb=20",
+    "--what-if",
+    "environment.gb=0.1",
+]
+MADE_WITH = {
+    "environment.install-s": 70.0, "rest.import-s": 22.0, "rest.connect-s": 4.0, "checkpoint.stream-mb-s": 90.0,
+    "processors.unpack-mb-s": 60.0, "noise.sigma": 0.05,
+}  # fmt: skip
+
+
+def test_a_scenario_is_found_again_in_the_reports_of_its_starts(run: Run, tmp_path: Path) -> None:
+    changes = [word for field, value in MADE_WITH.items() for word in ("--what-if", f"{field}={value}")]
+    made = run("simulate", "--nodes", "8,40", *FEW, *changes, "--events", str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    words = []
+    for nodes in (8, 40):
+        report = tmp_path / f"{nodes}.json"
+        report.write_text(run("report", "--json", str(tmp_path), "--job", f"simulated-moe-today-{nodes}").stdout)
+        words += ["--calibrate", str(report)]
+    fitted = run("simulate", *FEW, *words)
+    assert fitted.returncode == 0, fitted.stderr
+    (tmp_path / "mine.toml").write_text(fitted.stdout)
+    scenario = read_scenario(str(tmp_path / "mine.toml"))
+    for field, value in MADE_WITH.items():
+        table, _, name = field.partition(".")
+        assert getattr(getattr(scenario, table), name.replace("-", "_")) == pytest.approx(value, rel=0.15), field
+    assert scenario.rest.connect_s_per_1000_ranks == pytest.approx(5.0, rel=0.05)
+    assert "# environment.install-s = " in fitted.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not what `bootseer report --json` prints"),
+        (json.dumps({"startup": {"num_nodes": 0}, "stages": []}), "names no nodes"),
+        (json.dumps({"startup": {"num_nodes": 2}, "stages": []}), "none of the stages"),
+        (json.dumps({"startup": {"num_nodes": 2}, "stages": [{"stage": "x", "median_s": "y"}]}), "median_s"),
+    ],
+)
+def test_what_is_no_report_is_said_in_a_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    ran = run("simulate", "--calibrate", str(tmp_path / "report.json"))
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
