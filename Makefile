@@ -42,8 +42,9 @@ test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one
 quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (90 s)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 
-fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
+fuzz: setup ## Random tests with many more examples, a service whose parts are killed, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)
+	BOOTSEER_TEST_SEEDS=$${BOOTSEER_TEST_SEEDS:-10} $(BIN)/python -m pytest -n $(WORKERS) tests/service/test_faults.py $(ARGS)
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
 
 mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='fetch/hotset.py --show'

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoint_child import MIB, Job, main
+from checkpoint_child import MIB, Job, buffer, main
 
 Run = Iterator[Callable[[], Any]]
 _MBIT = 400
@@ -35,12 +35,13 @@ _KEY = "S3RVER"
 
 @contextmanager
 def bootseer(job: Job) -> Run:
-    """A whole file by `Reading`, as `ckpt get` and the loaders read."""
+    """A whole file by `Reading` into memory that is there, as the loaders read."""
     from bootseer.checkpoint.reading.reading import Reading
     from bootseer.places import open_place
 
+    into = buffer(job.length)
+
     def run() -> memoryview:
-        into = memoryview(bytearray(job.length))
         with closing(reading.open(job.path)) as file:
             file.readinto(0, into)
         return into

@@ -127,6 +127,9 @@ def _serve_load(path: str) -> None:
         def open(self) -> int:
             return os.open(path, os.O_RDONLY)
 
+        def here(self, first: int, blocks: int) -> int:
+            return blocks
+
         def want(self, *_: object) -> bool:
             return True
 

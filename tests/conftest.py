@@ -15,12 +15,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
+    "once",  # before what imports it
     "conftest_launch",
     "conftest_ran",
-    "once",
     "image_node",
     "lock_tracker",
     "postgres",
+    "s3_server",
     "shared_hdfs",
     "ways_image",
 ]
@@ -71,15 +72,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files, in the order of `pytest_collection_modifyitems`; one takes all that share an HDFS."""
+    """Workers take whole files, in the order of `pytest_collection_modifyitems`; one takes all that share a server."""
     from xdist.scheduler import LoadFileScheduling
 
+    from s3_server import SHARES_S3
     from shared_hdfs import SHARES_HDFS
+
+    shared = {**dict.fromkeys(SHARES_HDFS, "shared_hdfs"), **dict.fromkeys(SHARES_S3, "shared_s3")}
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "shared_hdfs" if file in SHARES_HDFS else file
+            return shared.get(file, file)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

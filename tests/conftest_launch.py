@@ -13,6 +13,7 @@ import pytest
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from bootseer.trace.event import ALIVE, Event
+from once import secret_rules
 
 BOOTSEER = (sys.executable, "-m", "bootseer")
 _LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC_", "SKYPILOT_", "BOOTSEER_", "TRACEPARENT", "OTEL_", "POD_UID")
@@ -22,7 +23,7 @@ _LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC_", "SKYPILOT_", "BOOTSEER_", "TRAC
 def env(tmp_path: Path) -> dict[str, str]:
     """The machine's environment without any launcher's words, and a spool of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    return {**clean, "BOOTSEER_SPOOL": str(tmp_path / "spool")}
+    return {**clean, "BOOTSEER_SPOOL": str(tmp_path / "spool"), "KF_RULE_CACHE_DIR": str(secret_rules())}
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
+from once import secret_rules
 from store_doubles import MemoryStore
 
 BEGAN_S = 1_790_000_000.0
@@ -63,7 +64,7 @@ def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
 @functools.cache
 def secret_check() -> SecretCheck:
     """With the rules as they are, for files that a test's setup wrote."""
-    return SecretCheck(Exclusions())
+    return SecretCheck(Exclusions(), cache=secret_rules())
 
 
 def snapshot(store: Store, upper: Path, **options: Any) -> Written:

@@ -24,7 +24,7 @@ from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below
-from once import once, python_with_pip
+from once import python_with_pip, secret_rules
 from wheels import make_wheel
 
 DEADLINE_S = 120.0
@@ -181,11 +181,6 @@ def made_place() -> Iterator[Place]:
         unmount_below(root)
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(Path("/run", root.name), ignore_errors=True)
-
-
-def secret_rules() -> Path:
-    """Where the rules for secrets are kept compiled, for all starts of the tests: that takes seconds."""
-    return once("rules", Path.mkdir)
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> str:

@@ -4,7 +4,8 @@
         server.make_bucket("name")
         os.environ.update(server.environment)
 
-It keeps everything in its memory and verifies no signatures.
+It keeps everything in its memory and verifies no signatures. Starting one takes 3 s of processor time: tests that do
+not end it share the fixture `s3_server`, and make buckets of their own.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 
+import pytest
+
 from registry import free_port
 
 _START_S = 120.0
+SHARES_S3 = frozenset(
+    ("tests/checkpoint/dcp/test_on_s3.py", "tests/places/test_objects.py", "tests/store/test_object_store.py")
+)
+"""Of tests that run side by side, one worker runs these."""
 
 
 class S3Server:
@@ -79,6 +87,13 @@ class S3Server:
     def uploads(self, bucket: str) -> list[str]:
         """The multipart uploads that were neither completed nor ended."""
         return re.findall(r"<UploadId>([^<]*)</UploadId>", self.ask("GET", f"/{bucket}?uploads")[1].decode())
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One server for all tests of this worker."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
 
 
 def environment_for(host: str) -> dict[str, str]:

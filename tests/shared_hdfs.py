@@ -15,8 +15,9 @@ SHARES_HDFS = frozenset(
     f"tests/{name}.py"
     for name in (
         *(f"hdfs/test_{name}" for name in ("block_writer", "client", "hung_namenode", "lease", "long_writer")),
-        *(f"hdfs/test_{name}" for name in ("namenode", "names", "native_reads", "reads", "writer")),
+        *(f"hdfs/test_{name}" for name in ("namenode", "names", "native_reads", "placing", "reads", "writer")),
         *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
+        *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks", "places/test_hdfs"),
     )
 )
 """Of tests that run side by side, one worker runs these."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in
+from bootseer.image.conversion.watch import woken
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
 from image_node import push
 from oci_images import file, layer, write_layout
-from registry import Registry, needs_registry
+from registry import Registry, free_port, needs_registry
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,7 +34,8 @@ def push_image(folder: Path, host: str, tag: str, text: bytes) -> None:
 
 @needs_registry
 def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: Run, env: dict[str, str]) -> None:
-    with Registry(tmp_path) as registry:
+    hook = f"127.0.0.1:{free_port()}"
+    with Registry(tmp_path, tells=f"http://{hook}/") as registry:
         push_image(tmp_path, registry.host, "1", b"one")
         push_image(tmp_path, registry.host, "again", b"one")
         push_image(tmp_path, registry.host, "other-1", b"not wanted")
@@ -36,7 +43,7 @@ def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: 
         state = tmp_path / "state" / "watch.json"
         words = ["image", "convert", "--watch", "--json", "--state", str(state), "--tag", "[0-9a]*", repository]
         with subprocess.Popen(
-            [*BOOTSEER, *words, "--interval", "0.1s"],
+            [*BOOTSEER, *words, "--interval", "2h", "--listen", hook],
             env={**env, **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,3 +76,28 @@ def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: 
         assert {logged.method for logged in registry.requests()[before:]} == {"GET", "HEAD"}
         state.write_text("{}")
         assert "not the state of a watch" in run(*words, "--once").stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "wakes"),
+    [
+        (b'{"events": [{"action": "pull"}]}', False),  # such as a look itself is
+        (b'{"events": [{"action": "pull"}, {"action": "push"}]}', True),
+        (b'{"type": "PUSH_ARTIFACT"}', True),
+        (b"", True),
+        (b"[" * 100_000, True),
+    ],
+)
+def test_a_webhook_wakes_for_all_but_pulls(body: bytes, wakes: bool) -> None:
+    port = free_port()
+    with woken(("127.0.0.1", port)) as called, closing(http.client.HTTPConnection("127.0.0.1", port)) as link:
+        link.request("POST", "/", body)
+        assert link.getresponse().status == 204
+        assert called.is_set() is wakes
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"), woken(("127.0.0.1", port)):
+            pass

@@ -109,6 +109,9 @@ def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(tmp_path: Path) -
 class TestLate:
     """DataNodes that tell the NameNode late of what they have confirmed to its writer."""
 
+    data = DATA[: MIB + 777]
+    """A block that another one comes behind, and the last one: each takes as long as a heartbeat."""
+
     @pytest.fixture
     def late(self, tmp_path: Path) -> Iterator[HdfsCluster]:
         with HdfsCluster(tmp_path, num_datanodes=2, settings=LATE) as running:
@@ -126,17 +129,17 @@ class TestLate:
 
             def create(one: HdfsClient, path: str) -> None:
                 writer = one.create(path)
-                writer.write(DATA)
+                writer.write(self.data)
                 writer.close()
 
             def apart(one: HdfsClient, path: str) -> None:
                 (part,) = one.begin_apart([path], block_size=8 * MIB)
-                part.write(DATA)
+                part.write(self.data)
                 part.close()
 
             def upload() -> None:
                 writing = store.upload()
-                writing.write(DATA)
+                writing.write(self.data)
                 writing.commit("object")
 
             def plain() -> None:
@@ -149,12 +152,12 @@ class TestLate:
                 plain, upload,
                 lambda: create(client, "/create"), lambda: create(library, "/library/create"),
                 lambda: apart(client, "/apart"), lambda: apart(library, "/library/apart"),
-                lambda: client.put("/put", DATA, block_size=8 * MIB),
-                lambda: library.put("/library/put", DATA, block_size=8 * MIB),
+                lambda: client.put("/put", self.data, block_size=8 * MIB),
+                lambda: library.put("/library/put", self.data, block_size=8 * MIB),
             ]  # fmt: skip
             with ThreadPoolExecutor(len(ways)) as pool:
                 for done in [pool.submit(way) for way in ways]:
                     done.result(300)
             for path in ("/create", "/library/create", "/apart", "/library/apart", "/put", "/library/put"):
-                assert read_all(client, path) == DATA
-            assert b"".join(store.read("object")) == DATA
+                assert read_all(client, path) == self.data
+            assert b"".join(store.read("object")) == self.data

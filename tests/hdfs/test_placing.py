@@ -28,26 +28,6 @@ from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes
 from hdfs.whole_files import read_all
 
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Four DataNodes: where a file lies is told by how many there are."""
-    with HdfsCluster(tmp_path_factory.mktemp("four"), num_datanodes=4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("faulty"), num_datanodes=3) as running:
-        yield running
-
-
-@pytest.fixture
-def own(faulty: HdfsCluster) -> Iterator[HdfsClient]:
-    with closing(HdfsClient(faulty.uri.removeprefix("hdfs://"))) as opened:
-        yield opened
-
-
 DATA = random.Random(3).randbytes(3_000_001)
 MIB = 1 << 20
 
@@ -70,12 +50,12 @@ def test_a_node_is_full_when_it_has_its_share_of_the_files() -> None:
 class TestOnACluster:
     pytestmark = needs_hdfs
 
-    def test_four_files_lie_on_four_nodes_however_often_that_is_done(
+    def test_as_many_files_as_nodes_lie_on_all_of_them_however_often_that_is_done(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
         for number in range(6):
-            parts = begin(client, folder, 4, prefix=f"{number}-")
-            with ThreadPoolExecutor(4) as pool:
+            parts = begin(client, folder, len(cluster.nodes), prefix=f"{number}-")
+            with ThreadPoolExecutor(len(parts)) as pool:
                 nodes = list(pool.map(write_and_close, parts))
             assert {node for (node,) in nodes} == set(cluster.nodes)
             for part, (node,) in zip(parts, nodes, strict=True):
@@ -87,9 +67,9 @@ class TestOnACluster:
     def test_more_files_than_nodes_share_them_evenly(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
-        parts = begin(client, folder, 10)
+        parts = begin(client, folder, 12)
         nodes = [write_and_close(part)[0] for part in parts]
-        assert sorted(Counter(nodes).values()) == [2, 2, 3, 3]
+        assert sorted(Counter(nodes).values()) == [2, 2, 2, 3, 3]
 
     def test_files_of_two_replicas_have_a_node_each_for_themselves(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
@@ -105,7 +85,7 @@ class TestOnACluster:
     ) -> None:
         avoided = frozenset(cluster.nodes[:2])
         for number in range(5):
-            parts = begin(client, folder, 2, prefix=f"{number}-", avoid=avoided)
+            parts = begin(client, folder, len(cluster.nodes) - 2, prefix=f"{number}-", avoid=avoided)
             assert {node for part in parts for node in write_and_close(part)} == set(cluster.nodes[2:])
         (part,) = begin(client, folder, 1, avoid=frozenset(cluster.nodes))
         assert set(write_and_close(part)) < set(cluster.nodes)
@@ -176,27 +156,27 @@ class TestWithFaults:
     pytestmark = needs_hdfs
 
     def test_a_node_that_hangs_is_left_out_by_those_who_begin(
-        self, faulty: HdfsCluster, own: HdfsClient, tmp_path: Path
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
-        faulty.hang(0)
+        cluster.hang(0)
         try:
             for number in range(3):
-                parts = begin(own, f"/hung/{number}", 2)
-                with ThreadPoolExecutor(2) as pool:
+                parts = begin(client, f"{folder}/hung/{number}", len(cluster.nodes) - 1)
+                with ThreadPoolExecutor(len(parts)) as pool:
                     nodes = {node for pair in pool.map(write_and_close, parts) for node in pair}
-                assert nodes == set(faulty.nodes[1:])
-            own.put("/hung/small", b"x")
+                assert nodes == set(cluster.nodes[1:])
+            client.put(f"{folder}/hung/small", b"x")
         finally:
-            faulty.resume(0)
-        assert read_all(own, "/hung/2/0") == read_all(own, "/hung/2/1") == DATA
+            cluster.resume(0)
+        assert read_all(client, f"{folder}/hung/2/0") == read_all(client, f"{folder}/hung/2/1") == DATA
 
     def test_a_node_that_hangs_while_it_is_written_to_ends_the_file_and_is_left_out_next_time(
-        self, faulty: HdfsCluster, own: HdfsClient
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
-        (part,) = begin(own, "/stopped", 1, block_size=512 * MIB)
+        (part,) = begin(client, f"{folder}/stopped", 1, block_size=512 * MIB)
         part.write(DATA)
-        hung = faulty.nodes.index(part.nodes[0])
-        faulty.hang(hung)
+        hung = cluster.nodes.index(part.nodes[0])
+        cluster.hang(hung)
         try:
             with pytest.raises(TransientError, match="no sign of life"):
                 for _ in range(100):
@@ -205,19 +185,19 @@ class TestWithFaults:
             with pytest.raises(UsageError):
                 part.write(b"x")
             part.abort()
-            (again,) = begin(own, "/stopped", 1)
-            assert write_and_close(again)[0] != faulty.nodes[hung]
+            (again,) = begin(client, f"{folder}/stopped", 1)
+            assert write_and_close(again)[0] != cluster.nodes[hung]
         finally:
-            faulty.resume(hung)
-        assert read_all(own, again.path) == DATA
+            cluster.resume(hung)
+        assert read_all(client, again.path) == DATA
 
     def test_a_node_that_is_killed_while_it_is_written_to_ends_the_file(
-        self, faulty: HdfsCluster, own: HdfsClient
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
-        (part,) = begin(own, "/killed", 1)
+        (part,) = begin(client, f"{folder}/killed", 1)
         part.write(DATA)
-        killed = faulty.nodes.index(part.nodes[0])
-        faulty.datanodes[killed].send_signal(signal.SIGKILL)
+        killed = cluster.nodes.index(part.nodes[0])
+        cluster.datanodes[killed].send_signal(signal.SIGKILL)
         try:
             with pytest.raises(TransientError):
                 part.write(DATA)
@@ -225,22 +205,24 @@ class TestWithFaults:
             part.abort()
             # The NameNode counts it as live for minutes.
             for number in range(4):
-                (again,) = begin(own, f"/killed/{number}", 1)
-                assert write_and_close(again)[0] != faulty.nodes[killed]
+                (again,) = begin(client, f"{folder}/killed/{number}", 1)
+                assert write_and_close(again)[0] != cluster.nodes[killed]
         finally:
-            faulty.restart(killed)
+            cluster.restart(killed)
 
-    def test_when_no_node_takes_a_block_the_writer_is_told_so(self, faulty: HdfsCluster, own: HdfsClient) -> None:
-        for number in range(3):
-            faulty.kill(number)
+    def test_when_no_node_takes_a_block_the_writer_is_told_so(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
+    ) -> None:
+        for number in range(len(cluster.nodes)):
+            cluster.kill(number)
         try:
-            (part,) = begin(own, "/dead", 1)
+            (part,) = begin(client, f"{folder}/dead", 1)
             with pytest.raises(TransientError):
                 part.write(DATA)
             part.abort()
         finally:
-            for number in range(3):
-                faulty.restart(number)
+            for number in range(len(cluster.nodes)):
+                cluster.restart(number)
 
 
 class TestWithABusyNode:

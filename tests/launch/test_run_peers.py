@@ -73,10 +73,12 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 @pytest.fixture
-def nodes(env: dict[str, str], tmp_path: Path) -> list[Node]:
-    return [Node(tmp_path, env, name, "--peers", str(tmp_path / "meet")) for name in ("a", "b")]
+def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> list[Node]:
+    words = ["--peers", str(tmp_path / "meet"), *getattr(request, "param", [])]
+    return [Node(tmp_path, env, name, *words) for name in ("a", "b")]
 
 
+@pytest.mark.parametrize("nodes", [[], ["--peers-tls"]], indirect=True)
 def test_two_nodes_meet_and_leave_nothing(nodes: list[Node], env: dict[str, str], tmp_path: Path) -> None:
     services = [node.meet() for node in nodes]
     assert [node.end().count("no peers") for node in nodes] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client
+from bootseer.peers.client import Client, UnreachableError
+from bootseer.peers.interfaces import address_of
 from bootseer.peers.protocol import MAX_RANGE, Head, Request, Signer, parse_head
 from bootseer.peers.server import MAX_CONNECTIONS, Server
 
@@ -89,6 +91,25 @@ def test_one_connection_serves_many_requests(server: tuple[Server, str]) -> None
         assert into == DATA[start : start + (1 << 18)]
     assert len(server[0]._connections) == 1
     client.close()
+
+
+def test_with_tls_a_node_speaks_to_those_with_the_jobs_certificate_alone(file: File) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server, address = Server([listening], SECRET, {FILE: file}.get, name="n", tls=True), address_of(listening)
+    client = Client(SECRET, tls=True)
+    with contextlib.closing(client), contextlib.closing(server):
+        for start in (0, 4096):
+            into = bytearray(900_000)
+            asked = Request(FILE, start, len(into), Level.GLOBAL, "m")
+            client.read(address, asked, memoryview(into), heard=lambda _: 30.0)
+            assert into == DATA[start : start + len(into)]
+        ((connection, _),) = client._idle[address]
+        assert connection.sock.version() == "TLSv1.3"  # type: ignore[attr-defined]
+        assert len(server._connections) == 1
+        with pytest.raises(UnreachableError, match="certificate"):
+            Client(b"x" * 32, tls=True).probe(address)
+        with pytest.raises(TransientError):
+            Client(SECRET).probe(address)
 
 
 def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Server, str], file: File) -> None:

@@ -24,17 +24,14 @@ pytestmark = needs_hdfs
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    # A node that has just been busy would count as one that takes nothing.
-    settings = {"dfs.namenode.redundancy.considerLoad": "false"}
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3, settings=settings) as running:
-        yield running
+@pytest.fixture(scope="session")
+def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
+    return shared_hdfs
 
 
 @pytest.fixture
 def place(cluster: HdfsCluster) -> Iterator[Place]:
-    opened = open_place(f"{cluster.uri}/tests/{next(_numbers)}")
+    opened = open_place(f"{cluster.uri}/places/{next(_numbers)}")
     opened.make_folder("", parents=True)
     yield opened
     opened.close()

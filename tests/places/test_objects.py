@@ -35,10 +35,9 @@ _STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_strip
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as started:
-        started.make_bucket("jobs")
-        yield started
+def server(s3_server: S3Server) -> S3Server:
+    s3_server.make_bucket("jobs")
+    return s3_server
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_a_service_that_is_killed_again_and_again_loses_nothing_and_counts_once(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 1 + int(os.environ.get("BOOTSEER_TEST_SEEDS", "1"))))
 def test_whatever_is_killed_at_any_moment_each_line_counts_once(env, tmp_path, seed):
     """The service, its server of workers, PostgreSQL and senders are killed while nodes write their spools, whose
     clocks jump by minutes; in the end the service has what `bootseer report` says of the spools."""

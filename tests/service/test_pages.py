@@ -143,6 +143,31 @@ def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they
     assert len(begun) == 3 + 100, "one for the first, one for the 49 that came meanwhile, one for b; then each of c"
 
 
+def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(monkeypatch: Any) -> None:
+    for name, value in (("_LASTS", 0.0), ("_SLOW_S", -1.0)):
+        monkeypatch.setattr(f"bootseer.service.over_time.{name}", value)
+    made: list[int] = []
+
+    def make(request: Request) -> Response:
+        made.append(len(made))
+        return Response(str(made[-1]))
+
+    async def ask(answers: Answers) -> bytes:
+        scope = {"type": "http", "path": "/", "query_string": b"", "headers": [], "server": ("h", 80)}
+        request = Request({**scope, "state": {"grant": Grant("read")}})
+        return bytes((await answers.of(request, make, of_weeks=True)).body)
+
+    async def asked() -> list[bytes]:
+        answers = Answers()
+        shown = []
+        for _ in range(3):
+            shown.append(await ask(answers))
+            await asyncio.gather(*answers._renewals)
+        return shown
+
+    assert asyncio.run(asked()) == [b"0", b"0", b"1"]
+
+
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
     answer = get(service, "/api/v1/start/2/0/moe")
     for name, lines in service.raw().items():

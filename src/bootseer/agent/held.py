@@ -67,9 +67,11 @@ class HeldJobs:
         if not self._keep_s:
             raise PermanentError("this agent serves nothing of ended jobs")
         with self._lock:
-            self._serve(secret, name, rate, addresses, files)
+            self._serve(secret, name, rate, addresses, files, tls=said.get("tls") is True)
 
-    def _serve(self, secret: bytes, name: str, rate: int, addresses: tuple[str, ...], files: dict[str, Path]) -> None:
+    def _serve(
+        self, secret: bytes, name: str, rate: int, addresses: tuple[str, ...], files: dict[str, Path], *, tls: bool
+    ) -> None:
         held = self._held.setdefault(secret, _Held(0.0, {}))
         _stop(held)
         held.until_s = time.monotonic() + self._keep_s
@@ -84,7 +86,7 @@ class HeldJobs:
                 sock.close()
             raise PermanentError(f"cannot listen at {', '.join(addresses)}: {error.strerror or error}") from error
         held.addresses = addresses
-        held.server = Server(listening, secret, self._finder(held), name=name, max_rate=rate, soon=False)
+        held.server = Server(listening, secret, self._finder(held), name=name, max_rate=rate, soon=False, tls=tls)
         for other in sorted(self._held, key=lambda each: self._held[each].until_s)[:-_MAX_JOBS]:
             self._drop(other)
         _LOG.info("serves %d files of ended jobs at %s", len(held.files), ", ".join(addresses))

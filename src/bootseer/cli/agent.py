@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from bootseer.cli.command import Group, json_option
+from bootseer.cli.command import Group, json_option, listen_address
 from bootseer.cli.image_options import parse_size
 from bootseer.cli.output import Output, table
-from bootseer.errors import UsageError
 from bootseer.units import format_bytes, format_seconds
 
 _VERBS = {
@@ -78,7 +77,7 @@ def run_command(
         service=ship_to,
         spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
     )
-    run_agent(settings, stop, listen=_address(listen) if listen else None)
+    run_agent(settings, stop, listen=listen_address(listen, 9464) if listen else None)
 
 
 @click.command("status")
@@ -122,10 +121,3 @@ def status_command(output: Output) -> None:
 def _shipped(service: dict[str, Any]) -> str:
     why = f", but not the last one: {service['problem']}" if service["problem"] else ""
     return f"{service['batches']} batches of events were sent to the service{why}"
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--listen {text}: not an address with a port", hint="as 127.0.0.1:9464 or [::1]:9464")
-    return host.strip("[]"), int(port)

@@ -14,6 +14,7 @@ import click
 
 from bootseer.cli.options import COUNT, FLAG, Option
 from bootseer.cli.output import Output
+from bootseer.errors import UsageError
 
 
 class MayHaveCommand(click.Command):
@@ -135,6 +136,15 @@ class Group(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(name, short_help) for name, (_, short_help) in self.verbs.items()])
+
+
+def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int]:
+    """Host and port (`least` 0: also any free one) of a `--listen`. Raises `UsageError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or not least <= int(port) < 1 << 16:
+        hint = f"as 127.0.0.1:{example} or [::1]:{example}"
+        raise UsageError(f"--listen {text}: not an address with a port", hint=hint)
+    return host.strip("[]"), int(port)
 
 
 _MOST = 1e9

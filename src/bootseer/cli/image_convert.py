@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from bootseer.cli.command import json_option
+from bootseer.cli.command import json_option, listen_address
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import parse_layer_limits, parse_size, signatures
 from bootseer.cli.output import Output, Progress
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from bootseer.image.conversion.watch import Watch
     from bootseer.image.reference import Reference
     from bootseer.image.sources.manifest import Platform
+
+
+_SETTLE_S = 0.5
+"""A push is several calls of a webhook."""
 
 
 class _How(NamedTuple):
@@ -54,6 +58,7 @@ class _How(NamedTuple):
     "--watch", is_flag=True, help="SRC is a repository: convert its images, and what is pushed, until a signal."
 )
 @click.option("--interval", metavar="TIME", help="With --watch: how often its tags are asked for (default: 1m).")
+@click.option("--listen", metavar="HOST:PORT", help="With --watch: ask at once when a registry's webhook posts there.")
 @click.option("--once", is_flag=True, help="With --watch: ask once, convert what is new, and end.")
 @click.option("--tag", "tags", metavar="PATTERN", multiple=True, help="With --watch: only such tags, as v1.*.")
 @click.option(
@@ -74,6 +79,7 @@ def convert_command(
     plain_http: bool,
     watch: bool,
     interval: str | None,
+    listen: str | None,
     once: bool,
     tags: tuple[str, ...],
     state: Path | None,
@@ -102,8 +108,9 @@ def convert_command(
     uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
         raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
-    if not watch and (interval or once or tags or state):
-        raise UsageError("--interval, --once, --tag and --state belong to --watch", hint="give --watch too")
+    if not watch and (interval or listen or once or tags or state):
+        hint = "give --watch too"
+        raise UsageError("--interval, --listen, --once, --tag and --state belong to --watch", hint=hint)
     limits = LayerLimits(**parse_layer_limits(layer_limits))
     how = _How(
         uri,
@@ -122,6 +129,7 @@ def convert_command(
             tags,
             state,
             None if once else parse_duration(interval or "1m", "--interval"),
+            listen_address(listen, 8766) if listen else None,
             output,
         )
         return
@@ -165,11 +173,12 @@ def _watch(
     tags: tuple[str, ...],
     state: Path | None,
     interval_s: float | None,
+    listen: tuple[str, int] | None,
     output: Output,
 ) -> None:
     """Convert what a repository has that is new, once or (with an interval) until a signal."""
     from bootseer.artifact.places import cache_root
-    from bootseer.image.conversion.watch import Watch, alone
+    from bootseer.image.conversion.watch import Watch, alone, woken
     from bootseer.image.reference import Place
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
@@ -187,10 +196,12 @@ def _watch(
         with (
             interruptible(),
             alone(state),
+            woken(listen) as called,
             closing(open_registry(reference.host, reference.repository, plain_http=how.plain_http)) as registry,
         ):
             watched = Watch(registry, state, tags)
             while True:
+                called.clear()
                 try:
                     _convert_new(watched, reference, how, output, numbers)
                 except BootseerError as error:
@@ -199,7 +210,8 @@ def _watch(
                     say(f"{repository}: {error}; asked again in {format_seconds(interval_s)}")
                 if interval_s is None:
                     break
-                time.sleep(interval_s)
+                if called.wait(interval_s):
+                    time.sleep(_SETTLE_S)
     except Interrupted as signal:  # how a watch ends
         say(f"{signal}: {plural(numbers[0], 'image')} converted, {numbers[1]} failed")
         return

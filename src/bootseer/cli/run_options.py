@@ -94,6 +94,13 @@ PEERS = (
         "From then on (default: a twentieth of the links' speed); off: nothing.",
         metavar="SIZE|off",
     ),
+    Option(
+        "peers_tls",
+        ("--peers-tls",),
+        "Encrypt what nodes send each other, at 3 to 4 times the processor.",
+        FLAG,
+        default=False,
+    ),
 )
 """The peers' part of the options of `run`."""
 
@@ -233,6 +240,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
         before=before if limit else 1 << 30,
         after=0 if after == "off" else image_options.parse_size(after, "--peers-after-training") if after else None,
         runtime=runtime_root(env, os.getuid()),
+        tls=bool(values["peers_tls"]),
     )
 
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import Group, json_option
+from bootseer.cli.command import Group, json_option, listen_address
 from bootseer.cli.output import Output, table
 from bootseer.errors import NotFoundError, UsageError
 
@@ -131,7 +131,8 @@ def serve_command(
         return
     if tls_key is not None and tls_cert is None:
         raise UsageError("--tls-key needs --tls-cert")
-    settings = settings_of(data, database, raw, listen=_address(listen), certificate=tls_cert, key=tls_key,
+    address = listen_address(listen, 8765, least=0)
+    settings = settings_of(data, database, raw, listen=address, certificate=tls_cert, key=tls_key,
                            workers=workers, proxy_header=proxy_header)  # fmt: skip
     from dataclasses import replace
 
@@ -149,13 +150,6 @@ def serve_command(
     stages = tuple(of_stages(patterns))
     settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention, patterns=stages)
     serve(settings, ready)
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
-        raise UsageError(f"--listen {text}: not an address with a port", hint="as 127.0.0.1:8765 or [::1]:8765")
-    return host.strip("[]"), int(port)
 
 
 @click.command("reindex")

@@ -6,6 +6,7 @@ Paths are absolute, as the setup saw them, without `.` and `..`; bytes that are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,3 +33,8 @@ class Change:
     before: str = ""
     """What was there: `file:sha256:<hex>`, `symlink:<target>`, `directory` or `other`; empty for what was added. Only
     asked for where people keep or edit files: a restore must neither overwrite nor hide what a user wrote."""
+
+
+def lies_in(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of the folders or lies in one."""
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)

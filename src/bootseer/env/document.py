@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from bootseer.artifact.document import OtherVersionError, decode, encode, printable
 from bootseer.blocks.block_file import BlockFile
+from bootseer.env.changes import lies_in
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored, is_content_name
 
@@ -209,7 +210,7 @@ class EnvironmentDocument:
                 raise _wrong(name)
         # Folders that will be mounted over: none of the kernel's, and none inside another.
         folders = sorted(f"{path}/" for path in self.roots)
-        if not all(_is_plain_path(path) and not _is_below(path, _NEVER_ROOTS) for path in self.roots) or any(
+        if not all(_is_plain_path(path) and not lies_in(path, _NEVER_ROOTS) for path in self.roots) or any(
             inner.startswith(outer) for outer, inner in pairwise(folders)
         ):
             raise _wrong("roots")
@@ -247,7 +248,3 @@ def _is_plain_path(path: str) -> bool:
         and "\0" not in path
         and not any(step in ("", ".", "..") for step in steps[1:])
     )
-
-
-def _is_below(path: str, folders: tuple[str, ...]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)

@@ -51,6 +51,8 @@ class PeersWanted:
     after: int | None
     """From then on; None: a twentieth of the links' speed; 0: nothing."""
     runtime: Path
+    tls: bool = False
+    """Whether the nodes encrypt what they say to each other."""
 
 
 class PeersStart:
@@ -153,7 +155,7 @@ class PeersStart:
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
-            service = Service(folder, source, openers, limits, blocks.figures)
+            service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls)
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
-from bootseer.peers.connection import Connection
+from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 
@@ -88,9 +88,13 @@ class Watch:
 class Client:
     """Requests to all peers. Safe to use from many threads."""
 
-    def __init__(self, secret: bytes, pace: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`pace` is called with the number of bytes of each piece that came, and may wait before the next one."""
+    def __init__(
+        self, secret: bytes, pace: Callable[[int], object] = lambda num_bytes: None, *, tls: bool = False
+    ) -> None:
+        """`pace` is called with the number of bytes of each piece that came, and may wait before the next one. `tls`:
+        whether connections are encrypted."""
         self._secret = secret
+        self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
@@ -200,6 +204,12 @@ class Client:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         except (OSError, ValueError) as error:
             raise UnreachableError(f"{address}: {error}") from error
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock)
+            except OSError as error:
+                sock.close()
+                raise UnreachableError(f"{address}: no TLS with this job's certificate: {error}") from error
         connection = Connection(sock, address, timeout_s)
         nonce = secrets.token_hex(16)
         try:
@@ -237,6 +247,6 @@ def _is_closed(sock: socket.socket) -> bool:
     """Whether the other side has closed an idle connection, or sent what was not asked for."""
     with contextlib.suppress(BlockingIOError):
         sock.setblocking(False)
-        sock.recv(1, socket.MSG_PEEK)
+        socket.socket.recv(sock, 1, socket.MSG_PEEK)  # one with TLS cannot do this by itself
         return True
     return False

@@ -1,15 +1,62 @@
-"""One TCP connection between two peers: heads in and out, with a deadline for each wait."""
+"""One TCP connection between two peers: heads in and out, with a deadline for each wait; with TLS 1.3 where asked."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from bootseer.errors import CorruptError, TransientError
+from bootseer.errors import CorruptError, TransientError, UsageError
 from bootseer.peers.protocol import MAX_HEAD, Head, parse_head
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
 _END = b"\r\n\r\n"
+_TLS_PIECE = 1 << 18
+
+
+@lru_cache(maxsize=16)
+def tls_contexts(secret: bytes) -> tuple[SSLContext, SSLContext]:
+    """How the nodes of a job encrypt, as server and as client: with the certificate of the job.
+
+    Key and certificate follow from the secret, so that each node makes the same one, accepts no other from either side,
+    and none is sent or kept. Raises `UsageError` without the package `cryptography`.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    except ImportError as error:
+        raise UsageError(
+            "--peers-tls needs the package cryptography", hint="pip install 'bootseer[sign]' on each node"
+        ) from error
+    import ssl
+    from datetime import datetime
+
+    key = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, b"bootseer peers tls 1", "sha256"))
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "bootseer job")])
+    # Fixed, since the job's secret is what ends: nodes with different clocks make the same certificate.
+    begin, end = datetime(2020, 1, 1), datetime(2120, 1, 1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, begin, end)
+    signed = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(key, None)
+    certificate = signed.public_bytes(Encoding.PEM)
+    contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    fd = os.memfd_create("bootseer-job", os.MFD_CLOEXEC)  # `ssl` reads keys from files alone
+    with os.fdopen(fd, "wb") as file:
+        file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate)
+        file.flush()
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=certificate.decode())
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+    contexts[0].num_tickets = 0  # what waits on an idle connection is an end, or was not asked for
+    return contexts
 
 
 class Connection:
@@ -20,6 +67,7 @@ class Connection:
         self.peer = peer
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
+        self._is_tls = hasattr(sock, "do_handshake")
         self._received = b""
 
     def read_head(self) -> Head | None:
@@ -55,15 +103,21 @@ class Connection:
     def send(self, data: bytes, *, more: bool = False) -> None:
         """Send all of it; `more` follows at once."""
         try:
-            self.sock.sendall(data, socket.MSG_MORE if more else 0)
+            self.sock.sendall(data, socket.MSG_MORE if more and not self._is_tls else 0)
         except OSError as error:
             raise TransientError(f"{self.peer}: {error}") from error
 
     def send_file(self, fd: int, offset: int, length: int) -> int:
         """Send a part of a file; how much, which is less where the file ends.
 
-        `socket.sendfile` costs a fifth more: it makes a selector for each call.
+        `socket.sendfile` costs a fifth more: it makes a selector for each call. With TLS the bytes pass through here.
         """
+        if self._is_tls:
+            left = length
+            while left and (piece := os.pread(fd, min(left, _TLS_PIECE), offset + length - left)):
+                self.send(piece)
+                left -= len(piece)
+            return length - left
         end, number = offset + length, self.sock.fileno()
         writable = select.poll()
         writable.register(number, select.POLLOUT)

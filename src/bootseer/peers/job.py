@@ -1,6 +1,7 @@
 """The peers folder: what the processes of one job on one node know of its peers, and what the node may serve to them.
 
     secret              32 bytes, 0600: what requests are signed with
+    tls                 is there where connections are encrypted
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
@@ -62,6 +63,7 @@ class JobPeers:
     def __init__(self, folder: Path, secret: bytes) -> None:
         self.folder = folder
         self.secret = secret
+        self.tls = (folder / "tls").exists()
         self._lock = threading.Lock()
         self._looked_s = float("-inf")
         self._read: tuple[int, int] | None = None
@@ -73,11 +75,13 @@ class JobPeers:
         """When what came so far would have come at the limit."""
 
     @classmethod
-    def create(cls, folder: Path, secret: bytes | None = None) -> JobPeers:
+    def create(cls, folder: Path, secret: bytes | None = None, *, tls: bool = False) -> JobPeers:
         """Make the folder, unless it is there, for the launcher. Without a `secret` it gets a new one."""
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "files").mkdir(mode=0o700, exist_ok=True)
         secret = secret or secrets.token_bytes(SECRET_BYTES)
+        if tls:
+            (folder / "tls").touch(mode=0o600)
         _replace(folder / "secret", secret)
         return cls(folder, secret)
 

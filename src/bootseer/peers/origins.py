@@ -52,7 +52,7 @@ class PeerGroup:
         """`levels`: at which others may be asked; a service that fills for its rack asks global owners alone."""
         self.job = job
         self.lock = threading.Lock()
-        self.client = Client(job.secret, job.pace)
+        self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
         self._levels = levels

@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, Transien
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.connection import Connection
+from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, encode_answer, encode_readers
 from bootseer.peers.readers import CachedContent, Readers
 
@@ -80,12 +80,13 @@ class Server:
         max_rate: int | None = None,
         on_unknown: Callable[[str, str], object] = lambda file, sender: None,
         soon: bool = True,
+        tls: bool = False,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
         `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
         `on_unknown` is told which node has asked in vain for what this one does not use, or not yet. `soon`: whether
-        this node may be about to read what it does not use yet.
+        this node may be about to read what it does not use yet. `tls`: whether connections are encrypted.
         """
         self._name = name
         self._listening = listening
@@ -94,6 +95,7 @@ class Server:
         self._max_rate = max_rate
         self._on_unknown = on_unknown
         self._soon = soon
+        self._tls = tls_contexts(secret)[0] if tls else None
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -131,6 +133,12 @@ class Server:
                 sock, address = listening.accept()
             except OSError:
                 return
+            if self._tls is not None:
+                try:  # the first one that reads or writes makes the handshake
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                except OSError:
+                    sock.close()
+                    continue
             with self._lock:
                 if len(self._connections) >= MAX_CONNECTIONS and self._idle:
                     self._end(next(iter(self._idle)))

@@ -158,9 +158,11 @@ class Service:
         openers: Mapping[str, Opener],
         limits: Limits,
         figures: Callable[[], Mapping[str, object]] = dict,
+        *,
+        tls: bool = False,
     ) -> None:
         """`openers`: for each kind of file, by the word in its description, what opens it. `figures`: what else stands
-        in the state."""
+        in the state. `tls`: whether nodes encrypt what they say to each other."""
         self._figures = figures
         self._interfaces: dict[str, str] = {}
         """Names by address."""
@@ -169,7 +171,7 @@ class Service:
         self._limits = limits
         self._began_s = time.time()
         self._secret = source.secret()
-        self._client = Client(self._secret)
+        self._client = Client(self._secret, tls=tls)
         self._contents: dict[str, Content] = {}
         self._opening = threading.Lock()
         self._server: Server | None = None
@@ -181,7 +183,7 @@ class Service:
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
-        self._job = JobPeers.create(folder, self._secret)
+        self._job = JobPeers.create(folder, self._secret, tls=tls)
         self._hosts = HostsFile(folder)
         with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
             self._serve()
@@ -233,13 +235,8 @@ class Service:
         files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
         if own is None or not rate or not files:
             return None
-        return {
-            "secret": self._secret.hex(),
-            "name": own.name,
-            "addresses": own.addresses,
-            "rate": rate,
-            "files": files,
-        }
+        said = {"name": own.name, "addresses": own.addresses, "rate": rate, "files": files}
+        return {"secret": self._secret.hex(), "tls": self._job.tls, **said}
 
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
@@ -253,6 +250,7 @@ class Service:
                 name=own.name if own else "",
                 max_rate=self._limits.before,
                 on_unknown=self._job.note_ahead,
+                tls=self._job.tls,
             )
 
     def _follow_members(self) -> None:

@@ -1,8 +1,8 @@
 """The bytes of objects: read in ranges by many requests at once, written as parts.
 
 A request that is late is made a second time over another connection (hedged), and the first answer counts. One that
-fails is made again until its deadline. A server that says that it is asked too much (429, 503) is asked by half as many
-requests at once, which grow again by one for each round that it answers.
+fails is made again until its deadline. More are made at once as long as that brings more; half as many after the server
+has said that it is asked too much (429, 503).
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from bootseer.hdfs.requests import ReadOutcome
 
 _MAX_AT_ONCE = 48
-_FIRST_AT_ONCE = 16.0
-_LEAST_LATE_S = 1.0
-_MOST_LATE_S = 10.0
+_FIRST_AT_ONCE = 8.0
+_GAIN = 1.1
+"""Half as many requests again must bring so many times the rate, or it is the link that is full."""
+_LEAST_LATE_S, _FIRST_LATE_S = 1.0, 10.0
+_MOST_HEDGES = 0.05
+_MOST_PUT_OFF = 4
 _NUM_TIMES = 64
 _MOST_BYTES = 8 << 20
 """Of one request: what costs a server little more than a small one."""
@@ -92,6 +95,9 @@ class _Request:
         self.start = read.offset
         self.end = read.end
         self.until_s = read.until_s
+        self.deadline_s = read.until_s - time.monotonic()
+        self.put_off = 0
+        """How often its deadline was put off."""
         self.pause_s = _PAUSE_S
         self.num_running = 0
         self.is_hedged = False
@@ -101,6 +107,15 @@ class _Request:
     @property
     def is_over(self) -> bool:
         return all(read.is_over for read in self.reads)
+
+    def left_s(self, heard_s: float) -> float:
+        """Seconds until its deadline, which is put off, but not for ever, while the server gives others their bytes:
+        what is asked for at once shares one link. `heard_s`: when it last did."""
+        now_s = time.monotonic()
+        if self.until_s <= now_s and self.put_off < _MOST_PUT_OFF and heard_s > now_s - self.deadline_s:
+            self.put_off += 1
+            self.until_s = now_s + self.deadline_s
+        return self.until_s - now_s
 
     def finish(self, error: BootseerError | None, data: memoryview | bytes = b"") -> bool:
         """Finish all its reads: whether one of them was not."""
@@ -121,11 +136,15 @@ class ObjectReads:
         self._by_start: dict[tuple[ObjectFile, int], _Request] = {}
         """Those that wait, by where they begin."""
         self._at_once = _FIRST_AT_ONCE
+        self._best_rate = 0.0
+        self._window = (time.monotonic(), 0, 0)
+        """Since when, how many requests have brought how many bytes."""
         self._running = 0
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._closed = False
         self._counts = {"bytes": 0, "requests": 0, "failures": 0}
         self._seconds = 0.0
+        self._heard_s = 0.0
         self._events = {"retries": 0, "hedges": 0, "hedges_won": 0, "slow_downs": 0}
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
@@ -184,7 +203,7 @@ class ObjectReads:
     def _ask(self, request: _Request) -> None:
         began_s = time.monotonic()
         is_hedge = request.num_running > 0
-        if self._closed or began_s > request.until_s:
+        if self._closed or request.left_s(self._heard_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
             request.finish(TransientError(f"{request.file.what}: {why}"))
             return
@@ -199,6 +218,7 @@ class ObjectReads:
         finally:
             request.num_running -= 1
         seconds = time.monotonic() - began_s
+        self._heard_s = time.monotonic()
         is_first = request.finish(None, data)
         with self._lock:
             self._times.append(seconds)
@@ -206,7 +226,21 @@ class ObjectReads:
             self._counts["bytes"] += len(data)
             self._seconds += seconds
             self._events["hedges_won"] += is_hedge and is_first
-            self._at_once = min(self._at_once + 1 / self._at_once, _MAX_AT_ONCE)
+            self._adapt(len(data))
+
+    def _adapt(self, num_bytes: int) -> None:
+        """Make more requests at once where that brings more. Under the lock."""
+        began_s, num_requests, num_before = self._window
+        self._window = (began_s, num_requests + 1, num_before + num_bytes)
+        if num_requests + 1 < self._at_once:
+            return
+        now_s = time.monotonic()
+        rate = self._window[2] / max(now_s - began_s, 1e-6)
+        self._window = (now_s, 0, 0)
+        # Where nothing waits, the rate is that of the readers.
+        if (self._urgent or self._others) and rate > _GAIN * self._best_rate:
+            self._best_rate = rate
+            self._at_once = min(1.5 * self._at_once, _MAX_AT_ONCE)
 
     def _get(self, request: _Request) -> memoryview:
         file, length = request.file, request.end - request.start
@@ -228,7 +262,7 @@ class ObjectReads:
 
     def _slow_down(self) -> None:
         with self._lock:
-            self._at_once = max(self._at_once / 2, 1.0)
+            self._at_once, self._best_rate = max(self._at_once / 2, 1.0), 0.0
             self._events["slow_downs"] += 1
 
     def _failed(self, request: _Request, error: BootseerError) -> None:
@@ -255,15 +289,17 @@ class ObjectReads:
 
     def _look(self, request: _Request) -> None:
         """A request had its time, or its reads have."""
-        left_s = request.until_s - time.monotonic()
+        left_s = request.left_s(self._heard_s)
         if left_s <= 0:
             request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
-        if request.is_over or request.is_hedged or not request.num_running:
+        if request.is_over or not request.num_running:
             return
-        request.is_hedged = True
-        with self._lock:
-            self._events["hedges"] += 1
         self._timer.after(left_s, partial(self._look, request))
+        with self._lock:
+            if request.is_hedged or self._events["hedges"] > _MOST_HEDGES * self._counts["requests"]:
+                return
+            self._events["hedges"] += 1
+        request.is_hedged = True
         with suppress(BootseerError):
             self._threads.submit(partial(self._ask, request))
 
@@ -271,8 +307,7 @@ class ObjectReads:
         """After how long a request is late: four times what nineteen of twenty take."""
         with self._lock:
             times = sorted(self._times)
-        usual_s = times[len(times) * 19 // 20] if times else _MOST_LATE_S
-        return min(max(4 * usual_s, _LEAST_LATE_S), _MOST_LATE_S)
+        return max(4 * times[len(times) * 19 // 20], _LEAST_LATE_S) if times else _FIRST_LATE_S
 
     def facts(self) -> dict[str, object]:
         """See `Place.facts`; a bucket is one nameless node."""

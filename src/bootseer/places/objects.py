@@ -31,6 +31,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
 from bootseer.errors import AccessError, NotFoundError, PermanentError
+from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of
 from bootseer.places.object_data import ObjectFile, ObjectPart, ObjectReads
 from bootseer.places.place import (
@@ -61,6 +62,7 @@ _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 _SMALL_BYTES = 8 << 20
 _AT_ONCE = 1000
 """Objects that are removed by one request."""
+_LINKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +196,9 @@ class ObjectPlace(SmallReads):
             self._remove([folder.link])
 
     def make_folder(self, path: str, *, mode: int = _FOLDER_MODE, parents: bool = False) -> None:
+        _check_path(path)
         if not path:
             return
-        _check_path(path)
-        above = folder_of(path)
         try:
             is_folder = self.stat(path).is_folder
         except NotFoundError:
@@ -207,8 +208,8 @@ class ObjectPlace(SmallReads):
                 return
             raise TakenError(f"{self._what(path)} is there already")
         if parents:
-            self.make_folder(above, parents=True)
-        parent = self._folder(above)
+            self.make_folder(folder_of(path), parents=True)
+        parent = self._folder(folder_of(path))
         name = name_of(path)
         link, prefix = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
         if self._put(link, prefix.encode(), create=True) is not None:
@@ -235,8 +236,7 @@ class ObjectPlace(SmallReads):
 
     def now_s(self) -> float:
         """See `Place.now_s`. Only the time of an object that is put now tells the server's clock, in whole seconds."""
-        with self._lock:
-            clock = self._clock
+        clock = self._clock
         if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
             key = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
             try:
@@ -379,12 +379,11 @@ class ObjectPlace(SmallReads):
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
-        keys, moved = [], []
-        for found in self._call(prefix, lambda: [one for page in obstore.list(self._store, prefix) for one in page]):
-            key = found["path"]
-            keys.append(key)
-            if name_of(folder_of(key)) != _LINKS:
-                continue
+        listed = partial(obstore.list, self._store, prefix)
+        keys = [one["path"] for one in self._call(prefix, lambda: [one for page in listed() for one in page])]
+        moved = []
+
+        def look(key: str) -> None:
             below = self._read_link(key)[0]
             if not below:
                 below = f"{join(folder_of(folder_of(key)), name_of(key))}/"
@@ -393,6 +392,10 @@ class ObjectPlace(SmallReads):
                     moved.append(below)
             elif not below.startswith(prefix) and self._owner(_Folder(below, key, "", 0)) is not None:
                 self._erase(below)
+
+        links = [key for key in keys if name_of(folder_of(key)) == _LINKS]
+        with Tasks("bootseer-links", min(_LINKS_AT_ONCE, len(links)) or 1) as threads:
+            list(threads.map(look, links))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
         keys.sort(key=lambda key: key == f"{prefix}{_OWNER}")
         self._remove([key for key in keys if not key.startswith(tuple(moved))])

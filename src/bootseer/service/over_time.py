@@ -50,6 +50,9 @@ _LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
 _LASTS: Final = 5.0
 """Times what it took to make, an answer about weeks is given again."""
+_SLOW_S: Final = 0.3
+"""What takes longer is shown as it was up to this many seconds ago, while it is made anew:"""
+_STALE_S: Final = 60.0
 _KEPT: Final = 32
 _THREADS: Final = 4
 """More would wait for each other's interpreter lock, and keep batches waiting."""
@@ -241,18 +244,22 @@ class _Asked:
     users: int = 0
     began_s: float = float("-inf")
     until_s: float = float("-inf")
+    stale_s: float = float("-inf")
+    """Until when it may be shown while the next one is made."""
     answer: Response | None = None
 
 
 class Answers:
     """Makes answers in a few threads, once for all that ask for the same at a time: an answer that was begun after a
     request came is as new as one of its own. One about weeks does for some moments more, the longer it took, so that
-    what 200 readers cost is bounded however busy the machine is.
+    what 200 readers cost is bounded however busy the machine is; and a slow one is shown again at once, while the next
+    is made.
     """
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, str, str], _Asked] = {}
         self._threads: anyio.CapacityLimiter | None = None
+        self._renewals: set[asyncio.Task[Response]] = set()
 
     async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
         """What `make` answers to the request, or has answered to the same one."""
@@ -260,6 +267,17 @@ class Answers:
         self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
         key = (request.url.path, request.url.query, request.state.grant.team)
         asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
+        if asked.answer is not None and asked.until_s < came_s < asked.stale_s:
+            if not asked.lock.locked():
+                renewal = asyncio.create_task(self._made(asked, came_s, request, make, of_weeks))
+                self._renewals.add(renewal)
+                renewal.add_done_callback(self._renewals.discard)
+            return asked.answer
+        return await self._made(asked, came_s, request, make, of_weeks)
+
+    async def _made(
+        self, asked: _Asked, came_s: float, request: Request, make: Callable[[Request], Response], of_weeks: bool
+    ) -> Response:
         asked.users += 1
         try:
             async with asked.lock:
@@ -267,7 +285,9 @@ class Answers:
                     asked.began_s = time.monotonic()
                     asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
                     now_s = time.monotonic()
-                    asked.until_s = now_s + _LASTS * (now_s - asked.began_s) if of_weeks else now_s
+                    took_s = now_s - asked.began_s
+                    asked.until_s = now_s + _LASTS * took_s if of_weeks else now_s
+                    asked.stale_s = asked.until_s + (_STALE_S if of_weeks and took_s > _SLOW_S else 0.0)
                 return asked.answer
         finally:
             asked.users -= 1
@@ -275,8 +295,8 @@ class Answers:
 
     def _forget(self) -> None:
         now_s = time.monotonic()
-        over = [key for key, asked in self._asked.items() if not asked.users and asked.until_s <= now_s]
-        free = [key for key, asked in self._asked.items() if not asked.users and asked.until_s > now_s]
+        over = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s <= now_s]
+        free = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s > now_s]
         for key in (*over, *free[:-_KEPT]):
             del self._asked[key]
 

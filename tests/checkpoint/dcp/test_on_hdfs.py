@@ -31,11 +31,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Three DataNodes; each block is on one of them."""
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3) as running:
-        yield running
+@pytest.fixture(scope="session")
+def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
+    """Each block is on one of its DataNodes."""
+    return shared_hdfs
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +55,12 @@ def zeros(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
-    uri = f"{cluster.uri}/job/step-1"
+    uri = f"{cluster.uri}/dcp/job/step-1"
     state = {**full(), **large_state()}
     dcp.save(state, storage_writer=StripedWriter(uri, move_latest=True))
-    facts = opened(uri).system.files.stat("job/step-1/__0_0.distcp")
+    facts = opened(uri).system.files.stat("dcp/job/step-1/__0_0.distcp")
     assert facts.is_striped
-    for name in (uri, f"{cluster.uri}/job/latest"):
+    for name in (uri, f"{cluster.uri}/dcp/job/latest"):
         target = {**empty(), **zeros(large_state())}
         dcp.load(target, storage_reader=StripedReader(name))
         assert_same(state, target)
@@ -69,34 +68,34 @@ def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
 
 def test_metadata_of_some_megabytes_is_striped_so_that_nodes_can_share_it(cluster: HdfsCluster) -> None:
     state = {f"{number:04}" * 1500: torch.full((2,), float(number)) for number in range(500)}
-    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/job/names"))
-    facts = opened(f"{cluster.uri}/job/names").system.files.stat("job/names/.metadata")
+    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/dcp/job/names"))
+    facts = opened(f"{cluster.uri}/dcp/job/names").system.files.stat("dcp/job/names/.metadata")
     assert facts.size_bytes < 8 << 20
     assert facts.is_striped
     target = zeros(state)
-    dcp.load(target, storage_reader=StripedReader(f"{cluster.uri}/job/names"))
+    dcp.load(target, storage_reader=StripedReader(f"{cluster.uri}/dcp/job/names"))
     assert_same(state, target)
 
 
 def test_pytorch_reads_it_through_fsspec(cluster: HdfsCluster) -> None:
     state = large_state()
-    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/for-fsspec"))
+    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/dcp/for-fsspec"))
     target = zeros(state)
-    dcp.load(target, storage_reader=FsspecReader(f"bootseer+{cluster.uri}/for-fsspec"))
+    dcp.load(target, storage_reader=FsspecReader(f"bootseer+{cluster.uri}/dcp/for-fsspec"))
     assert_same(state, target)
 
 
 def test_safetensors_are_loaded(cluster: HdfsCluster) -> None:
     state = large_state()
-    with fsspec.open(f"bootseer+{cluster.uri}/model.safetensors", "wb") as file:
+    with fsspec.open(f"bootseer+{cluster.uri}/dcp/model.safetensors", "wb") as file:
         file.write(library.save(state))
-    assert_same(state, load_file(f"{cluster.uri}/model.safetensors"))
-    rows = load_file(f"{cluster.uri}/model.safetensors", names=["layer.3"])
+    assert_same(state, load_file(f"{cluster.uri}/dcp/model.safetensors"))
+    rows = load_file(f"{cluster.uri}/dcp/model.safetensors", names=["layer.3"])
     assert_same({"layer.3": state["layer.3"]}, rows)
 
 
 def test_parts_of_a_file_are_read_by_fsspec(cluster: HdfsCluster) -> None:
-    system, root = fsspec.url_to_fs(f"bootseer+{cluster.uri}/parts")
+    system, root = fsspec.url_to_fs(f"bootseer+{cluster.uri}/dcp/parts")
     data = os.urandom(20 << 20)
     system.makedirs(root, exist_ok=True)
     system.pipe(f"{root}/file", data)
@@ -107,7 +106,7 @@ def test_parts_of_a_file_are_read_by_fsspec(cluster: HdfsCluster) -> None:
 
 
 def test_a_load_whose_data_is_gone_fails_and_names_it(cluster: HdfsCluster) -> None:
-    uri = f"{cluster.uri}/lost"
+    uri = f"{cluster.uri}/dcp/lost"
     state = large_state()
     dcp.save(state, storage_writer=StripedWriter(uri))
     cluster.kill(1)

@@ -20,6 +20,7 @@ from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
 from bootseer.checkpoint.fsspec import S3FileSystem  # noqa: E402
 from bootseer.checkpoint.opened import close_all, opened  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file  # noqa: E402
+from checkpoint.mounted_place import until  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 from s3_server import S3Server  # noqa: E402
 
@@ -31,15 +32,14 @@ pytestmark = [
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def job(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a job's folder."""
     fsspec.register_implementation("bootseer+s3", S3FileSystem, clobber=True)
-    with S3Server(tmp_path) as server:
-        server.make_bucket("jobs")
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        yield "s3://jobs/moe"
-        close_all()
+    s3_server.make_bucket("loaders")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield "s3://loaders/moe"
+    close_all()
     S3FileSystem.clear_instance_cache()
 
 
@@ -75,5 +75,8 @@ def test_what_one_adapter_writes_all_others_and_the_mount_read(
         subprocess.run([*ckpt, "umount", mount], check=True)
     with fsspec.open(f"bootseer+{job}/other/note") as file:
         assert file.read() == b"again"
-    with pytest.raises(FileNotFoundError), fsspec.open(f"bootseer+{job}/model/w.safetensors"):
+    files, gone = fsspec.url_to_fs(f"bootseer+{job}/model/w.safetensors")
+    # This process has just read it, and believes for 2 s that its folder is where it was.
+    until(lambda: not files.exists(gone), "the old name is gone")
+    with pytest.raises(FileNotFoundError), files.open(gone):
         pass

@@ -18,7 +18,7 @@ from bootseer.report.scan import scan
 from checkpoint.peer_nodes import Node, meet
 from checkpoint.striped_files import content_of, put_striped
 from conftest_launch import BOOTSEER
-from hdfs_cluster import HdfsCluster, _bean, needs_hdfs
+from hdfs_cluster import _bean, needs_hdfs
 
 pytestmark = needs_hdfs
 MIB = 1 << 20
@@ -32,18 +32,17 @@ def content():
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, content):
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=4) as cluster:
-        with contextlib.closing(open_place(f"{cluster.uri}/job")) as place:
-            place.make_folder("", parents=True)
-            put_striped(place, "file", content)
-            put_striped(place, "parity", content, parity=True)
-        yield cluster
+def cluster(shared_hdfs, content):
+    with contextlib.closing(open_place(f"{shared_hdfs.uri}/peers")) as place:
+        place.make_folder("", parents=True)
+        put_striped(place, "file", content)
+        put_striped(place, "parity", content, parity=True)
+    return shared_hdfs
 
 
 @pytest.fixture
 def nodes(cluster, tmp_path):
-    nodes = [Node(tmp_path, f"n{at}", f"{cluster.uri}/job") for at in range(4)]
+    nodes = [Node(tmp_path, f"n{at}", f"{cluster.uri}/peers") for at in range(4)]
     meet(nodes)
     yield nodes
     for node in nodes:
@@ -153,7 +152,7 @@ with opened(sys.argv[1]).open() as file:
 @pytest.mark.root
 @pytest.mark.fuse
 def test_jobs_of_two_nodes_share_what_they_read_by_the_mount_and_by_programs(cluster, env, content, tmp_path):
-    before, place = sent(cluster), f"{cluster.uri}/job"
+    before, place = sent(cluster), f"{cluster.uri}/peers"
     runs = []
     for name in ("a", "b"):
         own = {

@@ -41,9 +41,8 @@ def main() -> None:
         assert code == 0, code
         packages = new_packages(before, installed(python.folders, root=str(view.root)))
         changes = [change for change in view.changes() if change.path.startswith(PLACE + "/")]
-        written = write_snapshot(
-            MemoryStore("test"), changes, began_s=began_s, check=SecretCheck(Exclusions()), root=str(view.root)
-        )
+        check = SecretCheck(Exclusions(), cache=Path(spec["rules"]))
+        written = write_snapshot(MemoryStore("test"), changes, began_s=began_s, check=check, root=str(view.root))
         for change in changes:
             place = Path(f"{tree}{change.path}")
             if change.source and Path(change.source).is_dir():

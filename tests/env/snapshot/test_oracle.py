@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.env.snapshot.oracle import pinned
 from in_capture import JOB_ENV
-from once import python_with_pip
+from once import python_with_pip, secret_rules
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
@@ -39,6 +39,7 @@ def ask(tmp_path):
             "work": str(work),
             "python": "/srv/venv/bin/python",
             "env": env,
+            "rules": str(secret_rules()),
             "setup": f"{install}; cd /srv; {more}",
             "between": {str(path): text for path, text in (between or {}).items()},
             "moved": {str(source): str(target) for source, target in (moved or {}).items()},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,15 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.errors import PermanentError, UsageError
 from env_snapshots import snapshot
 from erofs_images import needs_root
+from once import secret_rules
 from store_doubles import MemoryStore
 from wheels import make_wheel
 
 SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
+
+
+def check_of(*, homes: Sequence[str] = (), **options: Any) -> SecretCheck:
+    return SecretCheck(Exclusions(homes=homes), cache=secret_rules(), **options)
 
 
 @pytest.mark.slow
@@ -43,7 +50,7 @@ def test_nothing_of_a_snapshot_with_a_secret_is_stored_and_all_are_named(tmp_pat
 def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_behind_is_not(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
-    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    check = check_of(variables={"MY_TOKEN": SECRET})
     (upper / "large").write_bytes(b"a" * ((1 << 20) - 5) + SECRET.encode() + b"a" * (1 << 20))
     with pytest.raises(PermanentError, match=r"/large \(the value of MY_TOKEN\)"):
         snapshot(MemoryStore(str(tmp_path)), upper, check=check)
@@ -57,13 +64,13 @@ def test_names_are_judged_and_not_repeated(tmp_path: Path, name: str) -> None:
     (upper / name).parent.mkdir(parents=True)
     (upper / name).touch()
     with pytest.raises(PermanentError, match=r"a name \(the value of MY_TOKEN\)") as caught:
-        snapshot(MemoryStore(str(tmp_path)), upper, check=SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET}))
+        snapshot(MemoryStore(str(tmp_path)), upper, check=check_of(variables={"MY_TOKEN": SECRET}))
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("before", ["", "a", "ab", "x-access-token:"])
 def test_a_value_in_base64_is_found(before: str) -> None:
-    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    check = check_of(variables={"MY_TOKEN": SECRET})
     text = b"[http]\nextraheader = basic " + base64.b64encode(f"{before}{SECRET}\n".encode())
     assert check.content("/opt/x", text) == "/opt/x (the value of MY_TOKEN, in base64)"
 
@@ -77,7 +84,7 @@ def test_links_and_attributes_are_judged(tmp_path: Path) -> None:
         snapshot(MemoryStore(str(tmp_path)), upper)
     (upper / "link").unlink()
     (upper / "file").write_text("")
-    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    check = check_of(variables={"MY_TOKEN": SECRET})
     os.setxattr(upper / "file", f"user.{SECRET}", b"1")
     with pytest.raises(PermanentError, match=r"/file \(the value of MY_TOKEN"):
         snapshot(MemoryStore(str(tmp_path)), upper, check=check)
@@ -108,7 +115,7 @@ def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".aws").mkdir(parents=True)
     (home / ".aws/credentials").write_text(f"aws_secret_access_key = {SECRET}\n")
-    check = SecretCheck(Exclusions(homes=[str(home)]))
+    check = check_of(homes=[str(home)])
     assert (
         check.content("/opt/copy", (home / ".aws/credentials").read_bytes())
         == f"/opt/copy (a copy of {home}/.aws/credentials)"
@@ -118,9 +125,7 @@ def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
 
 
 def test_passwords_in_addresses_of_variables_are_known_again() -> None:
-    check = SecretCheck(
-        Exclusions(), variables={"PIP_INDEX_URL": f"https://me:{SECRET}@a.test/", "N_KEY": "17", "HOME": "/x"}
-    )
+    check = check_of(variables={"PIP_INDEX_URL": f"https://me:{SECRET}@a.test/", "N_KEY": "17", "HOME": "/x"})
     assert check.content("/opt/copy", f"password is {SECRET}".encode()) == "/opt/copy (the value of PIP_INDEX_URL)"
     assert check.text("its document", f'"={SECRET}"'.encode()) == "its document (the value of PIP_INDEX_URL)"
     assert check.content("/opt/numbers", b"17 /x") == ""
@@ -129,5 +134,5 @@ def test_passwords_in_addresses_of_variables_are_known_again() -> None:
 def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text("[[rules]]\nid = 1")
     with pytest.raises(UsageError) as caught:
-        SecretCheck(Exclusions(), rules=[str(tmp_path / "rules.toml")])
+        check_of(rules=[str(tmp_path / "rules.toml")])
     assert "--env-secret-rules" in str(caught.value.hint)

@@ -76,7 +76,7 @@ class PeerChunks:
         self._job = JobPeers(job.folder, job.secret)  # its lock may be held at a fork
         self._cache = cache
         self._facts = facts
-        self._client = Client(job.secret, self._job.pace)
+        self._client = Client(job.secret, self._job.pace, tls=job.tls)
         self._asking = Executor("bootseer-ask-peers", _ASKING)
         self._receiving = Executor("bootseer-from-peers", _RECEIVING)
         self._lock = threading.Lock()

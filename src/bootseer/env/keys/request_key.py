@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
+from bootseer.env.changes import lies_in
 from bootseer.env.keys import gate, node, settings
 from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.key import RequestKey, digest_of, key_digest
@@ -93,7 +94,7 @@ def _visible(ask: Ask) -> Callable[[str], bool]:
     if ask.setup is not None:
         shown.append(posixpath.dirname(posixpath.join(ask.cwd, ask.setup)))
     folders = [posixpath.normpath(path) for path in shown if posixpath.normpath(path) != "/"]
-    return lambda path: any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+    return lambda path: lies_in(path, folders)
 
 
 class _Collector:

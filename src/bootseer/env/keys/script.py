@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bootseer.env.changes import lies_in
 from bootseer.env.keys import programs, requirement, shell
 from bootseer.env.keys.programs import option_values, read_install
 from bootseer.env.keys.requirements import Requirements, is_requirements_name
@@ -92,16 +93,12 @@ class Paths:
 
 def is_of_system(folder: str) -> bool:
     """Whether a folder is the base's, or temporary."""
-    return _below(folder, _SYSTEM)
+    return lies_in(folder, _SYSTEM)
 
 
 def is_packaged(path: str) -> bool:
     """Whether a package most likely brought the file."""
-    return _below(path, _PACKAGED)
-
-
-def _below(path: str, folders: Sequence[str]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+    return lies_in(path, _PACKAGED)
 
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")

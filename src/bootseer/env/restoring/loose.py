@@ -20,9 +20,10 @@ from typing import Literal
 
 from blake3 import blake3
 
+from bootseer.env.changes import lies_in
 from bootseer.env.restoring.inside import Inside
 from bootseer.env.restoring.known import Known
-from bootseer.env.restoring.roots import is_checked, is_system, lies_in
+from bootseer.env.restoring.roots import is_checked, is_system
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import is_below, mount_table

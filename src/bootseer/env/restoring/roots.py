@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from bootseer.env.changes import Action, Change
+from bootseer.env.changes import Action, Change, lies_in
 
 Environment = Literal["", "venv", "conda", "python"]
 """What kind of environment a folder is: it has `pyvenv.cfg`, `conda-meta/`, or just `lib/python3.N/`."""
@@ -65,11 +65,6 @@ class Division:
     def is_loose(self, path: str) -> bool:
         """Whether the path lies in no root."""
         return not lies_in(path, self.roots)
-
-
-def lies_in(path: str, roots: Sequence[str]) -> bool:
-    """Whether the path is one of the roots or lies in one."""
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
 def is_system(path: str) -> bool:

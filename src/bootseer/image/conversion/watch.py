@@ -1,8 +1,9 @@
 """Which images of a repository are new: its tags, asked for again and again.
 
-A webhook would need the registry's operator and an open port; tags need only the right to read. What was converted is
-remembered in a file, by digest, so that a restart asks for nothing twice and a tag that moves is noticed. What failed
-is tried again, after pauses that grow.
+A webhook needs the registry's operator and an open port; tags need only the right to read. So a webhook is heard where
+there is one (`woken`), and says no more than that it is time to look. What was converted is remembered in a file, by
+digest, so that a restart asks for nothing twice and a tag that moves is noticed. What failed is tried again, after
+pauses that grow.
 
     {"schema": "bootseer.watch/1", "converted": ["sha256:...", ...]}
 """
@@ -12,24 +13,31 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 from bootseer.io.locks import flocked
 from bootseer.io.tasks import Tasks
+from bootseer.logs import logger
 from bootseer.store.registry import Registry
 from bootseer.store.retry import retrying
 
+_LOG = logger(__name__)
 _SCHEMA = "bootseer.watch/1"
 _OTHERS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
 """Tags of objects of ours, and of lists of referrers and signatures."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _THREADS = 8
+_CALL_S = 5.0
+_MAX_BYTES = 1 << 20
 _PAUSE_S, _MAX_PAUSE_S = 60.0, 3600.0
 
 
@@ -109,6 +117,61 @@ def alone(state: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise PermanentError(f"{state}: cannot be used: {error.strerror}") from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CALL_S
+    """Calls are answered one at a time: one that hangs delays the others, and the next look comes by itself."""
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        body = self.rfile.read(min(int(length), _MAX_BYTES)) if length.isascii() and length.isdecimal() else b""
+        if not _is_of_pulls(body):
+            self.server.called.set()  # type: ignore[attr-defined]
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the base class calls it so
+        _LOG.debug("webhook: " + format, *arguments)
+
+
+def _is_of_pulls(body: bytes) -> bool:
+    """Whether a registry tells of nothing but pulls: those that a look is, too, which would never end."""
+    try:
+        return all(event["action"] == "pull" for event in json.loads(body)["events"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+class _Hook(HTTPServer):
+    called: threading.Event
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        _LOG.debug("a webhook's call broke off", exc_info=True)
+
+
+class _Hook6(_Hook):
+    address_family = socket.AF_INET6
+
+
+@contextmanager
+def woken(listen: tuple[str, int] | None) -> Iterator[threading.Event]:
+    """Set by each POST to an address that may tell of a push. Raises `UsageError` for an address that cannot be had."""
+    called = threading.Event()
+    if listen is None:
+        yield called
+        return
+    try:
+        hook = (_Hook6 if ":" in listen[0] else _Hook)(listen, _Handler)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {listen[0]} port {listen[1]}: {error.strerror or error}") from error
+    hook.called = called
+    threading.Thread(target=hook.serve_forever, name="bootseer-webhook", daemon=True).start()
+    try:
+        yield called
+    finally:
+        hook.shutdown()
+        hook.server_close()
 
 
 def _read(state: Path) -> set[str]:

@@ -8,23 +8,21 @@ named by its digest, because then all that comes is compared with what the user 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
-from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
 from bootseer.image.catalog import read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata
-from bootseer.image.reference import Place, Reference
-from bootseer.image.sources.manifest import Platform
+from bootseer.image.mounting.request import Request
+from bootseer.image.reference import Place
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
 from bootseer.store.file import FileStore
@@ -34,27 +32,6 @@ from bootseer.store.store import Store
 
 _ASK_S = 20.0
 """How long a registry may take to tell what a tag stands for, before the last answer is used."""
-
-
-class Wanted(Protocol):
-    """What is needed of `mount.Request`."""
-
-    @property
-    def reference(self) -> Reference: ...
-    @property
-    def store(self) -> str | None: ...
-    @property
-    def cache(self) -> Path: ...
-    @property
-    def plain_http(self) -> bool: ...
-    @property
-    def fallback(self) -> str: ...
-    @property
-    def signatures(self) -> Signatures: ...
-    @property
-    def platform(self) -> Platform | None: ...
-    @property
-    def layer_limits(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +49,7 @@ class Found:
     """Why the image had to be converted here; empty when it had not."""
 
 
-def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress) -> Found:
+def find(wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress) -> Found:
     """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
     metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
@@ -100,7 +77,7 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
     return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, why)
 
 
-def digest_in(catalog: Catalog[ImageDocument], wanted: Wanted, say: Say) -> str:
+def digest_in(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
     """The digest under which a store has the image. Raises `UsageError` where it is not converted."""
     digest = wanted.reference.digest
     if digest and catalog.look(digest).kind != "none":
@@ -113,7 +90,7 @@ def digest_in(catalog: Catalog[ImageDocument], wanted: Wanted, say: Say) -> str:
     return document.digest
 
 
-def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
+def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
     """The document and the store that has it; no document when the image is not converted."""
     reference = wanted.reference
     if reference.place is Place.FOLDER:  # its digest is known when all of it was read
@@ -137,7 +114,7 @@ def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[Image
     return found or (None, "")
 
 
-def _check_may_pull(wanted: Wanted, why: str) -> None:
+def _check_may_pull(wanted: Request, why: str) -> None:
     """Raise `SignatureError` where signatures are required and no digest says what the image's own source must hold."""
     reference = wanted.reference
     if wanted.signatures.trusted and not (reference.place is Place.REGISTRY and reference.digest):
@@ -147,7 +124,7 @@ def _check_may_pull(wanted: Wanted, why: str) -> None:
         )
 
 
-def _asked(wanted: Wanted) -> str:
+def _asked(wanted: Request) -> str:
     """What the registry says that the name stands for, in one small request."""
     reference = wanted.reference
     with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
@@ -159,7 +136,7 @@ def _asked(wanted: Wanted) -> str:
             raise NotFoundError(f"no such tag or repository: {reference}") from error
 
 
-def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:
+def _stored(wanted: Request, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:
     """Look on this node first, then in the image's store."""
     # What this node cannot read of its own it converts again.
     with contextlib.suppress(BootseerError):
@@ -173,7 +150,7 @@ def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> 
     return None
 
 
-def _converted(wanted: Wanted, local_uri: str, show: Show) -> ImageDocument:
+def _converted(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
     from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
@@ -190,7 +167,7 @@ def _converted(wanted: Wanted, local_uri: str, show: Show) -> ImageDocument:
 class _Opener:
     """Opens the image's source when it is needed, once, and closes it at the end."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Request) -> None:
         self._wanted = wanted
         self._source: ImageSource | None = None
 
