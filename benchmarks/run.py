@@ -19,6 +19,7 @@ NAMES = (
     "run_overhead",
     "hook_overhead",
     "warm",
+    "connections",
     "tracing_cost",
     "report_fleet",
     "scan_foreign",
