@@ -87,4 +87,6 @@ def release_unused(runtime: Runtime, room: Room, cache_root: Path, needed: Seque
 def release(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Sequence[str] = ()) -> list[str]:
     """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
     runtime.clean()
-    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN), needed=needed)
+    return kept.release_idle(
+        runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN), needed=needed
+    )
