@@ -16,7 +16,7 @@ import pytest
 from bootseer.agent.agent import PEERS, request, request_status
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client
+from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.members import read_secret
 from bootseer.peers.protocol import Request
 from bootseer.store.file import FileStore
@@ -59,18 +59,27 @@ class Lab:
         (folder / "secret").write_bytes(os.urandom(32))
         (folder / "secret").chmod(0o600)
         self.runtime = folder / "run"
+        self.tls = False
         self.env = {**os.environ, "BOOTSEER_CACHE": str(folder / "cache"), "BOOTSEER_RUNTIME": str(self.runtime)}
         self.agent = subprocess.Popen([*BOOTSEER, "agent", "run", "--every", "1"], env=self.env)
         wait_until((self.runtime / "agent").exists)
 
     def job(self, *words: str) -> subprocess.Popen[bytes]:
-        peers = ["--peers", self.address, "--peers-secret", str(self.folder / "secret"), "--job", "j"]
+        peers = [
+            *["--peers-tls"] * self.tls,
+            "--peers",
+            self.address,
+            "--peers-secret",
+            str(self.folder / "secret"),
+            "--job",
+            "j",
+        ]
         command = [*BOOTSEER, "run", *peers, "--", sys.executable, "-c", READ, *words]
         return subprocess.Popen(command, env=self.env, cwd=self.folder)
 
     def ask(self, block: int, *, secret: bytes = b"", file: str = "") -> bytes:
         into = bytearray(BLOCK)
-        client = Client(secret or read_secret(self.folder / "secret"))
+        client = Client(secret or read_secret(self.folder / "secret"), tls=self.tls)
         asked = Request(file or self.index.identity, block * BLOCK, BLOCK, Level.GLOBAL, "m")
         try:
             client.read(self.address, asked, memoryview(into), heard=lambda _: 10.0)
@@ -91,14 +100,16 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     lab.agent.wait()
 
 
-def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, tls: bool) -> None:
+    lab.tls = tls
     assert lab.job().wait(300) == 0
     (held,) = lab.held()
     assert (held["addresses"], held["files"]) == ([lab.address], 1)
     assert lab.ask(3) == DATA[3 * BLOCK : 4 * BLOCK]
     with pytest.raises(NotFoundError):
         lab.ask(lab.index.num_blocks - 2, file="ab" * 32)
-    with pytest.raises(AccessError):
+    with pytest.raises(UnreachableError if tls else AccessError):
         lab.ask(3, secret=b"x" * 32)
     assert lab.held()[0]["sent_bytes"] == BLOCK
     with pytest.raises(PermanentError, match="malformed"):

@@ -263,6 +263,21 @@ def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied
         assert launcher.reasons()[1:] == [""]
 
 
+def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launcher: Launcher):
+    """Modules come before their package in a record: Python lists the package again when it is done."""
+    (launcher.folder / "library").mkdir()
+    launcher.write("library/__init__.py", "import library.one, library.other")
+    launcher.write("library/one.py", "")
+    launcher.write("library/other.py", "import os\nkept = dict(os.environ)")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["json", "library.one", "library.other", "library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "print('ran')"))
+    launcher.run((["job/child.py"], {}))
+    (told,) = launcher.told()
+    assert (told["module"], told["unfit"]) == ("library", True)
+
+
 def test_what_may_change_imports_is_named_and_the_program_started_by_exec(launcher: Launcher):
     launcher.write("library.py", "import os\nlevel = os.environ.get('LEVEL')\n")
     launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"

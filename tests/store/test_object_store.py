@@ -154,7 +154,7 @@ def test_an_upload_that_fails_leaves_nothing(store: Store, proxy: FaultProxy, se
 def test_an_object_that_could_not_be_copied_is_refused_while_it_is_written(
     store: Store, server: S3Server, bucket: str
 ) -> None:
-    upload = object_store.ObjectUpload(store, store._bucket.writer, 10_000_000)
+    upload = object_store.ObjectUpload(store, store._bucket, 10_000_000)
     upload.write(bytes(9_000_000))
     with pytest.raises(PermanentError, match="at most 10000000 bytes here; spread it over more stripes"):
         upload.write(bytes(9_000_000))

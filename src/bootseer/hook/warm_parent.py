@@ -126,15 +126,19 @@ class Imports:
             if any(name == one or name.startswith(f"{one}.") for one in _CHANGE_OTHERS):
                 raise UnfitError(f"{name} is imported, which changes other modules", name)
             state = _state()
+            # A package comes behind its modules in the list, and with the first of them: it is the one to leave out.
+            parts = name.split(".")
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            first = next((package for package in above if package not in sys.modules), name)
             try:
                 importlib.import_module(name)
             except Exception:  # noqa: S112 - the program's own import tells of it, or finds it elsewhere
                 continue
             if "*" in _Watched.reads:
-                raise UnfitError(f"{_Watched.reads['*']}, which {name} imports, reads all variables", name)
+                raise UnfitError(f"{_Watched.reads['*']}, which {name} imports, reads all variables", first)
             for what, value in _state().items():
                 if state.get(what, value) != value:
-                    raise UnfitError(f"the import of {name} changes {what}", name)
+                    raise UnfitError(f"the import of {name} changes {what}", first)
 
     def _check(self, known: dict[str, Any]) -> None:
         changed = set(known["changed"]) - self.changed.keys()

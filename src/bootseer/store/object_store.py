@@ -21,7 +21,8 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import stream_within
-from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, status_of
+from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, PART_BYTES, WRITE_S, Bucket, status_of
+from bootseer.places.object_data import ObjectPart
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -89,7 +90,7 @@ class ObjectStore:
 
     def upload(self) -> ObjectUpload:
         """See `Store.upload`."""
-        return ObjectUpload(self, self._bucket.writer, MAX_COPY_BYTES.get(self._bucket.scheme))
+        return ObjectUpload(self, self._bucket, MAX_COPY_BYTES.get(self._bucket.scheme))
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
         """See `Store.create`."""
@@ -165,15 +166,15 @@ class ObjectStore:
 class ObjectUpload:
     """An `Upload` into a bucket. Belongs to one thread at a time."""
 
-    def __init__(self, store: ObjectStore, client: Any, max_copy_bytes: int | None) -> None:
+    def __init__(self, store: ObjectStore, bucket: Bucket, max_copy_bytes: int | None) -> None:
         self._store = store
-        self._client = client
+        self._bucket = bucket
         self._max_copy_bytes = max_copy_bytes
         self._hash = hashlib.sha256()
         self._size = 0
         self._buffer = bytearray()
-        self._path = f".uploads/{secrets.token_hex(16)}"
-        self._parts: Any = None
+        self._part: ObjectPart | None = None
+        """Where a large object goes until its name is known."""
         self._ended = False
 
     def write(self, data: bytes | memoryview) -> None:
@@ -187,28 +188,35 @@ class ObjectUpload:
             limit = f"an object may have at most {self._max_copy_bytes} bytes"
             raise PermanentError(f"{self._store.uri}: {limit} here; spread it over more stripes")
         self._buffer += data
-        if len(self._buffer) >= PART_BYTES:
-            self._flush()
+        if self._part is None:
+            if len(self._buffer) <= PART_BYTES:
+                return
+            path = f".uploads/{secrets.token_hex(16)}"
+            self._part = ObjectPart(self._bucket, path, path)
+        try:
+            self._part.write(self._buffer)
+        except BaseException:
+            self.abort()
+            raise
+        self._buffer.clear()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         """See `Upload.commit`."""
         if self._ended:
             raise upload_ended(self._store.uri)
         name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
-        target = content_path(name)
-        client = self._client
+        client, part, target = self._bucket.writer, self._part, content_path(name)
 
         def finish() -> None:
-            if self._parts is None:
+            if part is None:
                 obstore.put(client, target, bytes(self._buffer), use_multipart=False)
                 return
-            self._parts.close()
-            obstore.copy(client, self._path, target)
-            obstore.delete(client, self._path)
+            obstore.copy(client, part.path, target)
+            obstore.delete(client, part.path)
 
         try:
-            if self._parts is not None:
-                self._flush()
+            if part is not None:
+                part.close()
             self._store.call(name, finish, WRITE_S)
         except BootseerError:
             self.abort()
@@ -218,34 +226,14 @@ class ObjectUpload:
 
     def abort(self) -> None:
         """See `Upload.abort`."""
-        if self._ended:
+        part = self._part
+        if self._ended or part is None:
+            self._ended = True
             return
         self._ended = True
-        parts, self._parts = self._parts, None
-        if parts is None:
-            return
-
-        def remove() -> None:
-            # obstore cannot end a multipart upload without completing it; what it completes is removed at once.
-            with contextlib.suppress(Exception):
-                parts.close()
-            obstore.delete(self._client, self._path)
-
-        with contextlib.suppress(BootseerError):
-            self._store.call("an upload", remove, WRITE_S)
-
-    def _flush(self) -> None:
-        data, self._buffer = bytes(self._buffer), bytearray()
-        if self._parts is None:
-            self._parts = obstore.open_writer(
-                self._client, self._path, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
-            )
-        parts = self._parts
-        try:
-            self._store.call("an upload", lambda: parts.write(data), WRITE_S)
-        except BootseerError:
-            self.abort()
-            raise
+        part.abort()
+        with contextlib.suppress(BootseerError):  # it is there, where its end was reached
+            self._store.call("an upload", lambda: obstore.delete(self._bucket.writer, part.path), WRITE_S)
 
 
 def _cut(piece: bytes) -> Iterator[bytes]:
