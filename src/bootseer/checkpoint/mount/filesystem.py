@@ -30,6 +30,7 @@ from bootseer.places.place import Entry, folder_of, join
 
 _MAX_NAME = 255
 _MAX_NAMES = 100
+_RELEASE_S = 2.0
 """Names in one answer about what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
 """For names whose node was not looked up: all numbers of nodes are larger."""
@@ -321,9 +322,13 @@ class CheckpointFiles:
                 raise refusal(errno.EEXIST)
             node, replaced = self._nodes.at(source), self._nodes.at(target)
             if node is not None and node.is_folder:
-                # What is being written there would be published under its old name.
-                if self._nodes.live_below(source):
-                    raise refusal(errno.EBUSY)
+                # What is being written there would be published under its old name. A file whose last descriptor was
+                # just closed counts until the kernel has released it, which it does some time after `close` returned.
+                until = time.monotonic() + _RELEASE_S
+                while self._nodes.live_below(source):
+                    if time.monotonic() > until:
+                        raise refusal(errno.EBUSY)
+                    time.sleep(0.002)
                 if self._nodes.live_below(target):
                     raise refusal(errno.ENOTEMPTY)
             with _changing(node) as content:
