@@ -36,7 +36,7 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such.toml"], "shipped scenarios: dense, diffusion"),
+        (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),
