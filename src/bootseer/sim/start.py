@@ -61,6 +61,7 @@ MORE_ARMS: Final = {
     "only image": Techniques(environment=False, checkpoint=False, peers=False),
     "image and peers": Techniques(environment=False, checkpoint=False),
     "only environment": Techniques(image=False, checkpoint=False, peers=False),
+    "environment and peers": Techniques(image=False, checkpoint=False),
     "only checkpoint": Techniques(image=False, environment=False, record=False, peers=False),
 }
 """Those that are simulated where they are asked for."""
