@@ -14,14 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
 from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
-from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
+from bootseer.checkpoint.os_errors import LoggedOsErrors, refusal, stale
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
@@ -436,8 +436,8 @@ class CheckpointFiles:
         """Figures for `status`."""
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
-    def _logging_errors(self, what: str) -> AbstractContextManager[None]:
-        return logged_os_errors(what, self._context.on_error)
+    def _logging_errors(self, what: str) -> LoggedOsErrors:
+        return LoggedOsErrors(what, self._context.on_error)
 
 
 def _changed(info: FileInfo, changes: Changes) -> FileInfo:
