@@ -46,6 +46,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 )
 @click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
+@click.option("--figures", "drawn_in", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+              help="Simulate the shipped scenarios and write their figures there, as HTML and PNG.")  # fmt: skip
 @json_option("bootseer.simulation/1")
 def simulate_command(
     scenario: str,
@@ -57,6 +59,7 @@ def simulate_command(
     html: Path | None,
     reports: tuple[Path, ...],
     events: Path | None,
+    drawn_in: Path | None,
     output: Output,
 ) -> None:
     """Show how starts of a job would go, in virtual time: fetching and peers decide as they do on real nodes, links,
@@ -68,10 +71,16 @@ def simulate_command(
     bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
+    bootseer simulate --figures figures/ --seeds 3
     """
     from bootseer.sim.scenario import read_scenario
     from bootseer.sim.start import ARMS, MORE_ARMS, simulate
 
+    if drawn_in is not None:
+        if nodes or arms or changes or reports or html or events:
+            raise UsageError("--figures draws the shipped scenarios: give it no more than --seed and --seeds")
+        _figures(drawn_in, range(seed, seed + seeds), output)
+        return
     wanted = read_scenario(scenario, [*changes, *([f"nodes=[{nodes}]"] if nodes is not None else [])])
     if wanted.month is not None and not reports and nodes is None:
         _month(wanted, wanted.month, range(seed, seed + seeds), output)
@@ -130,6 +139,16 @@ def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> No
     said += "Days: of snapshots. GPU-hours of starts, and their share of all."
     document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
     output(document, rows, said)
+
+
+def _figures(folder: Path, seeds: range, output: Output) -> None:
+    from bootseer.sim.evaluation import write
+
+    written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
+    said = [f"{path}" for path in written]
+    if len(written) == 1:
+        said.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
+    output({"simulated": True, "figures": said[: len(written)]}, *said)
 
 
 def _said(seeds: range) -> str:
