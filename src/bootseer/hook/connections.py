@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import resource
 import socket
@@ -115,7 +116,5 @@ def ranks_connected(c10d: ModuleType) -> None:
             facts["keys"] = int(c10d._get_default_store().num_keys())
         with contextlib.suppress(Exception):
             if "nccl" in str(c10d.get_backend()):
-                from torch.cuda import nccl
-
-                facts["nccl"] = ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
+                facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
     state.tracer.emit("ranks_connected", INSTANT, attrs=facts)
