@@ -36,8 +36,9 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such.toml"], "shipped scenarios: dense, diffusion"),
+        (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
+        (["--figures", "figures", "--nodes", "2"], "--figures draws the shipped scenarios"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),
         (["--what-if", "links.node-gbit"], "say TABLE.FIELD=VALUE"),

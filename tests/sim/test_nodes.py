@@ -131,7 +131,19 @@ def test_a_registry_that_refuses_is_asked_again() -> None:
     assert outcome.refused > 0
 
 
-@pytest.mark.parametrize("name", ["moe", "dense", "diffusion", "install-1440"])
+@pytest.mark.parametrize("arm", ["bootseer", "without peers", "lazy"])
+def test_nodes_that_are_simulated_as_one_take_as_long_as_alone(arm: str) -> None:
+    changes = [*SMALL, "links.rack-nodes=8", "image.gb=1"]
+    alone, folded = (simulate(read_scenario("moe", [*changes, f"fold={fold}"]), 32, arm) for fold in (32, 8))
+    assert len(folded.spans) == len(alone.spans) == 32
+    assert folded.began_s == pytest.approx(alone.began_s, rel=0.08)
+    assert folded.registry_bytes == pytest.approx(alone.registry_bytes, rel=0.25)
+    assert folded.peer_bytes == pytest.approx(alone.peer_bytes, rel=0.15)
+    last_s = alone.stages()["environment_setup"]["max_s"]
+    assert folded.stages()["environment_setup"]["max_s"] == pytest.approx(last_s, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "diffusion", "install-1440", "month", "restarts-26", "buckets"])
 def test_shipped_scenarios_are_right(name: str) -> None:
     assert name in shipped()
     assert read_scenario(name).name == name

@@ -13,7 +13,7 @@ from bootseer.cli.output import Output, table
 from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
-    from bootseer.sim.scenario import Scenario
+    from bootseer.sim.scenario import Month, Scenario
     from bootseer.sim.start import Outcome
 
 
@@ -46,6 +46,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 )
 @click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
+@click.option("--figures", "drawn_in", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+              help="Simulate the shipped scenarios and write their figures there, as HTML and PNG.")  # fmt: skip
 @json_option("bootseer.simulation/1")
 def simulate_command(
     scenario: str,
@@ -57,22 +59,32 @@ def simulate_command(
     html: Path | None,
     reports: tuple[Path, ...],
     events: Path | None,
+    drawn_in: Path | None,
     output: Output,
 ) -> None:
     """Show how starts of a job would go, in virtual time: fetching and peers decide as they do on real nodes, links,
     processors and servers are a model. SCENARIO is a TOML file or one of those shipped: moe (the default), dense,
-    diffusion, install-1440.
+    diffusion, install-1440, buckets, month (30 days of a cluster, by what nodes and the store keep), restarts-26.
 
     \b
     bootseer simulate
     bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
+    bootseer simulate --figures figures/ --seeds 3
     """
     from bootseer.sim.scenario import read_scenario
     from bootseer.sim.start import ARMS, MORE_ARMS, simulate
 
+    if drawn_in is not None:
+        if nodes or arms or changes or reports or html or events:
+            raise UsageError("--figures draws the shipped scenarios: give it no more than --seed and --seeds")
+        _figures(drawn_in, range(seed, seed + seeds), output)
+        return
     wanted = read_scenario(scenario, [*changes, *([f"nodes=[{nodes}]"] if nodes is not None else [])])
+    if wanted.month is not None and not reports and nodes is None:
+        _month(wanted, wanted.month, range(seed, seed + seeds), output)
+        return
     if reports:
         _calibrate(wanted, reports, output)
         return
@@ -98,13 +110,49 @@ def simulate_command(
         figures = [*(stages[name]["max_s"] for name in names), outcome.began_s]
         figures += [outcome.registry_bytes / 1e9, outcome.peer_bytes / 1e9]
         rows.add_row(str(outcome.nodes), outcome.arm, *(f"{figure:,.1f}" for figure in figures))
-    drawn = f"seed {seed}" if seeds == 1 else f"seeds {seed} to {seed + seeds - 1}"
+    drawn = _said(range(seed, seed + seeds))
     said = f"Simulated: parameters {wanted.digest}, {drawn}. Seconds of the slowest node."
     document = {"simulated": True, "scenario": wanted.name, "parameters": wanted.digest, "seed": seed}
     document["starts"] = [outcome.as_json() for outcome in done]
     if html is not None:
         _draw(html, document, wanted)
     output(document, rows, said)
+
+
+def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> None:
+    from bootseer.sim.month import Times, policies, simulate_month
+
+    columns = ("cache GB", "days", "starts", "hits %", "restored %", "store GB", "GPU-h", "%", "today", "%")
+    rows = table(*columns, right=columns)
+    done = []
+    times: Times = {}
+    for policy in policies(month):
+        for seed in seeds:
+            done.append(found := simulate_month(scenario, month, policy, times, seed))
+            hours, shares = found["gpu_hours"], found["gpu_share"]
+            stored = found["days"][-1]["store_gb"] if found["days"] else 0.0
+            rows.add_row(f"{policy.cache_gb:g}", f"{policy.max_age_days:g}" if policy.max_age_days else "any",
+                         str(found["starts"]), f"{100 * found['hit_rate']:.1f}", f"{100 * found['snapshot_rate']:.1f}",
+                         f"{stored:,.1f}", f"{hours['bootseer']:,.0f}", f"{100 * shares['bootseer']:.2f}",
+                         f"{hours['today']:,.0f}", f"{100 * shares['today']:.2f}")  # fmt: skip
+    said = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_said(seeds)}. "
+    said += "Days: of snapshots. GPU-hours of starts, and their share of all."
+    document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
+    output(document, rows, said)
+
+
+def _figures(folder: Path, seeds: range, output: Output) -> None:
+    from bootseer.sim.evaluation import write
+
+    written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
+    said = [f"{path}" for path in written]
+    if len(written) == 1:
+        said.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
+    output({"simulated": True, "figures": said[: len(written)]}, *said)
+
+
+def _said(seeds: range) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
