@@ -45,6 +45,8 @@ class Techniques:
     record: bool = True
     """Whether hot sets of earlier starts are there."""
     peers: bool = True
+    warm: bool = False
+    """Whether the nodes have what an earlier start of the job read."""
 
 
 ARMS: Final = {
@@ -58,6 +60,7 @@ ARMS: Final = {
 }
 """By name: what is compared, the ablation among them."""
 MORE_ARMS: Final = {
+    "warm": Techniques(warm=True),
     "only image": Techniques(environment=False, checkpoint=False, peers=False),
     "image and peers": Techniques(environment=False, checkpoint=False),
     "only environment": Techniques(image=False, checkpoint=False, peers=False),
@@ -167,6 +170,9 @@ class _Start:
         self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
         self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
+        if self._techniques.warm:
+            for node in self._nodes:
+                node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
         self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
