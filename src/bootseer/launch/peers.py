@@ -148,8 +148,9 @@ class PeersStart:
             secret_file=wanted.secret,
         )
         if isinstance(source, Listed):  # the agent may serve there what earlier jobs have read
-            addresses = [address for peer in source.poll() for address in peer.addresses]
-            _tell_agent(wanted.runtime, {"addresses": addresses}, begins=True)
+            source.before_listening = lambda addresses: _tell_agent(
+                wanted.runtime, {"addresses": addresses}, begins=True
+            )
         blocks, chunks = BlockFiles(), CachedFiles()
         openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
         service = None
