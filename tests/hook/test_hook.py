@@ -73,7 +73,8 @@ def test_every_stage_is_marked_on_every_rank(trained):
         ]
         assert sorted(stages(mine)) == sorted(stages(mine, "end"))
         assert all(event.outcome == "ok" for event in mine if event.phase == "end")
-        assert stages(mine, "instant")[:2] == ["rank_known", "training_began"]
+        instants = ["store_connected", "rank_known", "ranks_connected", "training_began"]
+        assert stages(mine, "instant")[: len(instants)] == instants
 
 
 def test_the_launcher_is_told_apart(trained):

@@ -124,6 +124,13 @@ def test_each_technique_makes_a_start_faster() -> None:
     assert max(seconds, key=lambda arm: seconds[arm]) == "today"
 
 
+def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
+    scenario = read_scenario("moe", SMALL)
+    warm, cold = simulate(scenario, 4, "warm"), simulate(scenario, 4, "bootseer")
+    assert warm.registry_bytes == warm.peer_bytes == 0
+    assert warm.began_s < cold.began_s
+
+
 def test_a_registry_that_refuses_is_asked_again() -> None:
     scenario = read_scenario("moe", [*SMALL, "links.registry-requests-per-s=40"])
     outcome = simulate(scenario, 2, "without peers")

@@ -5,12 +5,13 @@
     model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
+    model_initialization.new_group         a process group behind the first that takes 0.1 s or more
     model_initialization.first_collective  the first collective, where lazy communicators are made
     model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
     first_step                             first training forward to the end of the first optimizer step;
                                            in JAX: first gradient to the results of the first compiled step
     first_step.compile                     torch.compile, or JAX, at work in it
-    training_began, steady_step            moments
+    store_connected, reverse_dns, ranks_connected, training_began, steady_step   moments
 
 Everything is one-shot: when the first steady step is seen, the hooks are removed and the functions put back. Every
 callback is guarded: an error in BootSeer ends the marking and not the job. Nothing is marked while torch.compile
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from bootseer.hook.connections import mark_stores
 from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
@@ -111,5 +113,8 @@ def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
         "torch.distributed.checkpoint.state_dict_loader": mark_reads("load", api="torch.distributed.checkpoint"),
         "torch.distributed.distributed_c10d": mark_process_group,
         "torch.distributed.elastic.rendezvous.registry": mark_launcher,
+        "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend": mark_stores,
+        "torch.distributed.elastic.rendezvous.static_tcp_rendezvous": mark_stores,
+        "torch.distributed.rendezvous": mark_stores,
         "safetensors.torch": mark_reads("load_file", "load_model", "load", api="safetensors.torch"),
     }

@@ -38,6 +38,8 @@ class State:
         self.optimizer: object = None
         self.undo: list[Callable[[], Any]] = []
         self.collective_undo: list[Callable[[], Any]] = []
+        self.groups, self.groups_s = 0, 0.0
+        """Process groups that were made behind the first, and the seconds that they took."""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None

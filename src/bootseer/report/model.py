@@ -315,6 +315,8 @@ class Report:
     checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     peers: list[PeersStart] = field(default_factory=list)
+    connections: list[str] = field(default_factory=list)
+    """Lines: what connecting the ranks took where it took long, why, and settings that make it slow."""
     warm: list[str] = field(default_factory=list)
     """Lines: how many programs came from a warm parent, and why others did not."""
     restarts: list[Restarted] = field(default_factory=list)

@@ -45,6 +45,8 @@ class Techniques:
     record: bool = True
     """Whether hot sets of earlier starts are there."""
     peers: bool = True
+    warm: bool = False
+    """Whether the nodes have what an earlier start of the job read."""
 
 
 ARMS: Final = {
@@ -58,9 +60,11 @@ ARMS: Final = {
 }
 """By name: what is compared, the ablation among them."""
 MORE_ARMS: Final = {
+    "warm": Techniques(warm=True),
     "only image": Techniques(environment=False, checkpoint=False, peers=False),
     "image and peers": Techniques(environment=False, checkpoint=False),
     "only environment": Techniques(image=False, checkpoint=False, peers=False),
+    "environment and peers": Techniques(image=False, checkpoint=False),
     "only checkpoint": Techniques(image=False, environment=False, record=False, peers=False),
 }
 """Those that are simulated where they are asked for."""
@@ -153,6 +157,8 @@ class _Start:
         store = Store(engine, links.registry_gbit * _GBIT / asked, links.registry_latency_ms / 1e3,
                       links.registry_requests_per_s / asked)  # fmt: skip
         self._asked = asked
+        self._pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
+        """The registry for runtimes, which pull whole images, each node for itself."""
         self._from_servers: list[Link] = []
         """Of each rack, what the bytes of servers flow over that its nodes ask one by one."""
         self._nodes = list(self._make_nodes(num_groups))
@@ -164,14 +170,15 @@ class _Start:
         self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
         self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
+        if self._techniques.warm:
+            for node in self._nodes:
+                node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
         self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
 
     def _make_nodes(self, num_groups: int) -> Iterator[Node]:
-        links, engine, techniques = self._scenario.links, self._engine, self._techniques
-        processors = self._scenario.processors
-        load_mb_s = processors.load_mb_s if techniques.image else processors.unpack_mb_s
+        links, engine, load_mb_s = self._scenario.links, self._engine, self._scenario.processors.load_mb_s
         racks: list[Rack] = []
         for at in range(num_groups):
             if 0 < links.rack_nodes < self._num_nodes and at % (links.rack_nodes // self._fold) == 0:
@@ -195,6 +202,8 @@ class _Start:
         spans = [outcome.spans[node.name] for node in self._nodes]
         outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self._num_nodes)}
         outcome.registry_bytes = job.store_bytes * self._asked
+        if self._pulls is not job.store.link:
+            outcome.registry_bytes += self._pulls.carried * self._each
         outcome.peer_bytes = sum(node.up.carried for node in self._nodes) * self._each
         outcome.refused = round(job.store.refused * self._asked)
         outcome.asked, outcome.late = (round(number * self._each) for number in job.requests())
@@ -238,26 +247,21 @@ class _NodeStart:
         self._begin_s = self._engine.now
 
     def _image(self) -> None:
-        loader, techniques = self._node.loaders[0], self._techniques
+        techniques, image = self._techniques, self._scenario.image
         hot = []
         if techniques.record:
             if techniques.environment:
                 hot = [(ENVIRONMENT, block) for block in self._start._hot[ENVIRONMENT]]
             if techniques.image:
                 hot += [(IMAGE, block) for block in self._start._hot[IMAGE]]
-            loader.prefetch(hot)
-        fixed_s = self._scenario.image.fixed_s * self._factor
+            self._node.loaders[0].prefetch(hot)
+        fixed_s = image.fixed_s * self._factor
         if techniques.image:
             self._engine.after(fixed_s, self._environment)
             return
-
-        def pulled(answer: object) -> None:
-            if isinstance(answer, BootseerError):
-                raise answer
-            self._engine.after(fixed_s, self._environment)
-
-        loader.pull(IMAGE)
-        loader.read(IMAGE, range(self._start._job.files[IMAGE].num_blocks), pulled)
+        unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
+        way = (*self._down(self._start._pulls), unpack)
+        self._engine.start(way, image.gb * 1e9, lambda: self._engine.after(fixed_s, self._environment))
 
     def _environment(self) -> None:
         self._stage("image_loading")

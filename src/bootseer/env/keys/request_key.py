@@ -190,7 +190,7 @@ class _Collector:
         return [f"{user}/lib/python{version}/site-packages", *search] if user else search
 
     def _fingerprint(self, folders: list[str]) -> None:
-        system = node.system(self._files)
+        system = node.system(self._files, self._facts)
         installed = node.distributions(folders, self._facts)
         self._add("system", f"sha256:{system.digest}", system.lines)
         self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)

@@ -141,6 +141,12 @@ def warm_section(report: Report) -> str:
     return _section("warm", "How Python programs started", report.warm, "", note, len(report.warm))
 
 
+def connections_section(report: Report) -> str:
+    """What connecting the ranks took, and why; empty where it took no time worth mentioning."""
+    note = "Ranks meet at a store, then in groups; see peers.md, Names of the nodes."
+    return _section("connections", "How the ranks connected", report.connections, "", note, len(report.connections))
+
+
 def _head(*columns: str | tuple[Column, ...]) -> str:
     names = [[column] if isinstance(column, str) else [name for name, _, _ in column] for column in columns]
     return head(*[name for group in names for name in group])
