@@ -90,7 +90,7 @@ def after_import(name: str, *, failed: bool = False) -> None:
 
 @guarded
 def imported(name: str, started_ns: int) -> None:
-    """An outermost import has ended: the long ones are told, after the fact."""
+    """An outermost import has ended: record the long ones, after the fact."""
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
         stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")
