@@ -166,7 +166,7 @@ class MountHandle:
         self._lifeline = lifeline
 
     def began(self) -> dict[str, object]:
-        """The start is over: its record ends, and what it cost is told. Nothing is fetched where no daemon is."""
+        """The start is over: end its record and report what it cost. Without a daemon nothing is fetched."""
         numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0}
         if self._daemon is None:
             return numbers

@@ -49,7 +49,7 @@ class Namespace:
         self._held = dict(held)
         self._folders = dict(folders)
         self.facts = facts
-        """What `build` told."""
+        """What `build` returned."""
 
     @classmethod
     def made(cls, build: Callable[[], Built | None], *, user: bool = False, deadline_s: float = 30.0) -> Namespace:

@@ -265,7 +265,7 @@ def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
 
 
 def _stamp(path: str) -> list[object]:
-    """What the answer depends on; empty when that cannot be told."""
+    """What the answer depends on; empty when that is not known."""
     try:
         real = os.path.realpath(path)
         status = Path(real).stat()

@@ -296,7 +296,7 @@ class _Collector:
             if commit is None:
                 self._unpinned[f"{item.words} (no commit could be told)"] = None
             elif address.startswith("git+file://"):
-                # What git reads of it is told by the commit.
+                # The commit identifies what git reads of it.
                 place = address.removeprefix("git+file://")
                 self._accounted.add(f"{place}/.git" if self._files.kind(f"{place}/.git") else place)
 

@@ -239,7 +239,7 @@ class EnvironmentStart:
         return code
 
     def ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what was not told yet is told now."""
+        """The command is over, after so many seconds: what was not reported yet is reported now."""
         self.tell(ENDED)
         shown = self.shown
         if shown is None:
