@@ -126,7 +126,8 @@ def _serve(listening: Any) -> None:
 
 
 def _node(ranks: range, number: int, stages: int, begin: Barrier, ended: Any) -> None:
-    """The clients of one process: a thread each, since the store waits without the interpreter's lock."""
+    """The clients of one process: a thread each. One that connects holds the interpreter's lock, so that those of one
+    process do it in turn; barrier and gather wait without it."""
     from torch.distributed import TCPStore
 
     threading.stack_size(512 << 10)

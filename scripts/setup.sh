@@ -51,6 +51,7 @@ kinit krb5-user the same
 slurmctld slurm-wlm the test that runs jobs under a real Slurm
 munged munge the key service that Slurm needs
 pg_ctlcluster postgresql the database of a service with many nodes
+promtool prometheus the check of the rules over its metrics
 LIST
 }
 

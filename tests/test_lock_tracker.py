@@ -157,12 +157,13 @@ def test_a_call_of_a_timer_is_made_with_no_lock_held():
 
 
 def test_a_call_of_a_timer_that_is_made_with_a_lock_held_is_found(module, monkeypatch):
-    calls = []
-    monkeypatch.setattr(Timer, "after", lambda timer, delay_s, call: calls.append(call))
+    calls = {}  # other threads of this process have timers too
+    monkeypatch.setattr(Timer, "after", lambda timer, delay_s, call: calls.update({timer: call}))
     with pytest.raises(LockMisuseError, match="a timer's call is entered with these locks held"), tracked(Tracker()):
-        Timer().after(0.0, lambda: None)
+        timer = Timer()
+        timer.after(0.0, lambda: None)
         with module().first:
-            calls[0]()
+            calls[timer]()
 
 
 def test_everything_is_as_it_was_afterwards():

@@ -18,7 +18,7 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "figures.html"
     shown = run(*words, "--events", str(tmp_path), "--html", str(page))
     assert shown.returncode == 0, shown.stderr
-    digest = shown.stdout.split("parameters ")[1].split(",")[0]
+    digest = shown.stdout.split("parameters ")[1].split(";")[0]
     drawn = page.read_text()
     # A figure that is shown alone says what it is, and of what.
     for figure in drawn.split("<figure ")[1:]:
@@ -33,11 +33,22 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     assert report["overhead"]["startup_s"] == pytest.approx(start["startup_s"], abs=0.01)
 
 
+def test_values_are_compared(run: Run) -> None:
+    words = ["simulate", "--nodes", "2", "--arm", "lazy", *SMALL, "--what-if", "links.node-gbit=1,10", "--json"]
+    document = json.loads(run(*words).stdout)
+    slow, fast = document["starts"]
+    assert (slow["arm"], fast["arm"]) == ("lazy, node-gbit=1", "lazy, node-gbit=10")
+    assert slow["parameters"] != fast["parameters"]
+    assert slow["startup_s"] > fast["startup_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such.toml"], "shipped scenarios: dense, diffusion"),
+        (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
+        (["--figures", "figures", "--nodes", "2"], "--figures draws the shipped scenarios"),
+        (["month", "--what-if", "links.node-gbit=1,10"], "compared for starts only"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),
         (["--what-if", "links.node-gbit"], "say TABLE.FIELD=VALUE"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -153,6 +155,17 @@ def test_rules_and_dashboard_ask_for_figures_that_there_are(month: Any) -> None:
     asked = [rule["expr"] for rule in rules] + [t["expr"] for panel in board["panels"] for t in panel["targets"]]
     wanted = {name for expr in asked for name in re.findall(r"bootseer_\w+", expr)}
     assert wanted <= names
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
+def test_prometheus_own_tool_finds_that_rules_fire_as_they_should_and_metrics_well_formed(month: Any) -> None:
+    made, database = month
+    with database.read() as connection:
+        text = text_of(connection, OverTime(database), made.now_ns - 1)
+    rules = str(CONTRIB / "prometheus" / "rules_test.yaml")
+    for words, given in ((["check", "metrics"], text), (["test", "rules", rules], "")):
+        ran = subprocess.run(["promtool", *words], input=given, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 class Hook(BaseHTTPRequestHandler):

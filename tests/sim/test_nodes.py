@@ -124,6 +124,13 @@ def test_each_technique_makes_a_start_faster() -> None:
     assert max(seconds, key=lambda arm: seconds[arm]) == "today"
 
 
+def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
+    scenario = read_scenario("moe", SMALL)
+    warm, cold = simulate(scenario, 4, "warm"), simulate(scenario, 4, "bootseer")
+    assert warm.registry_bytes == warm.peer_bytes == 0
+    assert warm.began_s < cold.began_s
+
+
 def test_a_registry_that_refuses_is_asked_again() -> None:
     scenario = read_scenario("moe", [*SMALL, "links.registry-requests-per-s=40"])
     outcome = simulate(scenario, 2, "without peers")
@@ -131,7 +138,19 @@ def test_a_registry_that_refuses_is_asked_again() -> None:
     assert outcome.refused > 0
 
 
-@pytest.mark.parametrize("name", ["moe", "dense", "diffusion", "install-1440"])
+@pytest.mark.parametrize("arm", ["bootseer", "without peers", "lazy"])
+def test_nodes_that_are_simulated_as_one_take_as_long_as_alone(arm: str) -> None:
+    changes = [*SMALL, "links.rack-nodes=8", "image.gb=1"]
+    alone, folded = (simulate(read_scenario("moe", [*changes, f"fold={fold}"]), 32, arm) for fold in (32, 8))
+    assert len(folded.spans) == len(alone.spans) == 32
+    assert folded.began_s == pytest.approx(alone.began_s, rel=0.08)
+    assert folded.registry_bytes == pytest.approx(alone.registry_bytes, rel=0.25)
+    assert folded.peer_bytes == pytest.approx(alone.peer_bytes, rel=0.15)
+    last_s = alone.stages()["environment_setup"]["max_s"]
+    assert folded.stages()["environment_setup"]["max_s"] == pytest.approx(last_s, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "diffusion", "install-1440", "month", "restarts-26", "buckets"])
 def test_shipped_scenarios_are_right(name: str) -> None:
     assert name in shipped()
     assert read_scenario(name).name == name

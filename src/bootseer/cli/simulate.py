@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from bootseer.cli.output import Output, table
 from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
-    from bootseer.sim.scenario import Scenario
+    from bootseer.sim.scenario import Month, Scenario
     from bootseer.sim.start import Outcome
 
 
@@ -32,7 +34,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option("--arm", "arms", multiple=True, metavar="NAME", shell_complete=_complete,
               help="today, lazy, bootseer, 'without peers' and the like; may be repeated.  [default: all]")  # fmt: skip
 @click.option("--what-if", "changes", multiple=True, metavar="TABLE.FIELD=VALUE",
-              help="Another value of the scenario, such as links.node-gbit=100; may be repeated.")  # fmt: skip
+              help="Another value of the scenario, such as links.node-gbit=100, or several to compare: "
+                   "checkpoint.stripes=1,4,8; may be repeated.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Of all that is random.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="So many, from --seed on.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures there.")
@@ -46,6 +49,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 )
 @click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
+@click.option("--figures", "drawn_in", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+              help="Simulate the shipped scenarios and write their figures there, as HTML and PNG.")  # fmt: skip
 @json_option("bootseer.simulation/1")
 def simulate_command(
     scenario: str,
@@ -57,39 +62,52 @@ def simulate_command(
     html: Path | None,
     reports: tuple[Path, ...],
     events: Path | None,
+    drawn_in: Path | None,
     output: Output,
 ) -> None:
     """Show how starts of a job would go, in virtual time: fetching and peers decide as they do on real nodes, links,
     processors and servers are a model. SCENARIO is a TOML file or one of those shipped: moe (the default), dense,
-    diffusion, install-1440.
+    diffusion, install-1440, buckets, month (30 days of a cluster, by what nodes and the store keep), restarts-26.
 
     \b
     bootseer simulate
     bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
+    bootseer simulate --figures figures/ --seeds 3
     """
     from bootseer.sim.scenario import read_scenario
-    from bootseer.sim.start import ARMS, MORE_ARMS, simulate
+    from bootseer.sim.start import ARMS, MORE_ARMS
 
-    wanted = read_scenario(scenario, [*changes, *([f"nodes=[{nodes}]"] if nodes is not None else [])])
+    if drawn_in is not None:
+        if nodes or arms or changes or reports or html or events:
+            raise UsageError("--figures draws the shipped scenarios: give it no more than --seed and --seeds")
+        _figures(drawn_in, range(seed, seed + seeds), output)
+        return
+    variants = [
+        (said, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
+        for said, chosen in _variants(changes)
+    ]
+    wanted = variants[0][1]
+    if len(variants) > 1 and (reports or events or (wanted.month is not None and nodes is None)):
+        raise UsageError("several values are compared for starts only, without --calibrate and --events")
+    if wanted.month is not None and not reports and nodes is None:
+        _month(wanted, wanted.month, range(seed, seed + seeds), output)
+        return
     if reports:
         _calibrate(wanted, reports, output)
         return
     for arm in arms:
         if arm not in ARMS and arm not in MORE_ARMS:
             raise UsageError(f"no arm {arm!r}; there are {', '.join([*ARMS, *MORE_ARMS])}")
-    plan = [(number, arm, one) for number in wanted.nodes for arm in arms or ARMS for one in range(seed, seed + seeds)]
-    done: list[Outcome] = []
-    for at, (number, arm, one) in enumerate(plan):
-        if sys.stderr.isatty():
-            click.echo(f"\r\033[K{at + 1} of {len(plan)}: {arm}, {number} nodes ", nl=False, err=True)
-        outcome = simulate(wanted, number, arm, one)
-        done.append(outcome)
-        if events is not None:
-            _write(events, outcome, wanted.name + (f"-seed{one}" if seeds > 1 else ""))
-    if sys.stderr.isatty():
-        click.echo("\r\033[K", nl=False, err=True)
+    done = _simulated([
+        (said, variant, number, arm, one)
+        for number in wanted.nodes for arm in arms or ARMS for said, variant in variants
+        for one in range(seed, seed + seeds)
+    ])  # fmt: skip
+    if events is not None:
+        for outcome in done:
+            _write(events, outcome, wanted.name + (f"-seed{outcome.seed}" if seeds > 1 else ""))
     columns = ("image", "env", "imports", "ckpt", "start s", "registry GB", "peers GB")
     rows = table("nodes", "arm", *columns, right=("nodes", *columns))
     names = ("image_loading", "environment_setup", "model_initialization.imports", "model_initialization.checkpoint")
@@ -98,13 +116,64 @@ def simulate_command(
         figures = [*(stages[name]["max_s"] for name in names), outcome.began_s]
         figures += [outcome.registry_bytes / 1e9, outcome.peer_bytes / 1e9]
         rows.add_row(str(outcome.nodes), outcome.arm, *(f"{figure:,.1f}" for figure in figures))
-    drawn = f"seed {seed}" if seeds == 1 else f"seeds {seed} to {seed + seeds - 1}"
-    said = f"Simulated: parameters {wanted.digest}, {drawn}. Seconds of the slowest node."
+    drawn = _said(range(seed, seed + seeds))
+    digests = dict.fromkeys(variant.digest for _, variant in variants)
+    said = f"Simulated: parameters {', '.join(digests)}; {drawn}. Seconds of the slowest node."
     document = {"simulated": True, "scenario": wanted.name, "parameters": wanted.digest, "seed": seed}
     document["starts"] = [outcome.as_json() for outcome in done]
     if html is not None:
-        _draw(html, document, wanted)
+        _draw(html, document, [variant for _, variant in variants])
     output(document, rows, said)
+
+
+def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]:
+    from bootseer.sim.start import simulate
+
+    done = []
+    for at, (said, variant, number, arm, seed) in enumerate(plan):
+        if sys.stderr.isatty():
+            click.echo(f"\r\033[K{at + 1} of {len(plan)}: {arm}, {number} nodes ", nl=False, err=True)
+        done.append(outcome := simulate(variant, number, arm, seed))
+        outcome.arm += f", {said}" if said else ""
+    if sys.stderr.isatty():
+        click.echo("\r\033[K", nl=False, err=True)
+    return done
+
+
+def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> None:
+    from bootseer.sim.month import Times, policies, simulate_month
+
+    columns = ("cache GB", "days", "starts", "hits %", "restored %", "store GB", "GPU-h", "%", "today", "%")
+    rows = table(*columns, right=columns)
+    done = []
+    times: Times = {}
+    for policy in policies(month):
+        for seed in seeds:
+            done.append(found := simulate_month(scenario, month, policy, times, seed))
+            hours, shares = found["gpu_hours"], found["gpu_share"]
+            stored = found["days"][-1]["store_gb"] if found["days"] else 0.0
+            rows.add_row(f"{policy.cache_gb:g}", f"{policy.max_age_days:g}" if policy.max_age_days else "any",
+                         str(found["starts"]), f"{100 * found['hit_rate']:.1f}", f"{100 * found['snapshot_rate']:.1f}",
+                         f"{stored:,.1f}", f"{hours['bootseer']:,.0f}", f"{100 * shares['bootseer']:.2f}",
+                         f"{hours['today']:,.0f}", f"{100 * shares['today']:.2f}")  # fmt: skip
+    said = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_said(seeds)}. "
+    said += "Days: of snapshots. GPU-hours of starts, and their share of all."
+    document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
+    output(document, rows, said)
+
+
+def _figures(folder: Path, seeds: range, output: Output) -> None:
+    from bootseer.sim.evaluation import write
+
+    written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
+    said = [f"{path}" for path in written]
+    if len(written) == 1:
+        said.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
+    output({"simulated": True, "figures": said[: len(written)]}, *said)
+
+
+def _said(seeds: range) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
@@ -117,12 +186,24 @@ def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) ->
     )
 
 
-def _draw(html: Path, document: dict[str, Any], wanted: Scenario) -> None:
+def _variants(changes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each combination of the values that are to be compared, and how it is called; one without a name if none are."""
+    several = []
+    for change in changes:
+        path, separator, value = change.partition("=")
+        values = value.split(",") if separator and value.lstrip()[:1] not in ("[", "{", '"', "'") else [value]
+        several.append([f"{path}{separator}{one}" for one in values])
+    for chosen in product(*several):
+        compared = [one.rpartition(".")[2] for one, values in zip(chosen, several, strict=True) if len(values) > 1]
+        yield ", ".join(compared), chosen
+
+
+def _draw(html: Path, document: dict[str, Any], variants: list[Scenario]) -> None:
     from bootseer.sim.figures import figures_of, page
 
-    text = page(
-        f"Simulated starts: {wanted.name}", figures_of(document), {f"{wanted.name} ({wanted.digest})": wanted.text}
-    )
+    parameters = {f"{one.name} ({one.digest})": one.text for one in variants}
+    document = {**document, "parameters": ", ".join(dict.fromkeys(one.digest for one in variants))}
+    text = page(f"Simulated starts: {variants[0].name}", figures_of(document), parameters)
     try:
         html.write_text(text)
     except OSError as error:

@@ -12,7 +12,6 @@ MAX_VARINT_BYTES: Final = 10
 _VARINT, _COUNTED = 0, 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _KINDS: Final = {_VARINT, _COUNTED, *_FIXED_BYTES}
-_SHIFTS: Final = range(0, 7 * MAX_VARINT_BYTES, 7)
 _MASK = (1 << 64) - 1
 _EMPTY: Final[list[int | bytes]] = []
 _ONE_BYTE: Final = [bytes((number,)) for number in range(0x80)]
@@ -55,13 +54,17 @@ def delimited(message: bytes) -> bytes:
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """The integer that begins at `at`, and where it ends."""
-    value = 0
-    for shift, byte in zip(_SHIFTS, data[at : at + MAX_VARINT_BYTES], strict=False):
-        at += 1
-        if byte < 0x80:
-            return (value | byte << shift) & _MASK, at
-        value |= (byte & 0x7F) << shift
-    raise MalformedError("a varint does not end")
+    value = shift = 0
+    try:
+        while (byte := data[at]) > 0x7F:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            at += 1
+            if shift == 7 * MAX_VARINT_BYTES:
+                raise MalformedError("a varint does not end")
+    except IndexError:
+        raise MalformedError("a varint does not end") from None
+    return (value | byte << shift) & _MASK, at + 1
 
 
 def read_delimited(data: bytes | memoryview, at: int) -> tuple[bytes, int]:

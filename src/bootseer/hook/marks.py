@@ -10,7 +10,7 @@
     first_step                             first training forward to the end of the first optimizer step;
                                            in JAX: first gradient to the results of the first compiled step
     first_step.compile                     torch.compile, or JAX, at work in it
-    training_began, steady_step            moments
+    store_connected, reverse_dns, ranks_connected, training_began, steady_step   moments
 
 Everything is one-shot: when the first steady step is seen, the hooks are removed and the functions put back. Every
 callback is guarded: an error in BootSeer ends the marking and not the job. Nothing is marked while torch.compile
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from bootseer.hook.connections import mark_stores
 from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
@@ -89,7 +90,7 @@ def after_import(name: str, *, failed: bool = False) -> None:
 
 @guarded
 def imported(name: str, started_ns: int) -> None:
-    """An outermost import has ended: the long ones are told, after the fact."""
+    """An outermost import has ended: record the long ones, after the fact."""
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
         stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")
@@ -111,5 +112,8 @@ def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
         "torch.distributed.checkpoint.state_dict_loader": mark_reads("load", api="torch.distributed.checkpoint"),
         "torch.distributed.distributed_c10d": mark_process_group,
         "torch.distributed.elastic.rendezvous.registry": mark_launcher,
+        "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend": mark_stores,
+        "torch.distributed.elastic.rendezvous.static_tcp_rendezvous": mark_stores,
+        "torch.distributed.rendezvous": mark_stores,
         "safetensors.torch": mark_reads("load_file", "load_model", "load", api="safetensors.torch"),
     }

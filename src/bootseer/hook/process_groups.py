@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from bootseer.hook.connections import mark_groups, ranks_connected
 from bootseer.hook.state import STAGE, active, compiling, guarded, keep_undo
-from bootseer.hook.wrap import replace, spanned
+from bootseer.hook.wrap import replace, replace_decorated, spanned
 from bootseer.trace.event import INSTANT
 
 _COLLECTIVES = (
@@ -49,6 +50,7 @@ def mark_process_group(c10d: ModuleType) -> None:
         return init_process_group
 
     keep_undo(replace(c10d, "init_process_group", make))
+    mark_groups(c10d)
 
 
 @guarded
@@ -77,30 +79,16 @@ def _await_first_collective(c10d: ModuleType) -> None:
             if compiling():
                 return original(*args, **kwargs)
             _restore_collectives()
-            return marked(*args, **kwargs)
+            result = marked(*args, **kwargs)
+            ranks_connected(c10d)
+            return result
 
         return collective
 
     for name in _COLLECTIVES:
-        undo = _replace_decorated(getattr(c10d, name, None), make)
+        undo = replace_decorated(getattr(c10d, name, None), make)
         if undo is not None:
             state.collective_undo.append(undo)
-
-
-def _replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
-    """Let a decorator's wrapper call `make(original)`; None for a function that nothing decorates."""
-    original: Any = getattr(function, "__wrapped__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
-    if cell is None:
-        return None
-    cell.cell_contents = ours = functools.wraps(original)(make(original))
-
-    def undo() -> None:
-        if cell.cell_contents is ours:
-            cell.cell_contents = original
-
-    return undo
 
 
 @guarded

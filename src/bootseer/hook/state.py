@@ -38,6 +38,9 @@ class State:
         self.optimizer: object = None
         self.undo: list[Callable[[], Any]] = []
         self.collective_undo: list[Callable[[], Any]] = []
+        self.groups, self.groups_s = 0, 0.0
+        """Process groups that were made behind the first, and the seconds that they took."""
+        self.slowest_group = 0.0, ""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None

@@ -35,6 +35,22 @@ def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], A
     return undo
 
 
+def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
+    """Let a decorator's wrapper call `make(original)`; None for a function that nothing decorates."""
+    original: Any = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
+    if cell is None:
+        return None
+    cell.cell_contents = ours = functools.wraps(original)(make(original))
+
+    def undo() -> None:
+        if cell.cell_contents is ours:
+            cell.cell_contents = original
+
+    return undo
+
+
 class Picklable:
     """A function's stand-in that pickles under the function's name, however long it is kept.
 

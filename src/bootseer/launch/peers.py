@@ -117,7 +117,7 @@ class PeersStart:
             try:
                 self._serve(folder, tell, wait_for)
             finally:
-                # Whether the run still lives to do it cannot be told: as long as one of its threads does not die, it
+                # Whether the run is still alive to do it is not known: as long as one of its threads does not die, it
                 # is our parent.
                 with suppress(BootseerError):
                     tell({"state": JobPeers.open(folder).state()})
@@ -148,8 +148,9 @@ class PeersStart:
             secret_file=wanted.secret,
         )
         if isinstance(source, Listed):  # the agent may serve there what earlier jobs have read
-            addresses = [address for peer in source.poll() for address in peer.addresses]
-            _tell_agent(wanted.runtime, {"addresses": addresses}, begins=True)
+            source.before_listening = lambda addresses: _tell_agent(
+                wanted.runtime, {"addresses": addresses}, begins=True
+            )
         blocks, chunks = BlockFiles(), CachedFiles()
         openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
         service = None

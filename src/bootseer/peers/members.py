@@ -67,8 +67,11 @@ class Listed:
     def __init__(self, secret: bytes, read: Callable[[], list[Peer]]) -> None:
         self.own: Peer | None = None
         self.link_bytes_s = 0
+        self.before_listening: Callable[[list[str]], None] = lambda addresses: None
+        """Called with all addresses that are listed, before this node listens at some of them."""
         self._secret = secret
         self._read = read
+        self._announced: list[str] = []
 
     def secret(self) -> bytes:
         """See `Source.secret`."""
@@ -76,7 +79,12 @@ class Listed:
 
     def listen(self) -> list[socket.socket]:
         """See `Source.listen`."""
-        for peer in self._read():
+        peers = self._read()
+        addresses = [address for peer in peers for address in peer.addresses]
+        if addresses != self._announced:
+            self._announced = addresses
+            self.before_listening(addresses)
+        for peer in peers:
             listening = _listen_at(peer.addresses)
             if listening:
                 self.own = peer

@@ -161,6 +161,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def toml(scenario: Scenario, comments: Iterable[str]) -> str:
     """The scenario as a file that `simulate` reads; the comments stand above it."""
     plain: dict[str, Any] = msgspec.to_builtins(scenario)
+    plain = {key: value for key, value in plain.items() if value is not None}
     tables = {key: value for key, value in plain.items() if isinstance(value, dict)}
     faults = plain.pop("fault")
     lines = [f"# {comment}" for comment in comments]

@@ -132,6 +132,33 @@ class Fault(_Part, frozen=True):
     """So much longer it takes, from the beginning, for fixed parts, installs and imports."""
 
 
+class Month(_Part, frozen=True):
+    """What a cluster does for some time, and the policies of keeping that are compared."""
+
+    nodes: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 64
+    days: Annotated[float, Meta(gt=0, le=366)] = 30.0
+    starts_per_day: Annotated[float, Meta(gt=0, le=1000)] = 30.0
+    even: bool = False
+    """At equal intervals; otherwise by chance."""
+    jobs: Annotated[int, Meta(ge=1, le=1000)] = 12
+    job_nodes: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_NODES)], ...], Meta(min_length=1)] = (1, 2, 4, 8, 16)
+    draws: Annotated[int, Meta(ge=1, le=100)] = 2
+    """So many starts on each number of nodes are simulated; the others take as long as one of them."""
+    again_share: _Share = 0.6
+    """Starts of the job that was started last: it failed, or is being worked on."""
+    image_days: _Positive = 3.0
+    """So often a job's image changes, but for its base, which changes each month."""
+    environment_days: _Positive = 2.0
+    base_share: _Share = 0.7
+    """Of the image, which all jobs have."""
+    cold_loaded: _Share = 1.0
+    """Of what no start reads: how much of it comes to the nodes meanwhile."""
+    cache_gb: Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=16)] = (25, 50, 100)
+    """Limits of a node's cache,"""
+    snapshot_days: Annotated[tuple[_NotNegative, ...], Meta(min_length=1, max_length=16)] = (1, 7, 0)
+    """... and ages of snapshots, that are compared; 0: any age."""
+
+
 class Scenario(_Part, frozen=True):
     """A cluster, and a job on different numbers of its nodes."""
 
@@ -146,6 +173,9 @@ class Scenario(_Part, frozen=True):
     rest: Rest = Rest()
     noise: Noise = Noise()
     fault: list[Fault] = []
+    month: Month | None = None
+    fold: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 64
+    """Nodes of a rack are simulated as one, two, four or more together, so long as so many remain."""
 
     @property
     def digest(self) -> str:
@@ -159,7 +189,10 @@ class Scenario(_Part, frozen=True):
 
     @property
     def _alone(self) -> bytes:
-        return msgspec.json.encode(msgspec.structs.replace(self, nodes=[]), order="deterministic")
+        fields = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(self, nodes=[])))
+        if self.month is None:  # it plays no part in starts
+            del fields["month"]
+        return msgspec.json.encode(fields)
 
 
 def shipped() -> list[str]:

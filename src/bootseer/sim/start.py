@@ -45,6 +45,8 @@ class Techniques:
     record: bool = True
     """Whether hot sets of earlier starts are there."""
     peers: bool = True
+    warm: bool = False
+    """Whether the nodes have what an earlier start of the job read."""
 
 
 ARMS: Final = {
@@ -58,9 +60,11 @@ ARMS: Final = {
 }
 """By name: what is compared, the ablation among them."""
 MORE_ARMS: Final = {
+    "warm": Techniques(warm=True),
     "only image": Techniques(environment=False, checkpoint=False, peers=False),
     "image and peers": Techniques(environment=False, checkpoint=False),
     "only environment": Techniques(image=False, checkpoint=False, peers=False),
+    "environment and peers": Techniques(image=False, checkpoint=False),
     "only checkpoint": Techniques(image=False, environment=False, record=False, peers=False),
 }
 """Those that are simulated where they are asked for."""
@@ -138,50 +142,71 @@ class _Start:
         self._scenario, self._techniques = scenario, {**ARMS, **MORE_ARMS}[arm]
         self._outcome = Outcome(arm, num_nodes, seed, scenario.digest)
         self._engine = engine = Engine(_QUANTUM_S)
+        self._num_nodes = num_nodes
+        self._fold = fold = _fold(scenario, num_nodes)
+        self._draws = _draws(scenario, num_nodes, fold, seed)
+        self._peers = self._techniques.peers and num_nodes > 1
+        num_groups = len(self._draws)
+        self._each = num_nodes / num_groups
+        """How many nodes each of those simulated stands for: what they share gives it so much less."""
+        asked = 1.0 if self._peers else self._each  # peers ask the registry once for all, folded or not
         links, image, environment = scenario.links, scenario.image, scenario.environment
-        self._index = engine.link("index", links.index_gbit * _GBIT)
-        self._datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT, seed,
+        self._index = engine.link("index", links.index_gbit * _GBIT / self._each)
+        self._datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT / self._each, seed,
                                   scenario.checkpoint.replicas)  # fmt: skip
-        store = Store(engine, links.registry_gbit * _GBIT, links.registry_latency_ms / 1e3,
-                      links.registry_requests_per_s)  # fmt: skip
-        self._nodes = list(self._make_nodes(num_nodes))
+        store = Store(engine, links.registry_gbit * _GBIT / asked, links.registry_latency_ms / 1e3,
+                      links.registry_requests_per_s / asked)  # fmt: skip
+        self._asked = asked
+        self._pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
+        """The registry for runtimes, which pull whole images, each node for itself."""
+        self._from_servers: list[Link] = []
+        """Of each rack, what the bytes of servers flow over that its nodes ask one by one."""
+        self._nodes = list(self._make_nodes(num_groups))
         files = [
             _file("image", image.gb * 1e9, image.ratio),
             _file("environment", environment.gb * 1e9, image.ratio),
         ]
         shares = (image.hot_share, environment.hot_share)
         self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
-        self._job = Job(engine, store, self._nodes, files, peers=self._techniques.peers and num_nodes > 1, seed=seed,
+        self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
-        self._left = num_nodes
+        if self._techniques.warm:
+            for node in self._nodes:
+                node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
+        self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
 
-    def _make_nodes(self, num_nodes: int) -> Iterator[Node]:
-        links, engine = self._scenario.links, self._engine
-        load_mb_s = (
-            self._scenario.processors.load_mb_s if self._techniques.image else self._scenario.processors.unpack_mb_s
-        )
+    def _make_nodes(self, num_groups: int) -> Iterator[Node]:
+        links, engine, load_mb_s = self._scenario.links, self._engine, self._scenario.processors.load_mb_s
         racks: list[Rack] = []
-        for at in range(num_nodes):
-            if links.rack_nodes and num_nodes > links.rack_nodes and at % links.rack_nodes == 0:
+        for at in range(num_groups):
+            if 0 < links.rack_nodes < self._num_nodes and at % (links.rack_nodes // self._fold) == 0:
                 rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
-                racks.append(
-                    Rack(engine.link(f"rack{len(racks)} up", rate), engine.link(f"rack{len(racks)} down", rate))
-                )
-            name, rate = f"node-{at:04d}", links.node_gbit * _GBIT
+                names = [f"rack{len(racks)} {way}" for way in ("up", "down", "from servers")]
+                up, down = (engine.link(name, rate / self._asked) for name in names[:2])
+                # Between peers, one node of a rack asks another rack for all, folded or not; servers are asked by each.
+                servers = engine.link(names[2], rate / self._each) if self._peers and self._fold > 1 else down
+                racks.append(Rack(up, down))
+                self._from_servers.append(servers)
+            name, rate = _name(at), links.node_gbit * _GBIT
             yield Node(name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
                        engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
-        for at, node in enumerate(self._nodes):
-            _NodeStart(self, at, node, Random(f"{self._outcome.seed}/{at}"))  # noqa: S311
+        for at, (node, draw) in enumerate(zip(self._nodes, self._draws, strict=True)):
+            rack = at * self._fold // max(self._scenario.links.rack_nodes, 1)
+            _NodeStart(self, node, self._from_servers[rack : rack + 1], *draw)
         self._engine.run()
         outcome, job = self._outcome, self._job
-        outcome.registry_bytes = job.store_bytes
-        outcome.peer_bytes = sum(node.up.carried for node in self._nodes)
-        outcome.refused = job.store.refused
-        outcome.asked, outcome.late = job.requests()
+        spans = [outcome.spans[node.name] for node in self._nodes]
+        outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self._num_nodes)}
+        outcome.registry_bytes = job.store_bytes * self._asked
+        if self._pulls is not job.store.link:
+            outcome.registry_bytes += self._pulls.carried * self._each
+        outcome.peer_bytes = sum(node.up.carried for node in self._nodes) * self._each
+        outcome.refused = round(job.store.refused * self._asked)
+        outcome.asked, outcome.late = (round(number * self._each) for number in job.requests())
         return outcome
 
     def _fail(self, fault: Fault) -> None:
@@ -198,7 +223,7 @@ class _Start:
         """A node has all it needs."""
         self._left -= 1
         if not self._left:
-            rest, ranks = self._scenario.rest, len(self._nodes) * self._scenario.gpus_per_node
+            rest, ranks = self._scenario.rest, self._num_nodes * self._scenario.gpus_per_node
             connect_s = rest.connect_s + rest.connect_s_per_1000_ranks * ranks / 1000
             for spans in self._outcome.spans.values():
                 spans.append(("connection_setup", self._engine.now, self._engine.now + connect_s))
@@ -209,15 +234,9 @@ class _Start:
 class _NodeStart:
     """One node, stage after stage."""
 
-    def __init__(self, start: _Start, at: int, node: Node, random: Random) -> None:
-        self._start, self._at, self._node, self._random = start, at, node, random
+    def __init__(self, start: _Start, node: Node, rack: Sequence[Link], factor: float, retry_s: float) -> None:
+        self._start, self._node, self._rack, self._factor, self._retry_s = start, node, rack, factor, retry_s
         self._engine, self._scenario, self._techniques = start._engine, start._scenario, start._techniques
-        noise = self._scenario.noise
-        self._factor = random.lognormvariate(0.0, noise.sigma)
-        if random.random() < noise.slow_share:
-            self._factor *= noise.slow_factor
-        for fault in self._scenario.fault:
-            self._factor *= fault.work_factor if fault.node == at else 1.0
         self._begin_s = self._scenario.rest.allocate_s
         self._engine.at(self._scenario.rest.allocate_s, self._image)
 
@@ -228,26 +247,21 @@ class _NodeStart:
         self._begin_s = self._engine.now
 
     def _image(self) -> None:
-        loader, techniques = self._node.loaders[0], self._techniques
+        techniques, image = self._techniques, self._scenario.image
         hot = []
         if techniques.record:
             if techniques.environment:
                 hot = [(ENVIRONMENT, block) for block in self._start._hot[ENVIRONMENT]]
             if techniques.image:
                 hot += [(IMAGE, block) for block in self._start._hot[IMAGE]]
-            loader.prefetch(hot)
-        fixed_s = self._scenario.image.fixed_s * self._factor
+            self._node.loaders[0].prefetch(hot)
+        fixed_s = image.fixed_s * self._factor
         if techniques.image:
             self._engine.after(fixed_s, self._environment)
             return
-
-        def pulled(answer: object) -> None:
-            if isinstance(answer, BootseerError):
-                raise answer
-            self._engine.after(fixed_s, self._environment)
-
-        loader.pull(IMAGE)
-        loader.read(IMAGE, range(self._start._job.files[IMAGE].num_blocks), pulled)
+        unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
+        way = (*self._down(self._start._pulls), unpack)
+        self._engine.start(way, image.gb * 1e9, lambda: self._engine.after(fixed_s, self._environment))
 
     def _environment(self) -> None:
         self._stage("image_loading")
@@ -255,9 +269,7 @@ class _NodeStart:
         if self._techniques.environment:
             self._engine.after(environment.fixed_s * self._factor, self._imports)
             return
-        seconds = environment.install_s * self._factor
-        if self._random.random() < environment.retry_share:
-            seconds += environment.retry_s
+        seconds = environment.install_s * self._factor + self._retry_s
         way = self._down(self._start._index)
         self._engine.start(way, max(environment.gb * 1e9, 1.0), lambda: self._engine.after(seconds, self._imports))
 
@@ -275,7 +287,7 @@ class _NodeStart:
         self._stage("model_initialization.imports")
         checkpoint, start = self._scenario.checkpoint, self._start
         shared = checkpoint.gb * checkpoint.replicated_share
-        mine = shared + (checkpoint.gb - shared) / len(start._nodes)
+        mine = shared + (checkpoint.gb - shared) / start._num_nodes
         num_bytes = max(int(mine * 1e9 / checkpoint.readers), 1)
         stream_bytes_per_s = checkpoint.stream_mb_s * 1e6
         left = [checkpoint.readers]
@@ -297,8 +309,41 @@ class _NodeStart:
 
     def _down(self, link: Link) -> tuple[Link, ...]:
         """The way of bytes from a server to this node."""
-        rack = (self._node.rack.down,) if self._node.rack is not None else ()
-        return (link, *rack, self._node.down)
+        return (link, *self._rack, self._node.down)
+
+
+def _name(at: int) -> str:
+    return f"node-{at:04d}"
+
+
+def _fold(scenario: Scenario, num_nodes: int) -> int:
+    """How many nodes are simulated as one: those of a rack, whose states are equal but for chance."""
+    fold, rack_nodes = 1, scenario.links.rack_nodes
+    if any(fault.node is not None and fault.upload_factor < 1 for fault in scenario.fault):
+        return 1
+    while num_nodes >= 2 * fold * scenario.fold and rack_nodes % (2 * fold) == 0:
+        fold *= 2
+    return fold
+
+
+def _draws(scenario: Scenario, num_nodes: int, fold: int, seed: int) -> list[tuple[float, float]]:
+    """How much longer each node takes, and how long its install waits. Of nodes that are simulated as one, all of which
+    are about equally fast, the slowest counts, so that the last of the job is the last."""
+    noise, environment = scenario.noise, scenario.environment
+    draws = []
+    for at in range(num_nodes):
+        random = Random(f"{seed}/{at}")  # noqa: S311
+        factor = random.lognormvariate(0.0, noise.sigma)
+        if random.random() < noise.slow_share:
+            factor *= noise.slow_factor
+        for fault in scenario.fault:
+            factor *= fault.work_factor if fault.node == at else 1.0
+        draws.append((factor, environment.retry_s if random.random() < environment.retry_share else 0.0))
+    if fold > 1:
+        draws.sort(key=lambda draw: environment.install_s * draw[0] + draw[1])
+        draws = [draws[min(at + fold, num_nodes) - 1] for at in range(0, num_nodes, fold)]
+        Random(seed).shuffle(draws)  # noqa: S311
+    return draws
 
 
 def _file(name: str, stored_bytes: float, ratio: float) -> BlockFile:

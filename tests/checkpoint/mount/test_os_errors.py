@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.os_errors import logged_os_errors
+from bootseer.checkpoint.os_errors import LoggedOsErrors
 from bootseer.checkpoint.writing.sending import TooLargeError
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
@@ -34,7 +34,7 @@ def test_each_error_has_its_number_and_the_log_tells_what_numbers_do_not(
     error: BootseerError, number: int, is_told: bool
 ) -> None:
     said: list[str] = []
-    with pytest.raises(OSError) as raised, logged_os_errors("opening f", said.append):
+    with pytest.raises(OSError) as raised, LoggedOsErrors("opening f", said.append):
         raise error
     assert raised.value.errno == number
     assert said == (["opening f: x"] if is_told else [])

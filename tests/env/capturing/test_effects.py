@@ -79,6 +79,15 @@ def test_mounts_of_the_setup_are_told_and_those_of_the_host_are_not(machine: Mac
 
 
 @pytest.mark.root
+def test_mounts_that_others_have_for_a_moment_are_not_the_setups(machine: Machine) -> None:
+    """Containers start beside it: each has a mount on a new place, which comes and goes during the looks."""
+    mounts = "at=/var/tmp/$one.$((number+=1)); mkdir $at; mount -t tmpfs none $at; umount $at"
+    loops = f"for one in 1 2 3 4; do (while kill -0 $PPID; do {mounts}; done) > /dev/null 2>&1 & done"
+    said = look_at(machine, "mkdir /srv/mine; mount -t tmpfs none /srv/mine", beside=loops)
+    assert said["unsafe"] == ["it mounted tmpfs on /srv/mine"]
+
+
+@pytest.mark.root
 def test_unmounting_is_told(machine: Machine) -> None:
     said = look_at(machine, "umount -l /var/tmp")
     assert said["unsafe"] == ["it unmounted /var/tmp"]

@@ -14,14 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
 from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
-from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
+from bootseer.checkpoint.os_errors import LoggedOsErrors, refusal, stale
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
@@ -30,6 +30,7 @@ from bootseer.places.place import Entry, folder_of, join
 
 _MAX_NAME = 255
 _MAX_NAMES = 100
+_RELEASE_S = 2.0
 """Names in one answer about what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
 """For names whose node was not looked up: all numbers of nodes are larger."""
@@ -191,7 +192,7 @@ class CheckpointFiles:
                 try:
                     return found, self.open(found.node, flags, caller)
                 except BaseException:
-                    self._nodes.forget(found.node, 1)  # the kernel does not hear of it
+                    self._nodes.forget(found.node, 1)  # the kernel never gets this reference
                     raise
             owner = "" if caller.uid == os.geteuid() else owner_of(caller.uid)
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
@@ -321,9 +322,13 @@ class CheckpointFiles:
                 raise refusal(errno.EEXIST)
             node, replaced = self._nodes.at(source), self._nodes.at(target)
             if node is not None and node.is_folder:
-                # What is being written there would be published under its old name.
-                if self._nodes.live_below(source):
-                    raise refusal(errno.EBUSY)
+                # What is being written there would be published under its old name. A file whose last descriptor was
+                # just closed counts until the kernel has released it, which it does some time after `close` returned.
+                until = time.monotonic() + _RELEASE_S
+                while self._nodes.live_below(source):
+                    if time.monotonic() > until:
+                        raise refusal(errno.EBUSY)
+                    time.sleep(0.002)
                 if self._nodes.live_below(target):
                     raise refusal(errno.ENOTEMPTY)
             with _changing(node) as content:
@@ -352,7 +357,7 @@ class CheckpointFiles:
         if is_hidden(own_name):
             raise refusal(errno.EPERM)
         why = self._files.place.refusal(own_name)
-        if why:  # told now, and not when all of a file was written
+        if why:  # fail now, and not when all of a file was written
             self._context.on_error(f"{path}: {why}")
             raise refusal(errno.EINVAL)
         return path
@@ -431,8 +436,8 @@ class CheckpointFiles:
         """Figures for `status`."""
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
-    def _logging_errors(self, what: str) -> AbstractContextManager[None]:
-        return logged_os_errors(what, self._context.on_error)
+    def _logging_errors(self, what: str) -> LoggedOsErrors:
+        return LoggedOsErrors(what, self._context.on_error)
 
 
 def _changed(info: FileInfo, changes: Changes) -> FileInfo:

@@ -261,10 +261,8 @@ class Effects:
             mentions = [*mentions, *(word for one in daemons for word in one.daemon.argv)]
         unsafe = _named(unsafe)
         again = {path for one in daemons for path in one.made}
-        # What the host mounts or unmounts meanwhile shows up inside too: it is looked at before and after.
-        host = set(_mounts()) if self._enter is not None else set()
         inside = _look(self._enter)
-        unsafe += self._mounted(inside, host, set(_mounts()) if self._enter is not None else set())
+        unsafe += self._mounted(inside)
         unsafe += KernelState.now().changes(self._kernel)
         if reads.complete:
             written = [path for path in reads.outside_writes if path not in again]
@@ -284,11 +282,19 @@ class Effects:
         namespace = self._inside.get("namespace") if self._enter is not None else None
         return left_running(self._mark, namespace, grace_s=grace_s)
 
-    def _mounted(self, inside: Mapping[str, Any], host: set[Mounted], host_later: set[Mounted]) -> list[str]:
+    def _mounted(self, inside: Mapping[str, Any]) -> list[str]:
+        """What the setup mounted and unmounted. What the host mounts shows up inside too, and may come or go at any
+        moment: so the host's mounts are read between two looks, and only what both looks agree on counts."""
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))
-        made = [f"it mounted {kind} on {path}" for path, kind, *_ in sorted(after - before - host - host_later)]
-        gone = [f"it unmounted {path}" for path, *_ in sorted((before - after) & host & host_later)] if after else []
-        return made + gone
+        host = set(_mounts()) if self._enter is not None else set()
+        made, gone = after - before - host, (before - after) & host if after else set()
+        if self._enter is not None and (made or gone):
+            again = {tuple(row) for row in _look(self._enter).get("mounts", after)}
+            made, gone = made & again, gone - again
+        return [
+            *(f"it mounted {kind} on {path}" for path, kind, *_ in sorted(made)),
+            *(f"it unmounted {path}" for path, *_ in sorted(gone)),
+        ]
 
     def _new_in_scratch(self, inside: Mapping[str, Any], mentions: Sequence[str]) -> list[str]:
         """Without a watch it is unknown which process left what: only what surely matters counts."""

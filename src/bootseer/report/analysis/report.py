@@ -18,6 +18,7 @@ from bootseer.errors import UsageError
 from bootseer.report import model
 from bootseer.report.analysis import barriers as barrier_model
 from bootseer.report.analysis import verdict
+from bootseer.report.analysis.connections import connection_lines
 from bootseer.report.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
 from bootseer.report.analysis.prepare import (
     Options,
@@ -200,6 +201,7 @@ class _Builder:
             checkpoints=checkpoint_starts(self.startup),
             environments=environment_starts(self.startup),
             peers=peers_starts(self.startup),
+            connections=connection_lines(self.startup),
             warm=warm_lines(self.startup),
             restarts=again,
             facts=facts,

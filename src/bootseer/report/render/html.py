@@ -18,6 +18,7 @@ from bootseer.report.render import html_tables as lower
 from bootseer.report.render.html_gantt import nodes_section, payload, timeline
 from bootseer.report.render.html_starts import (
     checkpoints_section,
+    connections_section,
     environments_section,
     images_section,
     peers_section,
@@ -66,6 +67,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             peers_section(report),
             restarts_section(report),
             warm_section(report),
+            connections_section(report),
             lower.facts(report),
             lower.startups(report, palette),
             nodes_section(report),

@@ -71,6 +71,7 @@ def render(report: Report, console: Console) -> None:
     _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
     _print_lines("How it was started again", restarts_summary(report.restarts), console)
     _print_lines("How Python programs started", report.warm, console)
+    _print_lines("How the ranks connected", report.connections, console)
     _print_said(report, console)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)
@@ -314,7 +315,7 @@ def _print_chain(report: Report, console: Console) -> None:
         return
     console.print(Text("Critical chain: the last node at each barrier, and where it lost the time", style="bold"))
     table = _table("barrier", "at", "last to come", "stage", "there", "excess")
-    # Of very many barriers the last ones and the training are told.
+    # Of very many barriers the last ones and the training are shown.
     for link in links[-_MAX_LINKS:]:
         rank = f" r{link.rank}" if link.rank >= 0 else ""
         table.add_row(

@@ -1,0 +1,116 @@
+"""Tell what connecting the ranks costs: each store that a process connects to, process groups, and what slows them.
+
+PyTorch's TCPStore asks for the name of each address, for a log line. Where connecting took long, one such question is
+timed in a thread, behind the wait, so that the report can say whether names were the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from bootseer.hook.state import active, guarded, keep_undo
+from bootseer.hook.wrap import replace, replace_decorated
+from bootseer.trace.event import INSTANT
+from bootseer.trace.tracer import Tracer
+
+_SLOW_S = 1.0
+_MAKERS = ("new_group", "split_group")
+
+
+def mark_stores(module: ModuleType) -> None:
+    """A module of PyTorch that connects to stores: `TCPStore` there is told of."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.monotonic()
+            store = original(*args, **kwargs)
+            _connected(args, kwargs, time.monotonic() - began_s)
+            return store
+
+        return connect
+
+    keep_undo(replace(module, "TCPStore", make))
+
+
+@guarded
+def _connected(args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float) -> None:
+    state = active()
+    if state is None:
+        return
+    given = {**dict(zip(("host_name", "port", "world_size", "is_master"), args, strict=False)), **kwargs}
+    facts = {"seconds": round(seconds, 3), "serves": bool(given.get("is_master"))}
+    state.tracer.emit("store_connected", INSTANT, attrs=facts)
+    if seconds > _SLOW_S:
+        work = functools.partial(_time_name, state.tracer, str(given.get("host_name", "")))
+        threading.Thread(target=work, name="bootseer-name", daemon=True).start()
+
+
+def _time_name(tracer: Tracer, host: str) -> None:
+    with contextlib.suppress(Exception):
+        address = socket.gethostbyname(host)
+        began_s = time.monotonic()
+        with contextlib.suppress(OSError):  # that there is no name is an answer
+            socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
+        tracer.emit("reverse_dns", INSTANT, attrs={"seconds": round(time.monotonic() - began_s, 3), "address": address})
+
+
+def mark_groups(c10d: ModuleType) -> None:
+    """Groups behind the first are counted, and the slowest is known.
+
+    They are no stages: a rank that waits in one for another would be taken for the slow one, and whether a group waits
+    at all depends on the backend, so that they are no barriers either.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def new_group(*args: Any, **kwargs: Any) -> Any:
+            began_ns = time.monotonic_ns()
+            group = original(*args, **kwargs)
+            _group_made(str(kwargs.get("group_desc") or ""), (time.monotonic_ns() - began_ns) / 1e9)
+            return group
+
+        return new_group
+
+    for name in _MAKERS:
+        keep_undo(replace_decorated(getattr(c10d, name, None), make))
+
+
+@guarded
+def _group_made(name: str, took_s: float) -> None:
+    state = active()
+    if state is not None:
+        state.groups += 1
+        state.groups_s += took_s
+        state.slowest_group = max(state.slowest_group, (took_s, name or f"number {state.groups}"))
+
+
+@guarded
+def ranks_connected(c10d: ModuleType) -> None:
+    """The first collective is over: what is known of the connections by now."""
+    state = active()
+    if state is None:
+        return
+    facts: dict[str, Any] = {"groups": state.groups, "groups_s": round(state.groups_s, 3)}
+    if state.groups:
+        took_s, facts["slowest"] = state.slowest_group
+        facts["slowest_s"] = round(took_s, 3)
+    if state.tracer.identity.rank == 0:
+        facts["libuv"] = os.environ.get("USE_LIBUV", "1") != "0"
+        facts["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with contextlib.suppress(Exception), open("/proc/sys/net/core/somaxconn", "rb") as file:
+            facts["somaxconn"] = int(file.read())
+        with contextlib.suppress(Exception):
+            facts["keys"] = int(c10d._get_default_store().num_keys())
+        with contextlib.suppress(Exception):
+            if "nccl" in str(c10d.get_backend()):
+                facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+    state.tracer.emit("ranks_connected", INSTANT, attrs=facts)

@@ -1,0 +1,181 @@
+"""A month of a cluster: what starts cost, what nodes and the store keep, and how often that is what a start needs.
+
+`cache.prune` decides what nodes evict, `env.life.decide` whether a snapshot is restored or built, both as they are.
+A start takes what `start.simulate` gives for nodes that have nothing and for nodes that have everything, and between
+the two by the share that is missing; of each number of nodes, some starts are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from random import Random
+from typing import Any, Final
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.index import Stripe
+from bootseer.cache.prune import Candidate, Watermarks, goal_bytes, plan
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.decide import Action, Lookup, decide
+from bootseer.sim.scenario import Month, Scenario
+from bootseer.sim.start import simulate
+from bootseer.store.store import Stored
+
+_DAY_S: Final = 86400.0
+Times = dict[tuple[int, int], tuple[float, float, float]]
+"""By number of nodes and seed, seconds of a start with nothing on its nodes, with all on them, and without BootSeer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is compared."""
+
+    cache_gb: float
+    """Of each node."""
+    max_age_days: float
+    """Of snapshots in the store; 0: as long as the environment is used."""
+
+
+@dataclass
+class _Entry:
+    """A file in a node's cache, in GB."""
+
+    last_use: int
+    hot: float
+    cold: float
+
+
+@dataclass
+class _Node:
+    entries: dict[str, _Entry] = field(default_factory=dict)
+
+    def use(self, identity: str, hot: float, cold: float, at: int) -> float:
+        """A start needs a file; what of its hot part was missing, in GB."""
+        entry = self.entries.setdefault(identity, _Entry(at, 0.0, 0.0))
+        missing = hot - entry.hot
+        self.entries[identity] = _Entry(at, hot, max(entry.cold, cold))
+        return missing
+
+    def shrink(self, limit_gb: float, in_use: set[str]) -> None:
+        """What the product's eviction leaves."""
+        used = int(sum(entry.hot + entry.cold for entry in self.entries.values()) * 1e9)
+        goal = goal_bytes(used, int(limit_gb * 1e9), Watermarks())
+        if goal is None:
+            return
+        candidates = [
+            Candidate(name, entry.last_use, name in in_use, int((entry.hot + entry.cold) * 1e9), int(entry.cold * 1e9))
+            for name, entry in self.entries.items()
+        ]
+        for step in plan(candidates, used, goal):
+            if step.whole:
+                del self.entries[step.identity]
+            else:
+                self.entries[step.identity].cold -= step.num_bytes / 1e9
+
+
+@dataclass
+class _Job:
+    """A line of starts, with an image and an environment that change."""
+
+    number: int
+    nodes: int
+    image: int = 0
+    environment: int = 0
+
+
+def policies(month: Month) -> list[Policy]:
+    """All that the scenario compares."""
+    return [Policy(gb, days) for gb in month.cache_gb for days in month.snapshot_days]
+
+
+def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Times, seed: int = 0) -> dict[str, Any]:
+    """Hit rates, sizes and GPU-hours of one policy; the starts are the same for all policies of a seed. `times` keeps
+    what starts take between calls."""
+    random = Random(f"{seed}/month")  # noqa: S311
+    jobs = [_Job(number, random.choice(month.job_nodes)) for number in range(month.jobs)]
+    nodes = [_Node() for _ in range(month.nodes)]
+    documents: dict[str, EnvironmentDocument] = {}
+    image_gb = scenario.image.gb * (1 - month.base_share)
+    sizes = {"base": scenario.image.gb * month.base_share, "image": image_gb, "environment": scenario.environment.gb}
+    shares = {part: scenario.environment.hot_share if part == "environment" else scenario.image.hot_share
+              for part in sizes}  # fmt: skip
+    hot_gb = sum(gb * shares[part] for part, gb in sizes.items())
+    starts = restored = 0
+    needed = missed = 0.0
+    hours = {"today": 0.0, "bootseer": 0.0}
+    days: dict[int, dict[str, float]] = {}
+    for number, (time_s, job) in enumerate(_starts(random, month, jobs)):
+        chosen = random.sample(nodes, min(job.nodes, len(nodes)))
+        names = {"base": f"base {int(time_s / _DAY_S / 30)}", "image": f"image {job.number}.{job.image}",
+                 "environment": f"environment {job.number}.{job.environment}"}  # fmt: skip
+        found = documents.get(names["environment"])
+        decision = decide("auto", Lookup("none" if found is None else "found", found), now_s=time_s)
+        starts += 1
+        restored += decision.action is Action.RESTORE
+        if decision.action is Action.BUILD:
+            max_age_s = policy.max_age_days * _DAY_S or None
+            documents[names["environment"]] = _document(names["environment"], scenario, time_s, max_age_s)
+        lost = 0.0
+        for node in chosen:
+            for part, gb in sizes.items():
+                hot = gb * shares[part]
+                lost += node.use(names[part], hot, (gb - hot) * month.cold_loaded, number)
+            node.shrink(policy.cache_gb, set(names.values()))
+        needed, missed = needed + hot_gb * len(chosen), missed + lost
+        kind = job.nodes, number % month.draws
+        if kind not in times:
+            times[kind] = _seconds(scenario, *kind)
+        cold_s, warm_s, today_s = times[kind]
+        share = lost / (hot_gb * len(chosen)) if hot_gb else 0.0
+        built_s = scenario.environment.install_s if decision.action is Action.BUILD else 0.0
+        gpus = job.nodes * scenario.gpus_per_node / 3600
+        hours["bootseer"] += gpus * (warm_s + share * (cold_s - warm_s) + built_s)
+        hours["today"] += gpus * today_s
+        for name in [name for name, one in documents.items() if one.expired(time_s)]:
+            del documents[name]
+        kept = sum(entry.hot + entry.cold for node in nodes for entry in node.entries.values())
+        days[int(time_s / _DAY_S)] = {
+            "day": int(time_s / _DAY_S) + 1, "cache_gb_per_node": round(kept / len(nodes), 2),
+            "store_gb": round(len(documents) * scenario.environment.gb, 2), "hit_rate": _rate(missed, needed),
+        }  # fmt: skip
+    gpu_hours = month.nodes * scenario.gpus_per_node * month.days * 24
+    return {
+        "cache_gb": policy.cache_gb, "snapshot_days": policy.max_age_days, "seed": seed, "starts": starts,
+        "hit_rate": _rate(missed, needed), "snapshot_rate": _rate(starts - restored, starts),
+        "gpu_hours": {arm: round(value, 1) for arm, value in hours.items()},
+        "gpu_share": {arm: round(value / gpu_hours, 5) for arm, value in hours.items()}, "days": list(days.values()),
+    }  # fmt: skip
+
+
+def _rate(missed: float, needed: float) -> float:
+    return round(1 - missed / needed, 4) if needed else 0.0
+
+
+def _starts(random: Random, month: Month, jobs: list[_Job]) -> Iterator[tuple[float, _Job]]:
+    """When which job starts. Jobs are restarted again and again until they work: the same one often follows itself."""
+    time_s, job = 0.0, jobs[0]
+    per_s = month.starts_per_day / _DAY_S
+    while (time_s := time_s + (1 / per_s if month.even else random.expovariate(per_s))) <= month.days * _DAY_S:
+        if random.random() >= month.again_share:
+            job = random.choice(jobs)
+        mean = month.starts_per_day / len(jobs)
+        job.image += random.random() < 1 / (month.image_days * mean)
+        job.environment += random.random() < 1 / (month.environment_days * mean)
+        yield time_s, job
+
+
+def _seconds(scenario: Scenario, nodes: int, seed: int) -> tuple[float, float, float]:
+    cold, warm, today = (simulate(scenario, nodes, arm, seed).began_s for arm in ("bootseer", "warm", "today"))
+    return cold, warm, today
+
+
+def _document(name: str, scenario: Scenario, built_s: float, max_age_s: float | None) -> EnvironmentDocument:
+    digest = sha256(name.encode()).hexdigest()
+    stored = Stored(f"sha256:{digest}", 1)
+    size = int(scenario.environment.gb * 1e9)
+    file = BlockFile(f"sha256:{digest}", 1, digest, size, size, (Stripe(f"sha256:{digest}", size),))
+    return EnvironmentDocument(
+        digest, {}, file, stored, f"sha256:{digest}", ("/opt/venv",), 0, 1, size, (), (), {}, "observed", (),
+        "simulated", "1.0", built_s, scenario.environment.install_s, max_age_s,
+    )  # fmt: skip

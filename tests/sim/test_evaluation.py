@@ -1,0 +1,63 @@
+"""The figures of the evaluation, drawn of a small job."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from bootseer.sim import evaluation
+from bootseer.sim.scenario import Scenario, read_scenario
+
+SMALL = ["image.gb=0.02", "environment.gb=0.02", "checkpoint.gb=0.02"]
+WANTED = {
+    "buckets", "stages", "image", "registry", "environment", "environment-spread", "checkpoint", "ablation",
+    "stragglers", "connections", "gpu-hours", "hit-rate", "cache", "store",
+}  # fmt: skip
+
+
+def small(name: str, changes: Iterable[str] = ()) -> Scenario:
+    more = {"month": ["month.nodes=4", "month.job-nodes=[1, 2]", "month.days=4"], "restarts-26": ["month.draws=1"]}
+    return read_scenario(name, [*changes, *SMALL, *more.get(name, [])])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "read_scenario", small)
+    monkeypatch.setattr(evaluation, "_NODES", (1, 2))
+    monkeypatch.setattr(evaluation, "_SEEDS", 2)
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_figures_say_that_and_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no browser
+    done: list[str] = []
+    assert evaluation.write(tmp_path, range(1), done.append) == [tmp_path / "index.html"]
+    page = (tmp_path / "index.html").read_text()
+    figures = page.split("<figure ")[1:]
+    assert {re.findall(r'id="([^"]+)"', figure)[0] for figure in figures} == WANTED
+    for figure in figures:
+        assert "<b>Simulated.</b>" in figure
+        assert re.search("; seeds? 0", figure)
+        for digest in re.findall(r"[a-z0-9-]+ \(([0-9a-f]{12})\)", figure.split("<figcaption>")[1]):
+            assert f"({digest})</summary>" in page
+        assert "NaN" not in figure
+    simulated = len(done)
+    # What has been simulated is not simulated again, and gives the same bytes.
+    evaluation.write(tmp_path, range(1), done.append)
+    assert len(done) == simulated
+    assert (tmp_path / "index.html").read_text() == page
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not any(map(shutil.which, evaluation._BROWSERS)), reason="no chromium")
+def test_a_figure_is_drawn_as_png(tmp_path: Path) -> None:
+    figure = evaluation.Figure("one", "One line", evaluation.lines({"a": [(1, [2.0]), (2, [3.0])]}, y="s"), "", "here")
+    browser = next(filter(None, map(shutil.which, evaluation._BROWSERS)))
+    png = evaluation._photographed(browser, figure, tmp_path).read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[16:20], "big") == 920
+    assert len(png) > 5000  # blank ones are smaller
