@@ -12,9 +12,7 @@ from bootseer.errors import UsageError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import OWN_NAMES, Place
 
-_FORMS = (
-    "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://…, az://…, file:///dir or a folder"
-)
+_FORMS = "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://…, az://…, file:///dir or a folder"
 BUCKETS = ("s3", "gs", "az")
 """Schemes of object storage."""
 
