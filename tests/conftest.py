@@ -4,6 +4,7 @@ fails a run that executed nothing, `lock_tracker` watches the locks of what has 
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import signal
 import tempfile
@@ -35,6 +36,7 @@ _passed = pytest.StashKey[bool]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected: what is imported and collected stays, and collections took 3 s
     # A run has a folder of its own, which users of its tests can pass through: pytest's own is closed to them, and each
     # run closes it again for the others.
     if config.option.basetemp is None and not config.option.collectonly:
@@ -42,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
         base.chmod(0o711)
         config.stash[_base] = base
         config.option.basetemp = str(base / "t")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,8 +14,9 @@ from hdfs_cluster import HdfsCluster
 SHARES_HDFS = frozenset(
     f"tests/{name}.py"
     for name in (
-        *(f"hdfs/test_{name}" for name in ("block_writer", "client", "hung_namenode", "lease", "long_writer")),
-        *(f"hdfs/test_{name}" for name in ("namenode", "names", "native_reads", "placing", "reads", "writer")),
+        *(f"hdfs/test_{name}" for name in ("bad_blocks", "block_writer", "client", "hung_namenode", "lease")),
+        *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placing", "reads")),
+        *("hdfs/test_writer", "store/test_hdfs"),
         *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
         *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks", "places/test_hdfs"),
     )

@@ -106,7 +106,7 @@ class _File(logging.StreamHandler):  # type: ignore[type-arg]
 
 def set_up(environ: Mapping[str, str], *, file: Path | None = None) -> None:
     """Log what `BOOTSEER_LOG` says, to standard error; `file` is where that leads in a daemon, which logs `info`
-    without being told. Raises `UsageError` for a level that does not exist."""
+    on its own. Raises `UsageError` for a level that does not exist."""
     wanted = environ.get("BOOTSEER_LOG", "")
     if not wanted and file is None:
         return

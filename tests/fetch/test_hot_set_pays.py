@@ -85,3 +85,15 @@ def test_a_workload_that_parts_from_its_hot_set_stops_paying_for_it() -> None:
     assert world.scheduler.worth.suspensions == 1
     assert world.now < without.now
     assert sum(fetch.purpose is Purpose.HOT for _, fetch in world.launched) > 3
+
+
+def test_a_library_that_both_share_does_not_bring_the_rest_of_a_wrong_set() -> None:
+    line = LINES[2]
+    library = imports(5, num_runs=60, think_s=0.03)  # takes so long that the line could bring everything
+    own = imports(2, start=NUM_BLOCKS // 2)
+    hot = [*blocks_of(library), *blocks_of(imports(3, num_runs=200))]
+    world = startup(line, [*own[:100], *library, *own[100:]], hot)
+    assert world.scheduler.worth.suspensions == 2
+    brought = sum(len(fetch.blocks) * BLOCK for _, fetch in world.launched if fetch.purpose is Purpose.HOT)
+    half_a_second = line[1] / 2
+    assert brought < len(blocks_of(library)) * BLOCK + 1.5 * half_a_second < len(hot) * BLOCK

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.bad_blocks import BadBlockReports
+from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message
@@ -108,22 +108,16 @@ def test_the_child_of_a_fork_reports_for_itself(listening: Listening) -> None:
 class TestOnACluster:
     pytestmark = needs_hdfs
 
-    def test_a_replica_that_was_told_is_replaced(self, tmp_path: Path) -> None:
-        pytest.importorskip("hdfs_native", reason="extra hdfs")
-        from bootseer.hdfs.client import HdfsClient
+    def test_a_replica_that_was_told_is_replaced(self, cluster: HdfsCluster, client: HdfsClient, folder: str) -> None:
+        path = f"{folder}/a"
+        client.put(path, b"right" * 1000, replication=2)
+        bad = cluster.where(path, replicas=2)[0].nodes[0]
+        assert cluster.corrupt(path, datanode=cluster.nodes.index(bad)) == 1
+        with closing(NameNode(Cluster.of(cluster.uri.removeprefix("hdfs://")))) as namenode:
+            BadBlockReports(namenode).report(namenode.locate(path).blocks[0], [bad])
 
-        with HdfsCluster(tmp_path, num_datanodes=3, replication=2, fast_detection=True) as cluster:
-            authority = cluster.uri.removeprefix("hdfs://")
-            with closing(HdfsClient(authority)) as client, closing(NameNode(Cluster.of(authority))) as namenode:
-                client.put("/a", b"right" * 1000)
-                assert eventually(lambda: len(cluster.where("/a")[0].nodes) == 2)
-                bad = cluster.where("/a")[0].nodes[0]
-                assert cluster.corrupt("/a", datanode=cluster.nodes.index(bad)) == 1
-                reports = BadBlockReports(namenode)
-                reports.report(namenode.locate("/a").blocks[0], [bad])
+            def is_replaced() -> bool:
+                nodes = cluster.where(path)[0].nodes
+                return len(nodes) == 2 and bad not in nodes
 
-                def is_replaced() -> bool:
-                    nodes = cluster.where("/a")[0].nodes
-                    return len(nodes) == 2 and bad not in nodes
-
-                assert eventually(is_replaced)
+            assert eventually(is_replaced, 300.0)

@@ -82,28 +82,24 @@ def test_a_file_that_somebody_removed_cannot_be_written_on(client: HdfsClient, f
     writer.abort()
 
 
-def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(tmp_path: Path) -> None:
-    def hang(number: int) -> None:
-        running.hang(number)
-
-    with (
-        HdfsCluster(tmp_path, num_datanodes=3) as running,
-        closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client,
-    ):
-        for name, fail in (("killed", running.kill), ("hung", hang)):
-            writer = begin(client, f"/{name}")
-            writer.write(DATA[: MIB + MIB // 2])
-            node = running.where(f"/{name}")[1].nodes[0]
-            number = running.nodes.index(node)
-            # What it has is whole, or is written again; a first block that it alone has cannot be read without it.
-            fail(number)
-            try:
-                writer.write(DATA[MIB + MIB // 2 :])
-                writer.close()
-                assert all(node not in block.nodes for block in running.where(f"/{name}")[1:])
-            finally:
-                running.restart(number) if name == "killed" else running.resume(number)
-            assert read_all(client, f"/{name}") == DATA
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(
+    cluster: HdfsCluster, client: HdfsClient, folder: str, how: str
+) -> None:
+    path = f"{folder}/a"
+    writer = begin(client, path)
+    writer.write(DATA[: MIB + MIB // 2])
+    node = cluster.where(path)[1].nodes[0]
+    number = cluster.nodes.index(node)
+    # What it has is whole, or is written again; a first block that it alone has cannot be read without it.
+    cluster.kill(number) if how == "killed" else cluster.hang(number)
+    try:
+        writer.write(DATA[MIB + MIB // 2 :])
+        writer.close()
+        assert all(node not in block.nodes for block in cluster.where(path)[1:])
+    finally:
+        cluster.restart(number) if how == "killed" else cluster.resume(number)
+    assert read_all(client, path) == DATA
 
 
 class TestLate:

@@ -197,6 +197,7 @@ def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool)
             assert inside(namespace, f"cat {root}/nested/deep/mark {root}/bound") == "deepbound"
     assert (changes / "upper/written").exists()
     assert not (root / "written").exists()
+    assert (changes / "work/work/incompat/volatile").exists()  # the kernel's word that the end wrote no disk back
 
 
 def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:

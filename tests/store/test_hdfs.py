@@ -13,11 +13,12 @@ import pytest
 
 import hdfs_plain
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.client import HdfsClient
 from bootseer.store.file import HdfsStore
 from bootseer.store.store import Store
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from registry import free_port
-from store.contract import DATA, SharedStoreContract, get, put
+from store.contract import DATA, SharedStoreContract, get, put, sha256
 
 hdfs_native = pytest.importorskip("hdfs_native", reason="extra hdfs")
 
@@ -26,14 +27,13 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=2, replication=2) as running:
-        yield running
+def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
+    return shared_hdfs
 
 
 @pytest.fixture
 def uri(cluster: HdfsCluster) -> str:
-    return f"{cluster.uri}/tests/{next(_numbers)}/store"
+    return f"{cluster.uri}/stores/{next(_numbers)}/store"
 
 
 class Outside:
@@ -55,6 +55,17 @@ class Outside:
             return [entry.path for entry in self.client.list_status(f"{self.root}/.uploads")]
         except FileNotFoundError:
             return []
+
+
+def put_twice(cluster: HdfsCluster, uri: str) -> tuple[str, list[int]]:
+    """An object with two replicas in a store: its name, and the numbers of the DataNodes that have one."""
+    name = sha256(DATA)
+    path = f"{Outside(uri).root}/sha256/{name[7:9]}/{name[7:]}"
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
+        client.make_folder(path.rpartition("/")[0], parents=True)
+        client.put(path, DATA, replication=2)
+    (block,) = cluster.where(path, replicas=2)
+    return name, [cluster.nodes.index(node) for node in block.nodes]
 
 
 class TestHdfsStore(SharedStoreContract):
@@ -80,8 +91,8 @@ def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> Non
 
 def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: HdfsCluster, uri: str) -> None:
     with closing(HdfsStore(uri)) as store:
-        name = put(store, DATA).name
-        cluster.hang(0)
+        name, nodes = put_twice(cluster, uri)
+        cluster.hang(nodes[0])
         try:
             # Each of them might ask the hung replica first. All together have less time than they would need that wait
             # for it a second each, let alone the 60 s of other clients.
@@ -89,21 +100,21 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
             for _ in range(100):
                 assert b"".join(store.read(name, timeout_s=until - time.monotonic())) == DATA
         finally:
-            cluster.resume(0)
+            cluster.resume(nodes[0])
         facts = store.place.facts()
         assert facts["fallback"] == ""
 
 
 def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
     with closing(HdfsStore(uri)) as store:
-        name = put(store, DATA).name
-        for number in range(2):
+        name, nodes = put_twice(cluster, uri)
+        for number in nodes:
             cluster.hang(number)
         try:
             with pytest.raises(TransientError):
                 list(store.read(name, timeout_s=0.5))
         finally:
-            for number in range(2):
+            for number in nodes:
                 cluster.resume(number)
         assert get(store, name) == DATA
 
@@ -129,7 +140,7 @@ def test_a_namenode_that_is_not_there_is_transient() -> None:
 def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> None:
     with closing(HdfsStore(uri)) as store:
         before = set(cluster.blocks())
-        name = put(store, DATA).name
+        name, _ = put_twice(cluster, uri)
         replicas = set(cluster.blocks()) - before
         assert len(replicas) == 2
         for replica in replicas:

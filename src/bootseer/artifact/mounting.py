@@ -74,11 +74,11 @@ class LazyMount(ABC):
         """Mount it: what was written down of it, and its facts. Raises `BootseerError` where no fallback helps."""
         cache = Cache(blocks_folder(self.options.cache))
         room = Room(cache, self.say)
-        release_unused(self.runtime, room, self.options.cache)
         if breaks_forks(store_uri):
             with self.stage("store"):
                 run_in_child(self._fetch_metadata)
         subject, indexes = self.find()
+        release_unused(self.runtime, room, self.options.cache, [index.identity for index in indexes])
         folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:
             try:
@@ -166,7 +166,7 @@ class MountHandle:
         self._lifeline = lifeline
 
     def began(self) -> dict[str, object]:
-        """The start is over: its record ends, and what it cost is told. Nothing is fetched where no daemon is."""
+        """The start is over: end its record and report what it cost. Without a daemon nothing is fetched."""
         numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0}
         if self._daemon is None:
             return numbers

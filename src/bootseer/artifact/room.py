@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.artifact.unpacked import release_unpacked
+from bootseer.artifact.unpacked import name_of, release_unpacked
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
@@ -72,18 +72,21 @@ class Room:
         return True
 
 
-def release_unused(runtime: Runtime, room: Room, cache_root: Path) -> None:
+def release_unused(runtime: Runtime, room: Room, cache_root: Path, needed: Sequence[str]) -> None:
     """Release what is idle; all that is unused when the disk is nearly full. What is mounted cannot be evicted.
 
+    `needed`: the layers of the start that asks, the lowest first. Mounted anew, they would not be in memory any more.
     A start does not fail for what this could not do.
     """
     with contextlib.suppress(BootseerError, OSError):
         idle_s = 0.0 if room.is_short() else _IDLE_S
-        release(runtime, room.cache, idle_s=idle_s)
-        release_unpacked(cache_root, runtime, idle_s=idle_s)
+        release(runtime, room.cache, idle_s=idle_s, needed=needed)
+        release_unpacked(cache_root, runtime, idle_s=idle_s, needed=name_of(needed))
 
 
-def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
+def release(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Sequence[str] = ()) -> list[str]:
     """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
     runtime.clean()
-    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN))
+    return kept.release_idle(
+        runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN), needed=needed
+    )

@@ -64,8 +64,11 @@ def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path]
     return tree
 
 
-def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[str]:
-    """Delete the trees that no mount uses and that were not asked for for `idle_s` seconds; returns their names."""
+def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float, needed: str = "") -> list[str]:
+    """Delete the trees that no mount uses and that were not asked for for `idle_s` seconds; returns their names.
+
+    The one of the name `needed` stays.
+    """
     folder = own_folder(unpacked_folder(cache), make=False)
     if not folder.is_dir():
         return []
@@ -73,7 +76,7 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[st
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
         # The lock's time is read before the lock is taken, which sets it.
-        if time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
+        if tree.name == needed or time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
             continue
         with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
             if _is_used(tree, runtime):  # by a process that came before we had the lock

@@ -49,7 +49,7 @@ class Advice(NamedTuple):
     stream: int
     """For `refused`."""
     backward: bool = False
-    """The reader goes back: it wants the last of these bytes first."""
+    """The reader goes back: it reads the last of these bytes first."""
 
 
 class _Stream:
@@ -98,7 +98,7 @@ class Ahead:
         end = offset + length
         number = self._nearest(offset, end)
         if number is None:
-            # A reader that begins at the start wants a header or everything. Elsewhere, one read proves nothing.
+            # A reader that begins at the start reads a header or everything. Elsewhere, one read proves nothing.
             number = self._begin(offset, end, proven=offset == 0)
         else:
             self._follow(self._streams[number], offset, end)

@@ -69,7 +69,7 @@ def lease_bytes(target: str, how: str = "") -> bytes:
 
 
 def _process() -> str:
-    """This process, among all of all machines; "" where that cannot be told."""
+    """This process, unique across machines; "" where that is not known."""
     own = ProcessId.of(os.getpid())
     try:
         return f"{_machine()} {own.pid} {own.started}" if own is not None else ""

@@ -89,8 +89,8 @@ def put_checkpoint(
 ) -> Put:
     """Publish a local folder or file as `name` in a folder of the place. Returns when all of it is durable.
 
-    `progress` hears bytes done, and in all. Raises `TakenError` when the name is taken, and `PermanentError` when the
-    source changes meanwhile.
+    `progress` gets the bytes done and the total. Raises `TakenError` when the name is taken, and `PermanentError` when
+    the source changes meanwhile.
     """
     settings = settings or PutSettings()
     files = Files(place)

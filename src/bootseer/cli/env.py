@@ -130,7 +130,7 @@ def key_command(
     from bootseer.cli.image_options import request
     from bootseer.env.keys.key import difference
     from bootseer.env.keys.request_key import request_key
-    from bootseer.launch.environment.seek import ask_for, base_of_image
+    from bootseer.launch.environment.seeker import ask_for, base_of_image
 
     _check_setup(values["setup"], values["requirements"])
     base = None

@@ -47,7 +47,7 @@ def fleet_command(
 ) -> None:
     """Show what starting costs: by team, scale and stage, which caches help, and which nodes hold others back.
 
-    Without FOLDER and --service, the jobs that have run on this machine are told.
+    Without FOLDER and --service, the jobs that have run on this machine are listed.
 
     \b
     bootseer fleet --since 7d --service https://starts.example:8765

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def set_up_log() -> None:
-    """Log as the environment says, first what runs here. Not its arguments: they may hold what must not be told."""
+    """Log as the environment says, first what runs here. Not its arguments: they may contain secrets."""
     import platform
 
     from bootseer import __version__, logs

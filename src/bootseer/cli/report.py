@@ -79,7 +79,7 @@ def report_command(
     """Show where a startup's time went, node by node.
 
     LOG is a file (plain, gzip, zstd), a folder, or - for standard input: event spools, job logs, or both. JOB is the
-    name of a job that ran on this machine. Without either, the last job of this machine is told.
+    name of a job that ran on this machine. Without either, the last job of this machine is shown.
 
     \b
     bootseer report                                    the last `bootseer run` here

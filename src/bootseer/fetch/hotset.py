@@ -202,10 +202,19 @@ class HotSetTrust:
     So a set starts on probation, with little in flight; each need that it covers doubles that, each need that it does
     not cover halves it. Far more hits than misses: full speed. More misses than hits: suspended, until the latest needs
     speak for it again. Several misses in a row put it back on probation, however well it did before.
+    From then on what it covers speaks for what was recorded shortly behind that, and no longer for all the rest:
+    workloads that part share libraries that they load later, and each would bring the whole of a wrong set.
     """
 
     def __init__(self, settings: FetchSettings) -> None:
         self._settings = settings
+        self._places: dict[tuple[int, int], int] = {}
+        """Bytes of the set that were recorded before each block."""
+        self._planned_bytes = 0
+        self._reached = 0
+        """The furthest place that a reader has come to."""
+        self.doubted = False
+        """Whether it was wrong for a while."""
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
         self._score = 0
         self._missed_in_row = 0
@@ -216,8 +225,16 @@ class HotSetTrust:
         self.suspended = False
         self.suspensions = 0
 
-    def needed(self, covered: bool) -> None:
-        """A reader needed a block for the first time; `covered`: the hot set has it."""
+    def planned(self, key: tuple[int, int], size_bytes: int) -> None:
+        """The next block of the set."""
+        if key not in self._places:
+            self._places[key] = self._planned_bytes
+            self._planned_bytes += size_bytes
+
+    def needed(self, covered: bool, key: tuple[int, int] | None = None) -> None:
+        """A reader needed the block `key` for the first time; `covered`: the hot set has it."""
+        if key is not None:
+            self._reached = max(self._reached, self._places.get(key, 0))
         self.needs += 1
         self.covered += covered
         self._missed_in_row = 0 if covered else self._missed_in_row + 1
@@ -225,6 +242,7 @@ class HotSetTrust:
             # The workload has left the path of the record: what it needed before says nothing about what comes.
             self._latest.clear()
             self._score = 0
+            self.doubted = True
         if len(self._latest) == self._settings.judged_window:
             self._score -= 1 if self._latest[0] else -1
         self._latest.append(covered)
@@ -235,13 +253,17 @@ class HotSetTrust:
             self._score <= self._settings.suspend_score
             or (len(self._latest) >= self._settings.judged_needs and self._score < 0)
         ):
-            self.suspended = True
+            self.suspended = self.doubted = True
             self.suspensions += 1
 
     @property
     def proven(self) -> bool:
         """Whether the set may use all the bandwidth that readers leave."""
         return self._score >= self._settings.trust_score
+
+    def is_near(self, key: tuple[int, int], ahead_bytes: int) -> bool:
+        """Whether the block may be fetched now: of a set that was wrong before, no more than so many bytes ahead."""
+        return not self.doubted or self._places.get(key, 0) <= self._reached + ahead_bytes
 
     def allowance(self, window_bytes: int) -> int:
         """How much of a full window the set may have in flight."""

@@ -330,7 +330,7 @@ class Ledger:
         """Whether nothing is wanted and nothing runs."""
         return not (self.wanted or self.running or any(origin.cold for origin in self.origins.values()))
 
-    # Who wants what
+    # Which readers want which blocks
 
     def _demand(self, key: Key, origin: int) -> bool:
         """One more reader waits for a block. Whether it is on its way already and now a reader's."""

@@ -226,7 +226,7 @@ class Reads:
         return self._advance(now)
 
     def _advance(self, now: float) -> _ToDo:
-        """What the scheduler wants done, and whose time has run out."""
+        """What the scheduler decided, and which reads ran out of time."""
         to_do = _ToDo()
         for read, missing in self._pending.expired(now):
             to_do.failed.append((read, self._too_late(read, missing)))

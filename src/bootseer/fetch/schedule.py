@@ -34,6 +34,8 @@ _MIN_SLEEP_S = 0.001
 _MAX_RUN = 1024
 # A window holds several requests, so that one ends while the others fill the line.
 _REQUESTS_PER_WINDOW = 4
+# How far ahead of its readers a hot set is fetched that was wrong before: enough to keep the line full.
+_AHEAD_WINDOWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Scheduler(Ledger):
         """A reader needs the block for the first time, whether it is here or not."""
         self._last_need = now
         if self._has_hot_set:  # one that comes late is not judged by what was needed before
-            self.worth.needed(bool(self.files[file].hot[block]))
+            self.worth.needed(bool(self.files[file].hot[block]), (file, block))
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
         """These blocks are wanted. A reader that wants a block says `cancelled` if it leaves before the block is
@@ -96,6 +98,8 @@ class Scheduler(Ledger):
         else:
             self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
+                if purpose is Purpose.HOT:
+                    self.worth.planned((file, block), self.files[file].geometry.place(block).length)
                 self._prefetch((file, block), purpose, first)
 
     def want_rest(self, file: int, blocks: range, now: float) -> None:
@@ -387,7 +391,8 @@ class Scheduler(Ledger):
     def _next_hot(self, origin: Origin) -> Key | None:
         while origin.hot:
             if self._is_next(origin.hot[0], Purpose.HOT, origin):
-                return origin.hot[0]
+                near = self._rush or self.worth.is_near(origin.hot[0], _AHEAD_WINDOWS * origin.pace.window_bytes())
+                return origin.hot[0] if near else None
             origin.hot.popleft()
         return None
 
@@ -417,7 +422,7 @@ class Scheduler(Ledger):
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may go, if nothing happens before."""
-        if self.hot_left and not self._hot_suspended:
+        if self.hot_left and (self._rush or not self.worth.doubted):
             return float("inf")
         if self._rush or self._last_need is None:
             return now

@@ -271,7 +271,7 @@ def node_out(found: FoundNode | None, valid_s: int) -> bytes:
 
 
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
-    """struct fuse_open_out. Of a handle that does not write (`writes`), no close is told before the last."""
+    """struct fuse_open_out. For a handle that does not write (`writes`), only the last close is sent."""
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
 
 

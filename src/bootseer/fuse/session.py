@@ -37,8 +37,8 @@ _GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
 JOIN_S = 5.0
 """How long `close` waits until what was unmounted is not in use any more."""
 READ_DEADLINE_S = 90.0
-"""A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
-request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
+"""A read that was not answered by then is an I/O error. The kernel may be configured to give up a whole mount for one
+request (fs.fuse.max_request_timeout), and a reader should get an error eventually."""
 LOOK_S = 1.0
 """How often reads that wait are looked after."""
 _MAX_ERRNO = 511

@@ -34,7 +34,7 @@ _RUN_S: Final = 0.25
 _UNKNOWN_RUN_BYTES: Final = 1 << 20
 _RECEPTION_S: Final = 0.05
 """What is received at once takes about so long: memory that no read wants filled any more is free after it, and a node
-that is slow is told from one that hangs."""
+that is slow is distinguished from one that hangs."""
 _PACKET_BYTES: Final = 64 << 10
 _UNKNOWN_PACKETS: Final = 4
 _GUESS_RATE: Final = 100e6

@@ -181,7 +181,7 @@ class HdfsClient:
         """Begin a file of any length, and with `parents` its folder when that is missing. Raises `TakenError` for a
         taken name.
 
-        `block_size` in bytes and `replication` are the cluster's unless told otherwise.
+        `block_size` in bytes and `replication` default to the cluster's.
         """
 
         def begin(size: int | None) -> LongWriter | NativeWriter:
@@ -230,7 +230,7 @@ class HdfsClient:
 
     @property
     def replication(self) -> int | None:
-        """How many copies a file has unless told otherwise; None where the NameNode cannot be asked."""
+        """How many copies a file has by default; None where the NameNode cannot be asked."""
         try:
             return self._write_defaults().replication
         except UnsupportedError:
@@ -356,7 +356,7 @@ class Reads:
 
 
 def _server(cluster: Cluster) -> str:
-    """The address as hdfs-native wants it: with a port, unless it is a service of the configuration."""
+    """The address as hdfs-native expects it: with a port, unless it is a service of the configuration."""
     services = [name.strip() for name in cluster.settings.get("dfs.nameservices", "").split(",")]
     if cluster.authority in services:
         return f"hdfs://{cluster.authority}"

@@ -31,7 +31,7 @@ class UncheckedError(RefusedError):
 
 
 class SilentError(DataNodeError):
-    """It says nothing for longer than its reader wants to wait."""
+    """It sends nothing for longer than its reader waits."""
 
 
 class WrongBytesError(DataNodeError):
@@ -55,7 +55,7 @@ class QuotaError(NoRoomError):
 
 
 class NotYetError(TransientError):
-    """The NameNode changes no name yet: it has just started, or its operator wants it so (safe mode)."""
+    """The NameNode changes no name yet: it has just started, or an operator has set safe mode."""
 
 
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {

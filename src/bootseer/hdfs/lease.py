@@ -63,7 +63,7 @@ class _NotReportedError(TransientError):
 
 @dataclass(frozen=True, slots=True)
 class WriteDefaults:
-    """How the cluster wants files to be."""
+    """What the cluster's configuration says of new files."""
 
     block_size: int
     replication: int
@@ -85,7 +85,7 @@ class NewBlock:
 
 
 def ask_defaults(namenode: NameNode) -> WriteDefaults:
-    """What the NameNode wants of new files; the configuration's `dfs.replication` counts more than its own."""
+    """The NameNode's defaults for new files; the client's `dfs.replication` overrides its own."""
     try:
         answer = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
         wanted = namenode.cluster.settings.get("dfs.replication", "")
@@ -150,7 +150,7 @@ class Lease:
         """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
         nodes. Raises `NoNodesError` when there are no others, and `NoRoomError` when no node at all has room for it.
 
-        Waits for DataNodes that have not told the NameNode yet of the blocks before, as busy ones do seconds late.
+        Waits for DataNodes that have not yet reported the blocks before to the NameNode: busy ones report seconds late.
         """
         request = field(1, self.path) + field(2, self.holder) + field(5, self._file_id)
         if previous is not None:
@@ -225,8 +225,8 @@ class Lease:
                 self._namenode.ask("renewLease", field(1, self.holder), self.path, _RENEW_CALL_S)
 
     def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> FileStatus:
-        """End the file, which has so many bytes; `block` is its last one. Waits until DataNodes have told the NameNode
-        of all its blocks. Returns what the NameNode says of it then."""
+        """End the file, which has so many bytes; `block` is its last one. Waits until DataNodes have reported all its
+        blocks to the NameNode. Returns what the NameNode says of it then."""
         request = field(1, self.path) + field(2, self.holder) + field(4, self._file_id)
         if block is not None:
             request += field(3, identity(block))

@@ -47,7 +47,7 @@ _FIXED_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class NativeSettings:
-    """How long things may take, and what the library is told besides."""
+    """Time limits, and further settings of the library."""
 
     call_s: float = 60.0
     """For one question to the NameNodes, all tries and failover included; of a listing, for each page. A restarted
@@ -87,7 +87,7 @@ class Native:
         after_fork(self.forget_client)
 
     def call(self, what: str, ask: Callable[[Client], T], timeout_s: float | None = None) -> T:
-        """What `ask` returns, within a time (`call_s` unless told otherwise), its errors mapped; `what` it is about."""
+        """What `ask` returns, within a time (by default `call_s`), its errors mapped; `what` it is about."""
         with mapping(what):
             return within(timeout_s or self.settings.call_s, what, lambda: ask(self.client()))
 

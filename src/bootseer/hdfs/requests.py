@@ -240,7 +240,7 @@ class Run:
         return [piece for piece in self.pieces[self.index :] if self.owns(piece)]
 
     def halt(self) -> None:
-        """End it now. Its thread hears of it and gives back the pieces."""
+        """End it now. Its thread notices and gives back the pieces."""
         self.stopped = True
         if self.connection is not None:
             self.connection.stop()

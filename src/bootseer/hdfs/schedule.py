@@ -43,8 +43,9 @@ _ANSWER_HOLDS_S: Final = 1.0
 
 
 class Schedule:
-    """All pieces that have not ended. `ended` are tickets whose callers must be told, `asking` files whose blocks must
-    be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by `serving`."""
+    """All pieces that have not ended. `ended` are tickets whose callers must be notified, `asking` files whose blocks
+    must be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by
+    `serving`."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
@@ -92,7 +93,7 @@ class Schedule:
                 queue.hurry(piece)
 
     def fail(self, ticket: Ticket, error: BootseerError, *, at_once: bool) -> None:
-        """It has failed; its caller is told when no thread writes to its memory. `at_once`: make that soon."""
+        """It has failed; its caller is notified when no thread writes to its memory. `at_once`: make that soon."""
         if ticket.num_left == 0:
             return
         ticket.error = ticket.error or error
@@ -400,7 +401,7 @@ class Schedule:
             self.fail(piece.ticket, piece.ticket.source.gone or hopeless(piece), at_once=False)
 
     def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
-        """No DataNode that can be asked has checksums of its block: HDFS was told to keep none, or has lost them."""
+        """No DataNode that can be asked has checksums of its block: HDFS keeps none by configuration, or lost them."""
         self.counts["unchecked"] += 1
         piece.strict = False
         if piece.unchecked.issuperset(node.host_port for node in piece.block.nodes):

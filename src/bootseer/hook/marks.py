@@ -5,7 +5,6 @@
     model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
-    model_initialization.new_group         a process group behind the first that takes 0.1 s or more
     model_initialization.first_collective  the first collective, where lazy communicators are made
     model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
     first_step                             first training forward to the end of the first optimizer step;
@@ -91,7 +90,7 @@ def after_import(name: str, *, failed: bool = False) -> None:
 
 @guarded
 def imported(name: str, started_ns: int) -> None:
-    """An outermost import has ended: the long ones are told, after the fact."""
+    """An outermost import has ended: record the long ones, after the fact."""
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
         stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")

@@ -324,5 +324,5 @@ def _run(program: Callable[[], None], frames: int) -> None:
         error.__traceback__ = trace
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
-        sys.excepthook = lambda *_: None  # the interpreter, which is told next, sets the exit code
+        sys.excepthook = lambda *_: None  # the interpreter, which handles it next, sets the exit code
         raise

@@ -104,7 +104,7 @@ class MergedTree:
 
 
 def is_mark(name: bytes) -> bool:
-    """Whether an extended attribute of a layer speaks to overlayfs and is not shown."""
+    """Whether an extended attribute of a layer is overlayfs's own and is not shown."""
     return name.startswith(OVERLAY) and not name.startswith(_ESCAPED)
 
 

@@ -74,7 +74,7 @@ def _perform(future: Future[T], call: Callable[[], T]) -> None:
 
 
 class Count:
-    """What many threads have done of a whole, told to a callback, by one thread at a time and with no lock held.
+    """What many threads have done of a whole, passed to a callback by one thread at a time and with no lock held.
 
     A callback that hangs, as on a terminal that was stopped, holds up the one thread that calls it. Not every step is
     told; the end is.

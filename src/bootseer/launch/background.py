@@ -42,7 +42,7 @@ class Background:
         self._open = True
 
     def messages(self) -> list[dict[str, Any]]:
-        """All that it has told so far."""
+        """All that it has reported so far."""
         self._receive(0.0)
         return self._messages
 
@@ -97,7 +97,7 @@ class Background:
 def start_background(work: Callable[[Tell], None], *, name: str, log: Path, niceness: int = 0) -> Background:
     """Run `work(tell)` in a child. `name` is what `ps` shows.
 
-    It has what this process opened itself: locks, namespaces. A `BootseerError` of the work is told as
+    It has what this process opened itself: locks, namespaces. A `BootseerError` of the work is reported as
     `{"error": ..., "kind": ...}`, any other as well; a `UsageError` with its `hint`.
     Raises `PermanentError` when no process can be made.
     """

@@ -44,7 +44,7 @@ class Options(NamedTuple):
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
     restarts: int = 0
-    """How often the command is started again when it dies for a transient reason."""
+    """How often the command is started again when it fails for a transient reason."""
     restart_delay: int = 0
     """Seconds before each of these starts."""
     peers: PeersWanted | None = None
@@ -80,7 +80,7 @@ def run_program(
     stdout: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
-    """Run a program to its end; its exit code. One that cannot be started is told of, and has the code of a shell.
+    """Run a program to its end; its exit code. One that cannot be started is reported, with the exit code of a shell.
 
     Signals must be blocked: one that arrives meanwhile goes to the program.
     """
@@ -147,7 +147,7 @@ def run_command(
 def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callable[[], None] | None:
     """`enter`, and then a mount namespace in which /etc/hosts knows the job's nodes (`peers.names`).
 
-    Where it cannot be shown, the resolver is told to give up early, unless the user has told it something.
+    Where it cannot be shown, the resolver is configured to give up early, unless the user has configured it.
     """
     from bootseer.errors import BootseerError
     from bootseer.mounts import kernel

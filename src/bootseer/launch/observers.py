@@ -173,7 +173,7 @@ class StartEnd:
         """`record` keeps what is known of the start; it gets what ended it: `TRAINING_BEGAN` or `ENDED`."""
         self._session = session
         self._record = record
-        self._told = threading.Lock()  # taken once: the start is told of once
+        self._told = threading.Lock()  # taken once: the start is reported once
 
     def watch(self, ended: threading.Event) -> None:
         """Look for the hook's word that training has begun, until the command has ended."""

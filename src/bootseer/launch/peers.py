@@ -117,7 +117,7 @@ class PeersStart:
             try:
                 self._serve(folder, tell, wait_for)
             finally:
-                # Whether the run still lives to do it cannot be told: as long as one of its threads does not die, it
+                # Whether the run is still alive to do it is not known: as long as one of its threads does not die, it
                 # is our parent.
                 with suppress(BootseerError):
                     tell({"state": JobPeers.open(folder).state()})

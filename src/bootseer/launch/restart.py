@@ -164,7 +164,7 @@ def _reaped(pid: int) -> bool:
 
 
 def restarts_itself(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether the command is an elastic launcher that was told to restart its processes."""
+    """Whether the command is an elastic launcher that is configured to restart its processes."""
     said = [env.get("PET_MAX_RESTARTS", "")]
     for word, following in zip(command, (*command[1:], ""), strict=True):
         flag, equals, value = word.partition("=")

@@ -192,7 +192,7 @@ class Session:
         """Whether an event is this run's: others may share the folder, the node, or the attempt's number."""
         who = self.tracer.identity
         mine = event.node == who.node and who.rank in (NO_RANK, event.rank)
-        # What the scheduler told lies before the run and names it as its parent.
+        # What the scheduler reported lies before the run, which it names as its parent.
         return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
 
     def close(self, code: int) -> None:

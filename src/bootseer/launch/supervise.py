@@ -88,7 +88,7 @@ def log(name: str, message: str, *args: object) -> None:
 class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
     """The command could not be started; `code` is what a shell would return.
 
-    `why` is told instead of the error when the command itself was not reached.
+    `why` is reported instead of the error when the command itself was not reached.
     """
 
     def __init__(self, command: str, error: OSError, why: str = "") -> None:
@@ -267,8 +267,8 @@ def wait(
 ) -> int:
     """Pass signals on until the command ends; returns its exit code.
 
-    Signals must be blocked (`block_signals`). `on_signal` hears of each one that came and is not ignored. `tracer` gets
-    a word now and then that the command still runs, ever more rarely: a hundred times on the first day.
+    Signals must be blocked (`block_signals`). `on_signal` is called for each one that came and is not ignored. `tracer`
+    gets an `alive` event now and then while the command runs, ever more rarely: a hundred times on the first day.
     """
     began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}

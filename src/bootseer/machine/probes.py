@@ -22,7 +22,7 @@ DEADLINE_S = programs.TORCH_DEADLINE_S + 5.0
 
 
 def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
-    """Every check, in the order in which a reader wants them. `spool` is the folder that events would go to.
+    """Every check, in the order in which they are shown. `spool` is the folder that events would go to.
 
     `more` are probes of parts above this one.
     """

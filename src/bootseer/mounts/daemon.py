@@ -155,7 +155,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
                     return Daemon(spec.folder, process)
             raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
         except BaseException as error:
-            if process is not None:  # one that has not told its number yet finds the pipe closed, and ends
+            if process is not None:  # one that has not sent its number yet finds the pipe closed, and ends
                 process.signal(signal.SIGKILL)
                 until = time.monotonic() + _GRACE_S
                 while process.alive and time.monotonic() < until:

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, UsageError
@@ -69,13 +69,15 @@ def kept(runtime: Runtime) -> list[str]:
     return sorted({point.removeprefix(prefix) for point in kernel.mount_points() if point.startswith(prefix)})
 
 
-def release_idle(runtime: Runtime, *, idle_s: float, unpin: Callable[[str], None]) -> list[str]:
+def release_idle(
+    runtime: Runtime, *, idle_s: float, unpin: Callable[[str], None], needed: Collection[str] = ()
+) -> list[str]:
     """Unmount the layers that no mounted image has and that were not used for `idle_s` seconds; returns them.
 
-    `unpin` is called with each identity afterwards.
+    `unpin` is called with each identity afterwards. Those `needed` stay mounted.
     """
     runtime.clean()
-    used = {layer for state in runtime.all() for layer in state.layers}
+    used = {*needed, *(layer for state in runtime.all() for layer in state.layers)}
     released = []
     for identity in kept(runtime):
         # The lock's time is read before the lock is taken, which sets it.

@@ -43,7 +43,7 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
             return
         except BootseerError as error:
             _LOG.info("%s cannot be mounted as a file: %s", path, error)
-            # ENOTBLK: this kernel wants a block device. All else would fail with one too.
+            # ENOTBLK: this kernel requires a block device. All else would fail with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
                 raise _named(error, path) from error.__cause__
     device, held = _attach_loop(path)
@@ -68,13 +68,15 @@ def mount_overlay(
     work: Path | None = None,
     attributes: int = MS_NODEV,
     userxattr: bool = False,
+    volatile: bool = False,
     one_option: bool = True,
 ) -> None:
     """Mount folders on top of each other: the first of `lowers` is the lowest.
 
     With `upper` and `work` (empty, same file system) it is writable, else read-only. A single layer without `upper`
-    is bound instead, as overlayfs wants two: deletions in it, which delete nothing, then show as devices 0/0.
-    `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `one_option` says to use the form of
+    is bound instead, as overlayfs needs two: deletions in it, which delete nothing, then show as devices 0/0.
+    `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `volatile`: the end of the mount does
+    not wait until the whole disk of `upper` is written, nor does any fsync in it. `one_option` says to use the form of
     Linux 6.7 (one option for each layer) where the kernel has it.
     """
     if not 1 <= len(lowers) <= MAX_LAYERS:
@@ -92,7 +94,7 @@ def mount_overlay(
             options: list[tuple[str, str | None]] = [("source", "bootseer")]
             options += [("lowerdir+", name) for name in names[: len(lowers)]]
             options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
-            options += [("userxattr", None)] if userxattr else []
+            options += [(name, None) for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
             try:
                 kernel.move(kernel.create("overlay", options, attributes=attributes), target)
                 return

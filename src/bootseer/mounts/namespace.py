@@ -49,7 +49,7 @@ class Namespace:
         self._held = dict(held)
         self._folders = dict(folders)
         self.facts = facts
-        """What `build` told."""
+        """What `build` returned."""
 
     @classmethod
     def made(cls, build: Callable[[], Built | None], *, user: bool = False, deadline_s: float = 30.0) -> Namespace:
@@ -151,7 +151,8 @@ def overlay_in_place(
 ) -> tuple[str, ...]:
     """Mount an overlay on the folder `target` and let what is mounted below it shine through, as before.
 
-    It has no devices; what the mount that it covers forbids (set-uid programs) stays forbidden.
+    It has no devices; what the mount that it covers forbids (set-uid programs) stays forbidden. What is written to
+    `upper` need not survive a crash of the machine: without that, the end of the mount would write the whole disk back.
 
     `lowers` with the lowest first; `target` itself may be one of them. Call it in `build`. Returns a line for each
     mount that could not be kept, because the new folder has no place for it or it may not be copied.
@@ -168,7 +169,9 @@ def overlay_in_place(
                 notes.append(f"the mount {path} cannot be kept: {error}")
     try:
         attributes = MS_NODEV | os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NOEXEC)
-        mount_overlay(lowers, Path(place), upper=upper, work=work, attributes=attributes, userxattr=userxattr)
+        mount_overlay(
+            lowers, Path(place), upper=upper, work=work, attributes=attributes, userxattr=userxattr, volatile=True
+        )
         while copies:
             path, copy = copies.pop(0)
             try:

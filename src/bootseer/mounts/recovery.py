@@ -31,7 +31,7 @@ from bootseer.mounts.serve import DaemonSpec, catch_signals, protect_from_oom, s
 
 _LOG = logs.logger(__name__)
 _DEATHS, _WITHIN_S = 3, 60.0
-"""A daemon that dies so often has a reason that does not go away: readers should hear of it."""
+"""A daemon that dies so often has a lasting reason: readers should get errors."""
 _REOPEN_S = 20.0
 _READY: Final = b"m"
 

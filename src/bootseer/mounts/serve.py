@@ -75,7 +75,7 @@ class Served:
     end: Callable[[], dict[str, object]] = dict
     """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for the caller."""
     began: Callable[[], None] = lambda: None
-    """Runs when the startup is told to be over."""
+    """Runs when the end of the startup is reported."""
     stop_prefetch: Callable[[], None] = lambda: None
     """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
 
@@ -91,7 +91,7 @@ class DaemonSpec:
     label: str = "bootseer"
     """Shown in the table of mounts."""
     window_s: float = 120.0
-    """The record ends after so many seconds, if it is not told earlier that the startup is over."""
+    """The record ends after so many seconds, unless the end of the startup is reported earlier."""
     at: Path | None = None
     """Where to mount instead of `files`: for users that cannot mount anything on top of it."""
     lifeline: bool = False

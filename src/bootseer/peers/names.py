@@ -100,7 +100,7 @@ def _host(address: str) -> str:
 
 
 def hosts_for(env: Mapping[str, str]) -> Path | None:
-    """The file for a job with this environment; None where it has no peers or wants none of it."""
+    """The file for a job with this environment; None where it has no peers or they are switched off."""
     return Path(env[FOLDER], HOSTS) if env.get(FOLDER) and env.get(SWITCH) != "0" else None
 
 

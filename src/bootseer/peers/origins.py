@@ -1,6 +1,6 @@
 """The other nodes of a job, as origins of the block files that this process reads.
 
-Which node has a block is `choice`, who is asked for it and when `fetch.routed`, who is late `health`. This is what
+Which node has a block is `choice`, which is asked for it and when `fetch.routed`, which is late `health`. This is what
 moves bytes: requests over `client`, whose outcome is told to `health`, and what each node sent, for the report.
 """
 

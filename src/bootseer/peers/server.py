@@ -85,7 +85,7 @@ class Server:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
         `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
-        `on_unknown` is told which node has asked in vain for what this one does not use, or not yet. `soon`: whether
+        `on_unknown` is called with the node that asked for what this one does not use, or not yet. `soon`: whether
         this node may be about to read what it does not use yet. `tls`: whether connections are encrypted.
         """
         self._name = name

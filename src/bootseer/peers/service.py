@@ -198,7 +198,7 @@ class Service:
         opened: set[str] = set()
         while True:
             now = time.monotonic()
-            # Opening takes up to a second where processors are busy: peers that ask meanwhile would hear nothing.
+            # Opening takes up to a second where processors are busy: peers that ask meanwhile would get no answer.
             for identity in self._job.identities() - opened:
                 opened.add(identity)
                 content = self._find(identity)

@@ -241,7 +241,7 @@ class FolderPlace(SmallReads):
     def _chmod(self, name: str, mode: int, folder: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            # By /proc: fchmod wants a file that was opened for reading, which the owner may have forbidden to itself.
+            # By /proc: fchmod needs a file that is open for reading, which the owner's mode may forbid.
             Path(f"/proc/self/fd/{descriptor}").chmod(mode)
         finally:
             os.close(descriptor)

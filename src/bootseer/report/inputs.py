@@ -106,7 +106,7 @@ def inside(place: str) -> list[Source]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether this is a file; what may not even be looked at counts as one, to be told as unreadable."""
+    """Whether this is a file; what cannot even be examined counts as one, to be reported as unreadable."""
     try:
         return path.is_file()
     except PermissionError:

@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node's way to the first step, told by the lane (node and rank) that got there last."""
+    """One node's way to the first step: that of the lane (node and rank) that got there last."""
 
     node: str
     rank: int
@@ -187,7 +187,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Who was heard. Missing nodes may be the stragglers, so less than all is a headline."""
+    """The nodes that sent events. Missing nodes may be the stragglers, so less than all is a headline."""
 
     nodes_heard: int = 0
     nodes_expected: int | None = None

@@ -33,7 +33,7 @@ class Clue(NamedTuple):
 
 
 class Search:
-    """Looks for clues. Where two match at one place, one of them is told."""
+    """Looks for clues. Where two match at one place, one of them is reported."""
 
     def __init__(self, clues: Sequence[Clue]) -> None:
         # By first bytes, so that the library rules out most places by one look at a table. Python numbers alike.

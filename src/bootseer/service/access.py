@@ -173,7 +173,7 @@ def networks(words: Sequence[str]) -> tuple[Network, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How requests are told apart."""
+    """What distinguishes requests."""
 
     loopback_only: bool
     """The service listens on loopback alone."""

@@ -1,4 +1,4 @@
-"""What a person should look at now: rules that are evaluated every 15 s, kept in the table `alert`, told by a webhook.
+"""What a person should look at now: rules that are evaluated every 15 s, kept in the table `alert`, sent to a webhook.
 
 An alert has a rule and a key (a job, a node, a cache; empty for the service as a whole). It begins when its rule finds
 it, and ends when the rule no longer does; both are told once, to Slack as one message for all that changed, to

@@ -75,7 +75,7 @@ def _open_root(root: str) -> int:
 
 def _new_attempt(folder: int, path: str, mode: int) -> int:
     names = [name.removeprefix(_ATTEMPT) for name in os.listdir(folder) if name.startswith(_ATTEMPT)]
-    # Who gives a number may give a huge one; counting goes on below it.
+    # A given number may be huge; counting goes on below it.
     used = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 6]
     for number in range(max(used, default=-1) + 1, _MAX_ATTEMPTS):
         try:

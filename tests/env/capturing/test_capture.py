@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.layers import mount_overlay
 from env.capturing.captured import DEADLINE_S, Machine
 from in_capture import run_in
+from once import python_with_pip
 from plain_user import UID, as_plain_user
 
 pytestmark = pytest.mark.root
@@ -50,7 +50,7 @@ def wheel(folder: Path, version: str, modules: dict[str, str]) -> Path:
 def test_a_capture_finds_what_pip_installs_replaces_and_removes(machine: Machine, way: str) -> None:
     old = wheel(machine.folder, "1.0", {"__init__.py": "def main(): print('one')", "gone.py": "x = 1", "same.py": ""})
     new = wheel(machine.folder, "2.0", {"__init__.py": "def main(): print('two')", "more.py": "y = 2", "same.py": ""})
-    subprocess.run([sys.executable, "-m", "venv", str(machine.work / "env")], check=True)
+    shutil.copytree(python_with_pip(), machine.work / "env", symlinks=True)
     install = ["-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-index"]
     subprocess.run([machine.work / "env/bin/python", *install, old], check=True)
 

@@ -109,6 +109,22 @@ def test_one_mount_serves_all_starts_and_survives_them(
     assert release(runtime, cache, idle_s=0) == [document.file.identity]
 
 
+def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    kernel.move(kernel.create("tmpfs", [("source", "test"), ("size", "14m"), ("mode", "700")]), cache)
+    try:
+        layer = bring(loading="pull")
+        layer.close()
+        (cache / "ballast").write_bytes(bytes(shutil.disk_usage(cache).free - (1 << 20)))
+        mounted = (tmp_path / "runtime" / "layers").stat().st_mtime_ns  # a mount point that goes, or comes, changes it
+        bring().close()
+        assert (tmp_path / "runtime" / "layers").stat().st_mtime_ns == mounted
+    finally:
+        kernel.unmount(layer.path)
+        kernel.unmount(cache)
+
+
 def test_nobody_can_write_into_the_one_copy(bring: BringIt) -> None:
     layer = bring(loading="pull")
     with pytest.raises(OSError, match="Read-only"):

@@ -1,4 +1,4 @@
-"""What a load plan wants from which bytes of which file, checked against the checkpoint's metadata; and which part of a
+"""What a load plan needs from which bytes of which file, checked against the checkpoint's metadata; and which part of a
 stored tensor a target wants, as bytes in a row.
 
 Decides and reads nothing.
@@ -64,7 +64,7 @@ class Stored:
 
 
 def stored_items(plan: LoadPlan, metadata: Metadata, storage_data: Mapping[Any, Any], where: str) -> list[Stored]:
-    """Each object that the plan wants, once. Raises `CorruptError` for metadata that contradicts itself."""
+    """Each object that the plan names, once. Raises `CorruptError` for metadata that contradicts itself."""
     wanted: dict[tuple[MetadataIndex, LoadItemType], list[ReadItem]] = {}
     for request in plan.items:
         wanted.setdefault((request.storage_index, request.type), []).append(request)

@@ -1,4 +1,4 @@
-"""Loads what a plan wants: many reads in flight, decoded in threads, within a bound of memory.
+"""Loads what a plan names: many reads in flight, decoded in threads, within a bound of memory.
 
 Only the thread that called asks the planner anything, since planners are not made for threads. The first error ends
 the load at once: other ranks wait in a collective until this one has something to say.

@@ -110,7 +110,7 @@ class StripedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants. Raises the first error; reads have deadlines, so that it ends in any case."""
+        """Read what the plan names. Raises the first error; reads have deadlines, so that it ends in any case."""
         folder = self._folder
         if self._metadata is None or folder is None:
             raise UsageError("the reader knows no checkpoint yet", hint="load with torch.distributed.checkpoint.load")

@@ -231,7 +231,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return infos if detail else [one["name"] for one in infos]
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether there is something. Raises `OSError` when that cannot be told."""
+        """Whether there is something. Raises `OSError` when that is not known."""
         try:
             self.info(path)
         except (FileNotFoundError, NotADirectoryError):

@@ -433,7 +433,7 @@ class Content:
 
     def _begin(self) -> FileWriter:
         """New content, which is the file's from `_start` on."""
-        # What has no name any more is never published, and wants no other room than what has one.
+        # What has no name any more is never published; its new content goes where that of its last name would.
         path = self._node.info.path if self._is_removed else self._node.path
         if path is None:
             raise stale()

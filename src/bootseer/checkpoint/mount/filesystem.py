@@ -192,7 +192,7 @@ class CheckpointFiles:
                 try:
                     return found, self.open(found.node, flags, caller)
                 except BaseException:
-                    self._nodes.forget(found.node, 1)  # the kernel does not hear of it
+                    self._nodes.forget(found.node, 1)  # the kernel never gets this reference
                     raise
             owner = "" if caller.uid == os.geteuid() else owner_of(caller.uid)
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
@@ -357,7 +357,7 @@ class CheckpointFiles:
         if is_hidden(own_name):
             raise refusal(errno.EPERM)
         why = self._files.place.refusal(own_name)
-        if why:  # told now, and not when all of a file was written
+        if why:  # fail now, and not when all of a file was written
             self._context.on_error(f"{path}: {why}")
             raise refusal(errno.EINVAL)
         return path

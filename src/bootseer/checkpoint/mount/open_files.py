@@ -341,7 +341,7 @@ class OpenFiles:
         if not opened.writes:
             return
         if was_killed(thread):
-            return  # no program is left to be told, and it could not end before: `close` publishes
+            return  # no program is left to get an error, and it could not end before: `close` publishes
         process = process_of(thread)
         with opened.content.lock:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
@@ -374,7 +374,7 @@ class OpenFiles:
             try:
                 content.publish(check)
             except BootseerError as error:
-                # The program was told, and has nothing left to try again with.
+                # The program got the error, and cannot try again: its handle is closed.
                 if give_up and not self._has_writer(content):
                     content.give_up(error)
                 raise

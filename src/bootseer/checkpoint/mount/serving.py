@@ -210,7 +210,7 @@ _MIB = 1 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Keep up to 64 MiB. False where the C library is not GNU's, which needs to be told."""
+    """Keep up to 64 MiB. False where the C library is not glibc, which has this setting."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False

@@ -91,7 +91,7 @@ class LazyPart:
             problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
         except BootseerError as error:
             problem = error
-        except Exception as error:  # readers wait for this part: they must hear of what was not foreseen, too
+        except Exception as error:  # readers wait for this part: they must get unexpected errors, too
             problem = TransientError(f"{self.path}: {type(error).__name__}: {error}")
             report_exception()
         if file is not None and problem is not None:

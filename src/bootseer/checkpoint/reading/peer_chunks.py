@@ -264,8 +264,8 @@ class Unit:
         self._blocks |= 1 << (block - self.first)
 
     def read(self, read: PeerRead, *, keeps: bool) -> None:
-        """Get a chunk from another node, or be told to read it: see `PeerRead.done`. `keeps`: whether what is read here
-        can be passed on."""
+        """Get a chunk from another node, or the instruction to read it here: see `PeerRead.done`. `keeps`: whether
+        what is read here can be passed on."""
         with self._lock:
             sources = self._sources
             if sources is None:

@@ -282,7 +282,7 @@ class Publication:
                 )
 
     def _replaced(self) -> Head | None:
-        """What has the name now; None when there is nothing, or that cannot be told.
+        """What has the name now; None when there is nothing, or it is not known.
 
         A file may be written again just because it cannot be read any more. Its parts are left to a collector then.
         """

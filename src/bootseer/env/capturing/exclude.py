@@ -288,7 +288,7 @@ class Exclusions:
 
     def forbids(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """Why no snapshot may have this path, whichever way it got there. Scratch folders are no reason: a capture may
-        have been told to take what lies in one."""
+        were configured to capture what lies in one."""
         above = (self.rule_for(folder, kind="directory") for folder in _above(path))
         return next((rule for rule in above if rule and rule.secret), None) or self.rule_for(path, kind=kind, size=size)
 

@@ -177,7 +177,7 @@ def read(folder: Path, before: Mapping[str, str], *, node_words: Iterable[str] =
     """What the script left. `folder` as for `command`, `before` the whole environment that it was started with.
 
     `node_words` are names and addresses of this node: a value that holds one is wrong elsewhere. Nothing where the
-    script has told nothing: it was killed, became another program by `exec`, or is not a shell script.
+    script has reported nothing: it was killed, became another program by `exec`, or is not a shell script.
     """
     try:
         with (folder / OUTPUT).open("rb") as file:

@@ -115,7 +115,7 @@ def same_bytes(one: str, other: str) -> bool:
 
 
 def tells_before(path: str) -> bool:
-    """Where `Change.before` is told: in folders of the system only where people edit files."""
+    """Where `Change.before` is recorded: in folders of the system only where people edit files."""
     return not is_system(path) or may_be_edited(path)
 
 

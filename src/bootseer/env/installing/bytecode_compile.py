@@ -101,7 +101,7 @@ def by_interpreter(
 ) -> dict[str, list[Distribution]]:
     """Which Python compiles what: the job's its own folders, an environment that the setup made its own.
 
-    Distributions in a folder whose Python cannot be told (`--target`) are the job's.
+    Distributions in a folder whose Python is not known (`--target`) are the job's.
     """
     known = {posixpath.normpath(folder) for folder in folders}
     found: dict[str, list[Distribution]] = {}

@@ -198,7 +198,7 @@ _OWN_INDEXES = ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_
 
 @dataclass(slots=True)
 class Translation:
-    """How uv is told the same."""
+    """The same settings for uv."""
 
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -239,7 +239,7 @@ def translate(
     joined = ("UV_FIND_LINKS", "UV_INSECURE_HOST")
     for name in done.environment.keys() & env.keys():
         if name.startswith("UV_") and name not in joined:
-            del done.environment[name]  # what the user told uv itself stays
+            del done.environment[name]  # the user's own settings for uv stay
     return done
 
 

@@ -50,7 +50,7 @@ class Part(NamedTuple):
     lines: tuple[str, ...]
 
 
-def system(files: NodeFiles) -> Part:
+def system(files: NodeFiles, facts: Facts) -> Part:
     """Distribution and packages of the system, and what lies beside them without a package."""
     parts: list[str] = []
     lines: list[str] = []
@@ -60,7 +60,7 @@ def system(files: NodeFiles) -> Part:
             name = re.search(r'^PRETTY_NAME="?([^"\n]+)', files.read(path).decode("utf-8", "replace"), re.MULTILINE)
             lines += [f"distribution {name[1]}"] if name else []
             break
-    installed = _dpkg()
+    installed = _dpkg(facts)
     parts += ("dpkg", *installed)
     lines += installed[:_MAX_LINES]
     for path in _DATABASES:
@@ -107,10 +107,14 @@ def environment(prefix: str, files: NodeFiles, facts: Facts) -> Part:
     return Part(digest_of([*parts, found.digest, *conda]), (*found.lines, *conda))
 
 
-def _dpkg() -> Sequence[str]:
+def _dpkg(facts: Facts) -> Sequence[str]:
     """The installed packages, sorted; nothing where there is no dpkg."""
     try:
         with open(_DPKG, "rb") as file:  # noqa: PTH123 - bounded
+            status = os.fstat(file.fileno())
+            known = facts.get("dpkg", _DPKG, stamp_of(status))
+            if isinstance(known, list):
+                return known
             data = file.read(_MAX_DATABASE_BYTES + 1)
     except FileNotFoundError:
         return ()
@@ -118,7 +122,10 @@ def _dpkg() -> Sequence[str]:
         raise PermanentError(f"{_DPKG}: {os.strerror(error.errno or 0)}") from error
     if len(data) > _MAX_DATABASE_BYTES:
         raise PermanentError(f"{_DPKG}: too large to be a list of packages")
-    return sorted(dpkg_packages(data))
+    installed = sorted(dpkg_packages(data))
+    if is_settled(status):
+        facts.put("dpkg", _DPKG, stamp_of(status), installed)
+    return installed
 
 
 def dpkg_packages(data: bytes) -> Iterator[str]:
@@ -258,7 +265,7 @@ def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
 
 
 def _stamp(path: str) -> list[object]:
-    """What the answer depends on; empty when that cannot be told."""
+    """What the answer depends on; empty when that is not known."""
     try:
         real = os.path.realpath(path)
         status = Path(real).stat()

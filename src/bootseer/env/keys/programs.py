@@ -188,7 +188,7 @@ def open_packages(program: str, words: Sequence[str]) -> str:
 def writes_here(program: str, words: Sequence[str], is_absolute: Callable[[str], bool]) -> str:
     """Why the folder in which the command runs may matter, in a few words; empty when it does not."""
     rest = _plain(words[1:])
-    if program in _NEUTRAL or program in _DOWNLOADERS:  # where they write is told by `outputs`
+    if program in _NEUTRAL or program in _DOWNLOADERS:  # `outputs` says where they write
         return ""
     if program in _WRITERS or program in _CHANGERS or program in _ENVIRONMENTS:
         written = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]

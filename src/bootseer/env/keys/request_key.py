@@ -190,7 +190,7 @@ class _Collector:
         return [f"{user}/lib/python{version}/site-packages", *search] if user else search
 
     def _fingerprint(self, folders: list[str]) -> None:
-        system = node.system(self._files)
+        system = node.system(self._files, self._facts)
         installed = node.distributions(folders, self._facts)
         self._add("system", f"sha256:{system.digest}", system.lines)
         self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)
@@ -296,7 +296,7 @@ class _Collector:
             if commit is None:
                 self._unpinned[f"{item.words} (no commit could be told)"] = None
             elif address.startswith("git+file://"):
-                # What git reads of it is told by the commit.
+                # The commit identifies what git reads of it.
                 place = address.removeprefix("git+file://")
                 self._accounted.add(f"{place}/.git" if self._files.kind(f"{place}/.git") else place)
 

@@ -334,7 +334,7 @@ class _Reader:
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 if part not in ("", ".", "./", ".."):
                     self.candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
-        # `python setup.py` and the like is told by its program; its project is in the key.
+        # `python setup.py` and the like is identified by its program; its project is in the key.
         if not called and (why := programs.writes_here(program, words, self._paths.is_absolute)):
             self._runs_here(why)
 

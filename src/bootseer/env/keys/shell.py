@@ -1,4 +1,4 @@
-"""A shell script as commands and words, as far as they can be told without running it.
+"""A shell script as commands and words, as far as they are known without running it.
 
 Not a shell: control flow is cut away, substitutions are seen as commands of their own, and what cannot be told stays in
 the word as `$`. Never fails: a quote without an end closes at the end of its line. Heredocs are not commands, unless a

@@ -163,7 +163,7 @@ _COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\t(\S+)")
 
 
 def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """The commit for each address and reference; those that could not be told are not there."""
+    """The commit for each address and reference; those that could not be found are missing."""
     asked = list(wanted)
     found = {(item.target, item.reference): item.reference for item in asked if item.pinned}
     open_ones = [item for item in asked if not item.pinned and item.target.startswith("git+")][:_MAX_ASKED]

@@ -89,6 +89,10 @@ NOT_LOOKED = Lookup("none")
 """The store was not asked, because nothing that could be found would be used."""
 
 
+DOCUMENTS = ("document", "replaces")
+"""Fields of a decision that are documents."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The answer."""

@@ -75,7 +75,7 @@ class Quarantine:
                 with contextlib.suppress(BootseerError):
                     self._here.delete(quarantine_name(key))
                 return changed
-        with contextlib.suppress(BootseerError):  # a full disk: the next job that dies tells it again
+        with contextlib.suppress(BootseerError):  # a full disk: the next job that fails records it again
             put(self._here, quarantine_name(key), changed.encode(), timeout_s=_WRITE_S)
         return changed
 

@@ -113,7 +113,7 @@ def settled(data: bytes, source: Source | None) -> bytes | None:
 
 
 def _believed(magic: bytes, flags: int, stamp: bytes, source: Source) -> bool:
-    """Whether the header speaks of this source."""
+    """Whether the header refers to this source."""
     if flags == _TIMESTAMP:
         return stamp == _stamp(source.mtime_ns, source.size)
     return flags in {_UNCHECKED, _CHECKED} and stamp == _digest(magic, source.read())

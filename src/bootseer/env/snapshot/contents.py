@@ -123,7 +123,7 @@ def _status(change: Change) -> os.stat_result:
 def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
     kind = _KINDS[stat.S_IFMT(status.st_mode)]
     python_source = (source_of(change.path) or "") if kind == "file" else ""
-    # Bytecode speaks of the one source beside it, whatever other names it has.
+    # Bytecode refers to the one source beside it, whatever other names it has.
     several = kind != "directory" and status.st_nlink > 1 and not python_source
     return Item(
         change,

@@ -168,7 +168,7 @@ class _Run:
 
 
 def _walk(tree: bytes) -> Iterator[bytes]:
-    """Everything below a folder, as paths from it on. Directories that cannot be read were told of already."""
+    """Everything below a folder, as paths from it on. Directories that cannot be read were reported already."""
     waiting = [b""]
     while waiting:
         folder = waiting.pop()

@@ -1,4 +1,4 @@
-"""The `config.json` of a container, as the OCI runtime specification wants it; runc and crun read it.
+"""The `config.json` of a container, as the OCI runtime specification defines it; runc and crun read it.
 
 What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
 network is the host's, the host name and limits are too unless the user says otherwise, and mounts, System V IPC and

@@ -233,7 +233,7 @@ def _be_first(tell: int, stay: int) -> NoReturn:
         _mount("", "/", "", _REC | _PRIVATE)
         _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
         with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:  # noqa: PTH123
-            # Events of a node are told apart by process id: those of two containers should differ.
+            # Events of a node are distinguished by process id: those of two containers should differ.
             file.write(str(_LOWEST_PID + int.from_bytes(os.urandom(4), "little") % _NUM_PIDS))
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:  # noqa: PTH123
             file.write("bootseer-init")
@@ -246,7 +246,7 @@ def _be_first(tell: int, stay: int) -> NoReturn:
         os.chdir("/proc")
         _mount(".", "/", "", _MOVE)
         os.chroot(".")
-        # Who traces it (CAP_SYS_PTRACE) could have it start a program, which would be root of the host.
+        # A tracer (CAP_SYS_PTRACE) could make it start a program, which would be root on the host.
         _called(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up rights of programs")
         header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
         _called(libc.capset(header, nothing), "give up capabilities")

@@ -60,7 +60,7 @@ def mount_image(
     mount, and `BootseerError` where no fallback helps.
     """
     facts = facts or ways.first_look(private=lifeline)
-    # Who cannot mount hears it before anything is fetched.
+    # A user that cannot mount gets the error before anything is fetched.
     ways.pick(facts, private=lifeline, writable=writable is not None)
     if suid and not lifeline and not user_namespace.may_mount():
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")

@@ -167,29 +167,20 @@ class EnvironmentStart:
         key, decision = self.look(base)
         if decision.action is Action.RESTORE:
             decision = self._restore(decision, on_host=base is None)
-            if decision.code == "damaged" and key is not None:
-                decision = self._look_again(key, decision, on_host=base is None)
+            if decision.code == "damaged":
+                decision = self._look_again(base, decision)
         return key, decision
 
     def look(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
         """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
-        from bootseer.env.keys.request_key import facts_folder_of, request_key
         from bootseer.env.life.decide import Action, Decision
-        from bootseer.launch.environment.seek import ask_for, seek
+        from bootseer.launch.environment.seek import seek
 
-        task = self.task
-        mode = task.wanted.mode
-        own_env = task.env if task.own_env is None else task.own_env
+        mode = self.task.wanted.mode
         try:
             with interruptible():
-                with task.stage("key") as facts:
-                    key = request_key(
-                        ask_for(task.setup, task.requirements, task.wanted, own_env, base=base and base()),
-                        facts_folder=facts_folder_of(task.wanted.cache),
-                    )
-                    facts["key"] = key.digest
-                self._election = seek(task, key)
-                return key, self._election.decision
+                self._election = seek(self.task, base)
+                return self._election.key, self._election.decision
         except Exception as error:  # whatever is wrong with us, the job starts
             _log.warning("no snapshot can be looked for", exc_info=True)
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
@@ -207,7 +198,7 @@ class EnvironmentStart:
             return given_up(decision, error)
         return decision
 
-    def _look_again(self, key: RequestKey, decision: Decision, *, on_host: bool) -> Decision:
+    def _look_again(self, base: Callable[[], Base] | None, decision: Decision) -> Decision:
         """The snapshot is damaged in the store, and stays so until it is made anew: by this start, or another."""
         from bootseer.env.life.decide import Action
         from bootseer.launch.environment.seek import seek
@@ -216,13 +207,13 @@ class EnvironmentStart:
             with interruptible():
                 if self._election is not None:
                     self._election.close()
-                self._election = seek(self.task, key, damaged=decision.words)
+                self._election = seek(self.task, base, damaged=decision.words)
         except Exception as error:  # whatever is wrong with us, the job starts
             say(f"the environment is not made anew: {error}")
             return decision
         again = self._election.decision
         if again.action is Action.RESTORE:  # another start made it meanwhile
-            return self._restore(again, on_host=on_host)
+            return self._restore(again, on_host=base is None)
         return replace(again, code=decision.code, words=decision.words)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
@@ -248,7 +239,7 @@ class EnvironmentStart:
         return code
 
     def ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what was not told yet is told now."""
+        """The command is over, after so many seconds: what was not reported yet is reported now."""
         self.tell(ENDED)
         shown = self.shown
         if shown is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Conflicts = Literal["refuse", "accept"]
 Daemons = Literal["relaunch", "refuse"]
 UNPINNED_AGE_S = 7 * 86_400.0
-"""How long a snapshot serves whose setup would install other versions some day, unless told otherwise."""
+"""How long a snapshot serves whose setup would install other versions some day; the default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import Export
 from bootseer.env.keys.key import RequestKey
+from bootseer.env.keys.request_key import Base
 from bootseer.env.life.decide import REASONS, Action, Decision, fell_back
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.image.containers.container import Options as ContainerOptions
@@ -39,7 +40,6 @@ from bootseer.launch.command import Options
 from bootseer.launch.environment.capture import trust_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, start_publishing, tell
-from bootseer.launch.environment.seek import base_of_image
 from bootseer.launch.environment.setup import SetupResult, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentWanted, Task
@@ -125,13 +125,19 @@ class ImageEnvironment:
         task = self.start.task
         began_s = time.monotonic()
         with task.stage() as facts:
-            key, decision = self.start.bring(lambda: base_of_image(self._request))
+            key, decision = self.start.bring(self._base)
             facts["code"] = decision.code
             decision.check()
         self.start.seconds = time.monotonic() - began_s
         self._key, self._decision = key, decision
         shown = self.start.shown
         return () if shown is None or shown.layer is None else (shown.layer.path,)
+
+    def _base(self) -> Base:
+        """The image, for the key. In a child."""
+        from bootseer.launch.environment.seeker import base_of_image
+
+        return base_of_image(self._request)
 
     def mount(self, mount: Mount, writable: Path, above: Sequence[Path]) -> MountedImage:
         """Mount the image, with the snapshot on top where that is possible. Raises `UsageError` as `before`."""

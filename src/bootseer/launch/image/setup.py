@@ -232,7 +232,7 @@ class InImage(Machine):
         path = self.inside(script)
         as_it_is = [path] if os.access(script, os.X_OK) else [bash or "/bin/sh", path]
         folder = self._own / EXPORTS
-        # Without bash on that path the script is given to sh, and told otherwise how to say what it exports.
+        # Without bash on that path the script is given to sh, which reports its exports in another way.
         asked = script_run(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
         if asked.folder is None:
             return replace(asked, env={})

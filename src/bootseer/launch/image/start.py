@@ -246,7 +246,7 @@ class _ImageStart:
         return container
 
     def _ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what was not told yet is told now."""
+        """The command is over, after so many seconds: what was not reported yet is reported now."""
         self._end.tell(ENDED)
         with harmless("the image's last words are lost"):
             if self._mounted is not None:

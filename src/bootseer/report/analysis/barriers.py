@@ -51,7 +51,7 @@ class Barrier:
     visits: list[Visit] = field(default_factory=list)
     left_ns: list[int] = field(default_factory=list)
     num_participants: int = 0
-    """Who waits here: a launcher waits once for all the ranks of its node."""
+    """What waits here: a launcher waits once for all the ranks of its node."""
 
     @property
     def last(self) -> Visit:

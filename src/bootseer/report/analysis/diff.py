@@ -88,7 +88,7 @@ class Moved:
 
 
 class _Judged(NamedTuple):
-    """What speaks for a difference. `nodes_p` leaves out of account that runs differ; of several runs it is `p`."""
+    """The evidence for a difference. `nodes_p` leaves out of account that runs differ; of several runs it is `p`."""
 
     large: bool
     p: float
@@ -376,7 +376,7 @@ def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[Moved]
 
 
 def _provable(runs: tuple[int, int], spread: float, num_tests: int) -> float:
-    """How many times as long a stage must take to be told from runs that vary as the whole does; 100 for more."""
+    """How many times as long a stage must take to stand out from runs that vary as the whole does; 100 for more."""
     alpha = _ALPHA / max(num_tests, 1)
     least = NormalDist().inv_cdf(1 - alpha / 2)
     if freedom := sum(runs) - 2:

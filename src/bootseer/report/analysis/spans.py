@@ -85,7 +85,7 @@ class NodeSpans:
     last_ns: int = 0
     clock_stepped: bool = False
     num_runs: int = 0
-    """More than one: the attempt number was used again, and only the last run is told."""
+    """More than one: the attempt number was used again, and only the last run is reported."""
     restarted: bool = False
     """Its processes were replaced by those of a later restart."""
     structure: list[Span] = field(default_factory=list)
@@ -284,7 +284,7 @@ def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
 
 
 def apart(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
-    """Nodes that are told far away from most others, on aligned clocks, and how far: ns, negative for too early."""
+    """Nodes whose events are far from most others, on aligned clocks, and how far: ns, negative for too early."""
     groups: list[list[str]] = []
     until_ns = 0
     for name in sorted(nodes, key=lambda name: begin_of(nodes[name])):

@@ -154,7 +154,7 @@ def _add(times: _Times, segment: Segment) -> None:
 
 def _row(name: str, times: dict[str, _Times], gpus: dict[str, int | None], price: float | None) -> Stage:
     whole = {node: t for node, t in times.items() if not t.outcomes & {TRUNCATED, FAILED}}
-    # A stage of nothing but waiting is told by its waiting; any other by its work.
+    # A stage of nothing but waiting is represented by its waiting; any other by its work.
     only_wait = all(t.work_s == 0 for t in times.values())
     values = sorted((t.wait_s if only_wait else t.work_s, node) for node, t in whole.items())
     middle = median(value for value, _ in values) if values else None

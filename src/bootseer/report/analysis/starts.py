@@ -166,7 +166,7 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
 
 
 def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
-    """Each node that told of this, by name: the last it said, and all its moments."""
+    """Each node that reported this, by name: its last report, and the times of all."""
     return [
         (name, max(said, key=lambda mark: mark.end_ns).attrs, node.instants)
         for name, node in sorted(startup.nodes.items())

@@ -88,7 +88,7 @@ class _Moment:
     wall_ns: int | None
     kind: str = ""
     age_s: int = -1
-    """How long before it was shown, where that is told; then `precision_s` says what is cut off."""
+    """How long before it was shown, where that is known; then `precision_s` says what is cut off."""
     precision_s: int = 0
     took_s: int = -1
     """The difference of two ages, where no time is known."""

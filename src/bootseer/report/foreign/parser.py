@@ -56,7 +56,7 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """What a log told. Events need a time; what has only a duration is a fact."""
+    """What was found in a log. Events need a time; what has only a duration is a fact."""
 
     events: list[Event] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Reader(Protocol):
         """Take a line. It may be cut, interleaved or of another program: never raises."""
 
     def finish(self) -> Findings:
-        """What the file told in all."""
+        """All that was found in the file."""
 
 
 class Parser(Reader, Protocol):

@@ -202,8 +202,8 @@ def parsers() -> list[Parser]:
 
 @cache
 def search(done: frozenset[int] = frozenset()) -> tuple[Search, list[list[int]]]:
-    """The search for the clues of all parsers but those that are done, told by their places in `parsers`; and for each
-    of its numbers the places of the parsers that want such lines."""
+    """The search for the clues of all parsers but those done (places in `parsers`); and for each of its numbers
+    the places of the parsers that want such lines."""
     behind: dict[bytes, list[bytes]] = {}
     wanting: dict[bytes, list[int]] = {}
     for index, parser in enumerate(parsers()):
@@ -211,7 +211,7 @@ def search(done: frozenset[int] = frozenset()) -> tuple[Search, list[list[int]]]
             behind.setdefault(literal, []).append(then)
             wanting.setdefault(literal, []).append(index)
     clues = [Clue(literal, b"(?:" + b"|".join(dict.fromkeys(then)) + b")") for literal, then in behind.items()]
-    # Where one literal begins with another one, a place is told once, for either.
+    # Where one literal begins with another one, a place is reported once, for either.
     return Search(clues), [
         sorted({i for b, indices in wanting.items() if a.startswith(b) or b.startswith(a) for i in indices})
         for a in wanting

@@ -63,7 +63,7 @@ class Rule(NamedTuple):
     """What a fact says of it."""
     label: str = ""
     seldom_ended: bool = False
-    """Begins what is told only if its end is in the log."""
+    """Begins what is reported only if its end is in the log."""
 
 
 @cache
@@ -93,7 +93,7 @@ class TableParser(Parser):
         self._open: dict[tuple[str, str], _Open] = {}
         self._took: list[tuple[_Open, int]] = []
         self._at: dict[str, list[tuple[int, int]]] = {}
-        """Line numbers and the times that were told there, by label."""
+        """Line numbers and the times found there, by label."""
         self._now_ns: int | None = None
         self._steps: list[tuple[int, _Open, int | None]] = []
         self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)

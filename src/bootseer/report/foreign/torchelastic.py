@@ -186,7 +186,7 @@ class TorchElasticParser(Parser):
             seen.update(rendezvous.restart for rendezvous in agent.all if rendezvous.begin_ns is not None)
         started: set[tuple[str, int]] = set()
         for recorded in self._recorded:
-            # The same moments, told by the agent's lines with times, are better.
+            # The same moments from the agent's lines with times are better.
             if recorded.restart not in seen:
                 self._tell_recorded(builder, recorded, started)
         return builder.finish()

@@ -198,7 +198,7 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
 
 
 def nodes_section(report: Report) -> str:
-    """A table of all nodes, closed at first when there are many; a single one is told by its row."""
+    """A table of all nodes, closed at first when there are many; a single one has its row already."""
     if len(report.nodes) < 2:
         return ""
     rows = [_node_cells(node) for node in report.nodes]

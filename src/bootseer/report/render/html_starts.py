@@ -48,7 +48,7 @@ _PEERS: tuple[Column, ...] = (
 
 
 def images_section(report: Report) -> str:
-    """A line for each way in which images came, and the nodes; empty when no node told of an image."""
+    """A line for each way in which images came, and the nodes; empty when no node reported an image."""
     # What went worse than elsewhere comes first: fallbacks, then those that waited for most.
     ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
     rows = [
@@ -64,7 +64,7 @@ def images_section(report: Report) -> str:
 
 
 def environments_section(report: Report) -> str:
-    """A line for each way in which environments came, and the nodes; empty when no node told of one."""
+    """A line for each way in which environments came, and the nodes; empty when no node reported one."""
     # What went worse than elsewhere comes first: setups that ran, then those that took longest.
     ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
     rows = [
@@ -84,7 +84,7 @@ def environments_section(report: Report) -> str:
 
 
 def checkpoints_section(report: Report) -> str:
-    """Lines that sum it up, the nodes, and what served them; empty when no node told of a checkpoint."""
+    """Lines that sum it up, the nodes, and what served them; empty when no node reported a checkpoint."""
     # Those that had to fetch most come first.
     ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
     rows = [

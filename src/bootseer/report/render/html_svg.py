@@ -23,7 +23,7 @@ _MAX_BARRIER_NAME = 24
 _CHARACTER = 0.0082
 """Width of a character as a share of the plot, on the smallest screen that shows all names."""
 MAX_SEGMENTS = 400
-"""More in one row cannot be told apart on a screen; such a row shows top-level stages only."""
+"""More in one row cannot be distinguished on a screen; such a row shows top-level stages only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ def _print_chain(report: Report, console: Console) -> None:
         return
     console.print(Text("Critical chain: the last node at each barrier, and where it lost the time", style="bold"))
     table = _table("barrier", "at", "last to come", "stage", "there", "excess")
-    # Of very many barriers the last ones and the training are told.
+    # Of very many barriers the last ones and the training are shown.
     for link in links[-_MAX_LINKS:]:
         rank = f" r{link.rank}" if link.rank >= 0 else ""
         table.add_row(
