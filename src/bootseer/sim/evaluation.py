@@ -168,8 +168,8 @@ def _parts(runs: Runs) -> Iterator[Figure]:
     image = runs.starts("moe", ["today", "lazy", "only image", "image and peers"], _NODES)
     names = {"today": "pull", "lazy": "lazy", "only image": "recorded", "image and peers": "and peers"}
     yield Figure("image", "Image loading and imports", _lines(image, names, lambda start: _stages(start, _IMAGE)),
-                 "The slowest node's image loading and imports, which wait for blocks that are not there. Recorded blocks "
-                 "come while the environment is installed.",
+                 "The slowest node's image loading and imports, which wait for blocks that are not there. Recorded "
+                 "blocks come while the environment is installed.",
                  origin_of(image))  # fmt: skip
     yield Figure("registry", "What the registry sends", _lines(image, names, lambda start: start["registry_gb"], "GB"),
                  "To all nodes together: image blocks, or whole images.", origin_of(image))  # fmt: skip
