@@ -1,6 +1,7 @@
 """Several jobs get the same striped file with parity, over and over, from a real HDFS: none hangs, no byte is wrong.
 
-`make fuzz` runs it for longer than the test suite does: BOOTSEER_SOAK_S seconds in all.
+It lasts BOOTSEER_SOAK_S seconds in all: 90 in the test suite, which loads the machine further, and longer in `make fuzz`.
+The jobs leave the processors to other tests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ pytestmark = needs_hdfs
 SIZE = 96 << 20
 JOBS = 3
 PHASES = 4
-PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "6")) / PHASES
+PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "90")) / PHASES
 HUNG_S = 120.0
 """A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
 
@@ -63,7 +64,7 @@ def test_no_get_hangs(cluster: HdfsCluster, wanted: str, tmp_path: Path, killed:
         while time.monotonic() < until and not problems:
             words = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{cluster.uri}/soak/file", str(target)]
             with log.open("wb") as output:
-                process = subprocess.Popen([*words, "--replace"], stdout=output, stderr=output)
+                process = subprocess.Popen(["nice", "-n", "5", *words, "--replace"], stdout=output, stderr=output)
             try:
                 status = process.wait(HUNG_S)
             except subprocess.TimeoutExpired:
