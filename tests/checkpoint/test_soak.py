@@ -1,7 +1,7 @@
 """Several jobs get the same striped file with parity, over and over, from a real HDFS: none hangs, no byte is wrong.
 
-It lasts BOOTSEER_SOAK_S seconds in all: 90 in the test suite, which loads the machine further, and longer in `make fuzz`.
-The jobs leave the processors to other tests.
+It lasts BOOTSEER_SOAK_S seconds in all: 90 in the test suite, to whose other tests it leaves the processors, and longer
+in `make fuzz`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SIZE = 96 << 20
 JOBS = 3
 PHASES = 4
 PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "90")) / PHASES
+_LAST = ("nice", "-n", "5")
 HUNG_S = 120.0
 """A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
 
@@ -64,7 +65,7 @@ def test_no_get_hangs(cluster: HdfsCluster, wanted: str, tmp_path: Path, killed:
         while time.monotonic() < until and not problems:
             words = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{cluster.uri}/soak/file", str(target)]
             with log.open("wb") as output:
-                process = subprocess.Popen(["nice", "-n", "5", *words, "--replace"], stdout=output, stderr=output)
+                process = subprocess.Popen([*_LAST, *words, "--replace"], stdout=output, stderr=output)
             try:
                 status = process.wait(HUNG_S)
             except subprocess.TimeoutExpired:
@@ -81,7 +82,8 @@ def test_no_get_hangs(cluster: HdfsCluster, wanted: str, tmp_path: Path, killed:
 
     with ExitStack() as load:
         for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
-            busy = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", "while True: pass"])
+            words = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", "while True: pass"]
+            busy = subprocess.Popen([*_LAST, *words])
             load.callback(busy.wait)
             load.callback(busy.kill)
         jobs = [threading.Thread(target=job, args=(number,)) for number in range(JOBS)]
