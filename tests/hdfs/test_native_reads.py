@@ -89,8 +89,9 @@ def test_a_hung_node_is_left_for_another_replica(
     hung = cluster.nodes.index(cluster.where(f"{folder}/two")[0].nodes[0])
     cluster.hang(hung)
     try:
-        with ThreadPoolExecutor(6) as pool:
-            files = [reads.open(f"{folder}/two") for _ in range(6)]
+        with ThreadPoolExecutor(12) as pool:
+            # Each chooses a replica by chance: that all choose the other one must not happen.
+            files = [reads.open(f"{folder}/two") for _ in range(12)]
             answers = list(pool.map(lambda file: read_ranges(file, [(0, len(DATA))], deadline_s=30), files))
     finally:
         cluster.resume(hung)
