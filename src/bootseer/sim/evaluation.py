@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from bootseer import __version__
@@ -233,8 +234,8 @@ def _months(runs: Runs) -> Iterator[Figure]:
     rows: dict[str, dict[str, float]] = {}
     for document, name in ((month, "30 days, 512 GPUs"), (restarts, "26 starts, 5,000 GPUs")):
         for arm, said in (("today", "without BootSeer"), ("bootseer", "BootSeer")):
-            several = sorted(one["gpu_hours"][arm] for one in document["starts"])
-            rows[f"{name}, {said}"] = {"GPU-hours of starts": several[len(several) // 2]}
+            hours = median(one["gpu_hours"][arm] for one in document["starts"])
+            rows[f"{name}, {said}"] = {"GPU-hours of starts": hours}
     yield Figure("gpu-hours", "GPU-hours of starts", figures.bars(rows, "h"),
                  "Medians of all policies of keeping that are compared, and of all seeds.",
                  origin_of(month, restarts))  # fmt: skip
