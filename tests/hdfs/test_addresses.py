@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
-from bootseer.hdfs.addresses import Cluster, default_authority
+from bootseer.hdfs.addresses import Cluster, behind_mount_table, default_authority
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +113,41 @@ def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.Mon
     write(tmp_path, "core-site.xml", fs_defaultFS="s3a://bucket")
     with pytest.raises(UsageError, match="s3a"):
         default_authority("hdfs:///a")
+
+
+TABLE = {
+    "fs.defaultFS": "viewfs://all",
+    "fs.viewfs.mounttable.all.link./jobs": "hdfs://one:9000/teams/jobs/",
+    "fs.viewfs.mounttable.all.link./jobs/moe": "hdfs://two/moe",
+    "fs.viewfs.mounttable.all.link./loop": "viewfs://all/jobs",
+    "fs.viewfs.mounttable.other.linkFallback": "hdfs://rest/all",
+    "fs.viewfs.mounttable.odd.linkRegex./x": "hdfs://x/",
+}
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("viewfs:///jobs/llm/step-1", "hdfs://one:9000/teams/jobs/llm/step-1"),
+        ("viewfs://all//jobs//moe/step-1", "hdfs://two/moe/step-1"),
+        ("viewfs:///jobs/moe-2", "hdfs://one:9000/teams/jobs/moe-2"),
+        ("viewfs://other/a/b", "hdfs://rest/all/a/b"),
+        ("hdfs://nn/jobs", "hdfs://nn/jobs"),
+    ],
+)
+def test_a_mount_table_leads_to_the_longest_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, expected: str
+) -> None:
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    write(tmp_path, "core-site.xml", **TABLE)
+    assert behind_mount_table(uri) == expected
+
+
+@pytest.mark.parametrize(
+    "uri", ["viewfs:///", "viewfs:///models", "viewfs:///loop", "viewfs://none/a", "viewfs://odd/x"]
+)
+def test_what_no_link_covers_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    write(tmp_path, "core-site.xml", **TABLE)
+    with pytest.raises(UsageError, match="mount"):
+        behind_mount_table(uri)

@@ -55,18 +55,16 @@ def test_a_connect_that_waits_for_names_is_told_with_its_reason(tmp_path: Path) 
 
 def startup(*marks: tuple[str, int, dict[str, Any]], torch: str = "2.13.0") -> StartupSpans:
     spans = [Span("model_initialization.import_torch", "a", 0, 1, 0, 1, "ok", {"version": torch})]
-    spans += [Span(stage, "a", rank, 1, 0, 3 * 10**9, "ok", attrs) for stage, rank, attrs in marks if "." in stage]
-    instants = [Span(stage, "a", rank, 1, 1, 1, "ok", attrs) for stage, rank, attrs in marks if "." not in stage]
+    instants = [Span(stage, "a", rank, 1, 1, 1, "ok", attrs) for stage, rank, attrs in marks]
     return StartupSpans(Key("job", 0, 0), "first", {"a": NodeSpans("a", spans, instants)}, {})
 
 
 def test_the_rank_for_which_all_others_waited_is_named() -> None:
     lines = connection_lines(
         startup(
-            ("ranks_connected", 0, {"groups": 5, "groups_s": 12.0, "keys": 40}),
+            ("ranks_connected", 0, {"groups": 5, "groups_s": 12.0, "slowest": "expert", "slowest_s": 3.0, "keys": 40}),
             ("ranks_connected", 1, {"groups": 5, "groups_s": 11.0}),
             ("ranks_connected", 2, {"groups": 5, "groups_s": 0.1}),
-            ("model_initialization.new_group", 0, {"group": "expert", "number": 3}),
         )
     )
     assert lines == [
@@ -92,5 +90,5 @@ def test_what_is_known_to_be_slow_for_so_many_ranks_is_told() -> None:
 
 def test_events_with_anything_in_their_place_are_read() -> None:
     odd = {"seconds": "x", "groups": [1], "groups_s": True, "nccl": 7, "somaxconn": -1, "world_size": "8", "keys": None}
-    stages = ("store_connected", "reverse_dns", "ranks_connected", "rank_known", "model_initialization.new_group")
+    stages = ("store_connected", "reverse_dns", "ranks_connected", "rank_known")
     assert connection_lines(startup(*((stage, 0, odd) for stage in stages), torch="new")) == []

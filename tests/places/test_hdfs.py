@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+import hadoop
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import NotFoundError
+from bootseer.errors import NotFoundError, UsageError
 from bootseer.places import open_place
 from bootseer.places.place import Place
 from hdfs_cluster import HdfsCluster, needs_hdfs
@@ -122,3 +125,23 @@ def test_contents_of_the_same_length_and_time_are_told_apart(place: Place) -> No
         versions.add(place.stat("head").version)
     # By chance, two of eight may be alike.
     assert len(versions) >= 7
+
+
+def test_addresses_of_a_mount_table_lead_where_hadoop_s_own_shell_finds_the_same_files(
+    cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = {"/jobs": f"{cluster.uri}/federated", "/here": f"file://{tmp_path}/here"}
+    table = {f"fs.viewfs.mounttable.all.link.{path}": target for path, target in links.items()}
+    hadoop.write_conf(tmp_path / "conf", {"core-site.xml": {"fs.defaultFS": "viewfs://all", **table}})
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "conf"))
+    (tmp_path / "here").mkdir()
+    with closing(open_place("viewfs:///jobs/moe")) as place:
+        place.make_folder("", parents=True)
+        place.write_bytes("note", b"content")
+    shell = hadoop.tool(tmp_path / "conf", "fs.FsShell", "-cp", "/jobs/moe/note", "/here/copy")
+    subprocess.run(shell, check=True, capture_output=True, timeout=300)
+    assert (tmp_path / "here" / "copy").read_bytes() == b"content"
+    with closing(open_place("viewfs://all/here")) as place:
+        assert place.uri == f"file://{tmp_path}/here"
+    with pytest.raises(UsageError, match="no link of the mount table all covers viewfs:///other"):
+        open_place("viewfs:///other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +65,7 @@ def protocol(node: Containerd, name: str) -> list[Any]:
     def shape(answer: Message) -> None:
         heard.append(
             [
-                (kind, [o.partition("=")[0] + ":" * o.count(":") for o in options])
+                (kind, sorted(o.partition("=")[0] + ":" * o.count(":") for o in options))
                 for kind, _, options in mounts_of(answer)
             ]
         )
@@ -108,6 +109,48 @@ def test_the_doctor_says_whether_containerd_would_be_answered(tmp_path: Path) ->
         assert check(tmp_path).found.startswith("0 snapshots")
         node.kill("snapshotter")
         assert check(tmp_path).status == "broken"
+
+
+def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
+    with containerd(tmp_path / "c", {"BOOTSEER_CACHE": str(tmp_path / "cache")}, "none", plugin_alone=True) as node:
+        node.kill("snapshotter")
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "disk", node.snapshots], check=True)
+        node.start_snapshotter()
+
+        def ask(method: str, *fields: bytes) -> Any:
+            return node.call(node.socket, f"{SERVICE}/{method}", b"".join(fields))
+
+        ask("Prepare", field(2, "extract"))
+        ask("Commit", field(2, "layer"), field(3, "extract"))
+        ask("Prepare", field(2, "container"), field(3, "layer"))
+        with pytest.raises(grpc.RpcError, match="remove") as refused:  # a word that containerd's own tests look for
+            ask("Remove", field(2, "layer"))
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        filler = node.snapshots / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(grpc.RpcError) as full:
+            for number in range(1000):  # what the table had room for is served
+                ask("Prepare", field(2, f"late-{number}"), field(3, "layer"))
+        assert "full" in full.value.details() or "No space left" in full.value.details()
+        assert "\n" not in full.value.details()
+        assert mounts_of(ask("Mounts", field(2, "container")))
+        node.kill("snapshotter")
+        node.start_snapshotter()  # also on the full disk
+        assert mounts_of(ask("Mounts", field(2, "container")))
+        filler.unlink()
+        assert mounts_of(ask("Prepare", field(2, "later"), field(3, "layer")))
+
+
+def test_a_second_one_leaves_the_socket_to_the_first(tmp_path: Path) -> None:
+    with containerd(tmp_path / "c", {"BOOTSEER_CACHE": str(tmp_path / "cache")}, "none", plugin_alone=True) as node:
+        command = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--socket", str(node.socket)]
+        command += ["--root", str(tmp_path / "other")]
+        second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert second.returncode == 2
+        assert second.stderr.startswith(f"bootseer: another process answers on {node.socket}")
+        node.call(node.socket, f"{SERVICE}/Cleanup", b"")
 
 
 def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:

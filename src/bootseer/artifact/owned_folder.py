@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from bootseer.artifact.places import CACHE, own_folder
-from bootseer.artifact.unpacked import delete_tree
 from bootseer.errors import PermanentError
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
@@ -82,4 +81,7 @@ def _delete(path: Path) -> None:
     # Something that cannot be deleted (an immutable file, too deep a tree) is no reason to fail a job.
     with contextlib.suppress(OSError, RecursionError):
         if not is_mounted_anywhere(f"/{path.name}/"):
+            # Each start waits for this module, and few have anything to delete.
+            from bootseer.artifact.unpacked import delete_tree
+
             delete_tree(path)

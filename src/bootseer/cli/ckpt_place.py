@@ -30,12 +30,12 @@ _TICK_S = 0.5
 def split(uri: str) -> tuple[str, str]:
     """The address of the folder that a file or checkpoint lies in, and its name there. Raises `UsageError`."""
     scheme, separator, rest = uri.partition("://")
-    if not separator and uri and not uri.startswith(("hdfs:", "file:")):
+    if not separator and uri and not uri.startswith(("hdfs:", "viewfs:", "file:")):
         from pathlib import Path
 
         scheme, rest = "file", str(Path(uri).absolute())
     folder, slash, name = rest.rstrip("/").rpartition("/")
-    if not name or not slash or (scheme not in ("file", "hdfs") and not folder) or name in (".", ".."):
+    if not name or not slash or (scheme not in ("file", "hdfs", "viewfs") and not folder) or name in (".", ".."):
         raise UsageError(f"{uri!r} names no checkpoint", hint="for example hdfs://namenode/jobs/moe/step-1000")
     return f"{scheme}://{folder or '/'}", name
 

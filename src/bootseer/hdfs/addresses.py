@@ -1,7 +1,8 @@
 """Where the NameNodes of a cluster are, and with which settings: from a URI and Hadoop's own configuration files.
 
 `hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml`, which lie in
-`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system.
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system. A `viewfs://`
+address is led to the file system that the mount table there names for it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,34 @@ def default_authority(uri: str) -> str:
             f"{uri} names no file system: {why}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
         )
     return authority
+
+
+def behind_mount_table(uri: str) -> str:
+    """Where a `viewfs://` address leads by the mount table of Hadoop's configuration; others are returned as they are.
+
+    Of several links the longest that covers the path counts, as in Hadoop. Raises `UsageError` where none does, or the
+    table has links of kinds that only Hadoop's own client follows.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme != "viewfs":
+        return uri
+    table, _, path = rest.partition("/")
+    settings = _settings(_conf_dir())
+    kind, _, named = settings.get("fs.defaultFS", "").partition("://")
+    table = table or (named.partition("/")[0] if kind == "viewfs" else "")
+    front = f"fs.viewfs.mounttable.{table or 'default'}."
+    links = {key.removeprefix(front): value for key, value in settings.items() if key.startswith(front)}
+    if foreign := sorted(key for key in links if key.startswith(("linkMergeSlash", "linkNfly", "linkRegex"))):
+        raise UsageError(f"{front}{foreign[0]} is a link of a kind that BootSeer does not follow",
+                         hint="give the hdfs:// address behind it")  # fmt: skip
+    names = [name for name in path.split("/") if name]
+    for number in range(len(names), -1, -1):
+        link = f"link./{'/'.join(names[:number])}" if number else "linkFallback"
+        if (target := links.get(link, "viewfs:")).startswith("viewfs:"):  # none, or one that leads back here
+            continue
+        return "/".join([target.rstrip("/"), *names[number:]])
+    raise UsageError(f"no link of the mount table {table or 'default'} covers {uri}",
+                     hint=f"see {front}link.* in core-site.xml (HADOOP_CONF_DIR)")  # fmt: skip
 
 
 def _conf_dir() -> str | None:

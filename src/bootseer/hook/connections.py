@@ -18,15 +18,12 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, active, guarded, keep_undo
+from bootseer.hook.state import active, guarded, keep_undo
 from bootseer.hook.wrap import replace, replace_decorated
-from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 _SLOW_S = 1.0
-_LONG_GROUP_S = 0.1
-_MAX_GROUPS = 64
-"""Of the groups that take long, so many are told one by one."""
 _MAKERS = ("new_group", "split_group")
 
 
@@ -68,13 +65,17 @@ def _time_name(tracer: Tracer, host: str) -> None:
 
 
 def mark_groups(c10d: ModuleType) -> None:
-    """Groups behind the first are counted; those that take long are stages."""
+    """Groups behind the first are counted, and the slowest is known.
+
+    They are no stages: a rank that waits in one for another would be taken for the slow one, and whether a group waits
+    at all depends on the backend, so that they are no barriers either.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def new_group(*args: Any, **kwargs: Any) -> Any:
             began_ns = time.monotonic_ns()
             group = original(*args, **kwargs)
-            _group_made(group, kwargs, began_ns)
+            _group_made(str(kwargs.get("group_desc") or ""), (time.monotonic_ns() - began_ns) / 1e9)
             return group
 
         return new_group
@@ -84,20 +85,12 @@ def mark_groups(c10d: ModuleType) -> None:
 
 
 @guarded
-def _group_made(group: Any, kwargs: Mapping[str, Any], began_ns: int) -> None:
+def _group_made(name: str, took_s: float) -> None:
     state = active()
-    if state is None:
-        return
-    took_s = (time.monotonic_ns() - began_ns) / 1e9
-    state.groups += 1
-    state.groups_s += took_s
-    if took_s >= _LONG_GROUP_S and state.groups <= _MAX_GROUPS:
-        size = getattr(group, "size", None)
-        facts = {"number": state.groups, "group": str(kwargs.get("group_desc") or "")}
-        if callable(size):  # what a rank gets of a group that it is not in has none
-            facts["ranks"] = int(size())
-        span = state.tracer.emit(STAGE + "new_group", BEGIN, mono_ns=began_ns, attrs=facts)
-        state.tracer.emit(STAGE + "new_group", END, span=span, outcome=OK)
+    if state is not None:
+        state.groups += 1
+        state.groups_s += took_s
+        state.slowest_group = max(state.slowest_group, (took_s, name or f"number {state.groups}"))
 
 
 @guarded
@@ -107,6 +100,9 @@ def ranks_connected(c10d: ModuleType) -> None:
     if state is None:
         return
     facts: dict[str, Any] = {"groups": state.groups, "groups_s": round(state.groups_s, 3)}
+    if state.groups:
+        took_s, facts["slowest"] = state.slowest_group
+        facts["slowest_s"] = round(took_s, 3)
     if state.tracer.identity.rank == 0:
         facts["libuv"] = os.environ.get("USE_LIBUV", "1") != "0"
         facts["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

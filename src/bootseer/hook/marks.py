@@ -5,7 +5,6 @@
     model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
-    model_initialization.new_group         a process group behind the first that takes 0.1 s or more
     model_initialization.first_collective  the first collective, where lazy communicators are made
     model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
     first_step                             first training forward to the end of the first optimizer step;

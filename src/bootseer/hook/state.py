@@ -40,6 +40,7 @@ class State:
         self.collective_undo: list[Callable[[], Any]] = []
         self.groups, self.groups_s = 0, 0.0
         """Process groups that were made behind the first, and the seconds that they took."""
+        self.slowest_group = 0.0, ""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None

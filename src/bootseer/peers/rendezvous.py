@@ -141,7 +141,7 @@ def rendezvous_name(job: str, attempt: int | None) -> str:
 
 
 def _is_place(uri: str) -> bool:
-    return "://" not in uri or uri.startswith(("file://", "hdfs://"))
+    return "://" not in uri or uri.startswith(("file://", "hdfs://", "viewfs://"))
 
 
 class _Files(Protocol):

@@ -12,20 +12,20 @@ from bootseer.errors import UsageError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import OWN_NAMES, Place
 
-_FORMS = "use hdfs://host:port/dir, hdfs:///dir, s3://bucket/dir, gs://…, az://…, file:///dir or the path of a folder"
+_FORMS = "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://…, az://…, file:///dir or a folder"
 BUCKETS = ("s3", "gs", "az")
 """Schemes of object storage."""
 
 
 def open_place(uri: str) -> Place:
-    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `s3://bucket/dir`, `file:///dir` or `/dir`. Nothing is
-    connected yet.
+    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `viewfs:///dir`, `s3://bucket/dir`, `file:///dir` or
+    `/dir`. Nothing is connected yet.
 
     Raises `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
     # hdfs:/dir is not meant to be a local folder of this name.
-    if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "file:"))):
+    if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "viewfs:", "file:"))):
         raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
     if any(name.startswith(OWN_NAMES) for name in names):
@@ -38,6 +38,10 @@ def open_place(uri: str) -> Place:
         return FolderPlace(Path(rest or "/"))
     if scheme in BUCKETS:
         return _open_bucket(uri)
+    if scheme == "viewfs":
+        from bootseer.hdfs.addresses import behind_mount_table
+
+        return open_place(behind_mount_table(uri))
     if scheme != "hdfs":
         raise UsageError(f"{scheme}:// is not a place for checkpoints", hint=_FORMS)
     return _open_hdfs(uri, rest)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from bootseer import __version__
@@ -168,7 +169,8 @@ def _parts(runs: Runs) -> Iterator[Figure]:
     image = runs.starts("moe", ["today", "lazy", "only image", "image and peers"], _NODES)
     names = {"today": "pull", "lazy": "lazy", "only image": "recorded", "image and peers": "and peers"}
     yield Figure("image", "Image loading and imports", _lines(image, names, lambda start: _stages(start, _IMAGE)),
-                 "The slowest node's image loading and imports, which wait for blocks that are not there.",
+                 "The slowest node's image loading and imports, which wait for blocks that are not there. Recorded "
+                 "blocks come while the environment is installed.",
                  origin_of(image))  # fmt: skip
     yield Figure("registry", "What the registry sends", _lines(image, names, lambda start: start["registry_gb"], "GB"),
                  "To all nodes together: image blocks, or whole images.", origin_of(image))  # fmt: skip
@@ -209,7 +211,7 @@ def _stragglers(runs: Runs) -> Figure:
                 points.append((slow, []))
             points[-1][1].append(start["startup_s"])
     return Figure("stragglers", "Slow nodes of 1,440", lines(series, y="s", x="nodes that take twice as long"),
-                  "All nodes wait for the last: one slow node costs as much as fourteen.",
+                  "All nodes wait for the last; of more slow nodes, one is more probably slow by chance as well.",
                   origin_of(*documents))  # fmt: skip
 
 
@@ -232,8 +234,8 @@ def _months(runs: Runs) -> Iterator[Figure]:
     rows: dict[str, dict[str, float]] = {}
     for document, name in ((month, "30 days, 512 GPUs"), (restarts, "26 starts, 5,000 GPUs")):
         for arm, said in (("today", "without BootSeer"), ("bootseer", "BootSeer")):
-            several = sorted(one["gpu_hours"][arm] for one in document["starts"])
-            rows[f"{name}, {said}"] = {"GPU-hours of starts": several[len(several) // 2]}
+            hours = median(one["gpu_hours"][arm] for one in document["starts"])
+            rows[f"{name}, {said}"] = {"GPU-hours of starts": hours}
     yield Figure("gpu-hours", "GPU-hours of starts", figures.bars(rows, "h"),
                  "Medians of all policies of keeping that are compared, and of all seeds.",
                  origin_of(month, restarts))  # fmt: skip

@@ -185,7 +185,7 @@ class Records:
         with self.change():
             found = self.get(key)
             if self.children(key):
-                raise RefusedError(f"snapshot {key} has children")
+                raise RefusedError(f"cannot remove snapshot {key}: it has children")
             self._db.execute("DELETE FROM snapshots WHERE id=?", (found.id,))
             return found
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
 """Environment variable: registries, separated by commas, that are spoken to without encryption."""
-_SCHEMES = "a folder, file://, oci://, s3://, gs://, az:// or hdfs://"
+_SCHEMES = "a folder, file://, oci://, s3://, gs://, az:// hdfs:// or viewfs://"
 
 
 def open_store(uri: str, *, plain_http: bool = False) -> Store:
     """The store at `uri`: `/dir`, `file:///dir`, `oci://host/repository`, `s3://bucket/prefix`,
-    `gs://…`, `az://…` or `hdfs://host:port/dir`.
+    `gs://…`, `az://…`, `hdfs://host:port/dir` or `viewfs:///dir`.
 
     `plain_http` permits to speak without encryption; registries that are named in `BOOTSEER_PLAIN_HTTP`, and those at
     loopback addresses without certificates here, are spoken to so in any case. Nothing is connected yet. Raises
@@ -53,7 +53,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http))
     if scheme in ("s3", "gs", "az"):
         return _open_object_store(uri, plain_http)
-    if scheme == "hdfs":
+    if scheme in ("hdfs", "viewfs"):
         return _open_hdfs(uri)
     raise UsageError(f"{shown(uri)!r} is not a store", hint=f"use {_SCHEMES}")
 

@@ -14,17 +14,15 @@ _SLOW_NAME_S: Final = 0.25
 _MANY: Final = 64
 """Ranks from which on it matters how many they are."""
 _MORE_FILES: Final = 1000
-_GROUP = "model_initialization.new_group"
 
 
 def connection_lines(startup: StartupSpans) -> list[str]:
     """What connecting took where it took long, why, and settings that are known to make it slow for so many ranks."""
     marks = [mark for node in startup.nodes.values() for mark in node.instants]
-    groups = [span for node in startup.nodes.values() for span in node.spans if span.stage == _GROUP]
     connected = [mark for mark in marks if mark.stage == "ranks_connected"]
     ranks = max((_number(mark.attrs.get("world_size")) for mark in marks if mark.stage == "rank_known"), default=0)
     first = next((mark.attrs for mark in connected if mark.rank == 0), {})
-    lines = [*_stores(marks), *_groups(connected, groups)]
+    lines = [*_stores(marks), *_groups(connected)]
     keys = _number(first.get("keys"))
     if lines and keys:
         lines.append(f"{plural(int(keys), 'key')} in the store behind the first collective")
@@ -47,7 +45,7 @@ def _stores(marks: Sequence[Span]) -> Iterator[str]:
     yield line
 
 
-def _groups(connected: Sequence[Span], groups: Sequence[Span]) -> Iterator[str]:
+def _groups(connected: Sequence[Span]) -> Iterator[str]:
     """Who waits in a group's making waits for the rank that comes last, which itself waits least."""
     most, least = max(connected, key=_waited, default=None), min(connected, key=_waited, default=None)
     if most is None or least is None or _waited(most) < _SLOW_S:
@@ -57,11 +55,9 @@ def _groups(connected: Sequence[Span], groups: Sequence[Span]) -> Iterator[str]:
     if _waited(least) < _waited(most) / 4:
         line += f"; {_who(least)} came last, and waited {format_seconds(_waited(least))}"
     yield line
-    slowest = max(groups, key=lambda span: span.end_ns - span.begin_ns, default=None)
-    if slowest is not None:
-        name = str(slowest.attrs.get("group") or f"number {slowest.attrs.get('number')}")
-        seconds = (slowest.end_ns - slowest.begin_ns) / 1e9
-        yield f"the slowest group: {name}, {format_seconds(seconds)} on {_who(slowest)}"
+    slowest = max(connected, key=lambda mark: _number(mark.attrs.get("slowest_s")))
+    seconds = _number(slowest.attrs.get("slowest_s"))
+    yield f"the slowest group: {slowest.attrs.get('slowest')}, {format_seconds(seconds)} on {_who(slowest)}"
 
 
 def _settings(startup: StartupSpans, ranks: int, first: dict[str, Any]) -> Iterator[str]:
