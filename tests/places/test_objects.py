@@ -30,6 +30,8 @@ from fault_proxy import Fault, FaultProxy, once
 from places.contract import PlaceContract, names, opened, read
 from s3_server import S3Server, environment_for
 
+pytestmark = pytest.mark.slow
+
 _MIB = 1 << 20
 _STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
 

@@ -18,6 +18,8 @@ from conftest_launch import BOOTSEER
 from fleet import Fleet
 from running_service import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 
 def status(running: RunningService, path: str, token: str = "", method: str = "GET", **headers: str) -> int:
     sent = {name.replace("_", "-"): value for name, value in headers.items()}

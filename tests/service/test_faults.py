@@ -35,6 +35,8 @@ from postgres import running_postgres
 from registry import free_port, make_certificate
 from running_service import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 
 class Program:
     """`bootseer serve` as a process of its own, always at the same address."""

@@ -30,6 +30,8 @@ from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
 from running_service import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'"
 PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
         assert mounts_of(ask("Mounts", field(2, "container")))
         filler.unlink()
         assert mounts_of(ask("Prepare", field(2, "later"), field(3, "layer")))
+
+
+def test_a_second_one_leaves_the_socket_to_the_first(tmp_path: Path) -> None:
+    with containerd(tmp_path / "c", {"BOOTSEER_CACHE": str(tmp_path / "cache")}, "none", plugin_alone=True) as node:
+        command = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--socket", str(node.socket)]
+        command += ["--root", str(tmp_path / "other")]
+        second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert second.returncode == 2
+        assert second.stderr.startswith(f"bootseer: another process answers on {node.socket}")
+        node.call(node.socket, f"{SERVICE}/Cleanup", b"")
 
 
 def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:

@@ -6,7 +6,9 @@ read and written by number (`hdfs.protobuf`): no generated code. grpcio is the e
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket as network
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +60,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     own_folder(socket.parent)
     if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):
         raise UsageError(f"{socket}: there is a file of this name", hint="name another socket with --socket")
+    with network.socket(network.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+        probe.connect(str(socket))  # one that was killed leaves a socket that refuses
+        raise UsageError(f"another process answers on {socket}", hint="name another socket with --socket")
     socket.unlink(missing_ok=True)
     server = grpc.server(
         ThreadPoolExecutor(_THREADS, "bootseer-snapshotter"), options=[("grpc.so_reuseport", 0)], handlers=()
