@@ -114,19 +114,22 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
     key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
     known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
     columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
-    hists: dict[tuple[int, ...], list[list[int]]] = defaultdict(lambda: [[0] * CLASSES])
-    if of is stage_day:
-        totals = select(*columns, func.sum(of.c.n).label("n")).where(*where.of(of))
-        for *group, hist in connection.execute(select(*key, of.c.hist).where(*where.of(of))):
-            hists[tuple(group)].append(msgspec.json.decode(hist))
+    hists: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
+    if of is stage_day:  # all lists of a stage come as one text: thousands of small ones take longer
+        totals = select(*columns, func.sum(of.c.n).label("n"), func.aggregate_strings(of.c.hist, ",").label("hists"))
+        totals = totals.where(*where.of(of))
     else:
         totals = select(*columns, func.count().label("n")).join_from(of, start).where(*where.of(start))
         medians = select(*key, of.c.median_s).join_from(of, start)
         for *group, took_s in connection.execute(medians.where(*where.of(start), of.c.median_s.is_not(None))):
-            hists[tuple(group)][0][class_of(took_s)] += 1
+            hists[tuple(group)][class_of(took_s)] += 1
     found = []
     for row in connection.execute(totals.group_by(*key)):
-        hist = [sum(counts) for counts in zip(*hists[tuple(row[: len(key)])], strict=True)]
+        if of is stage_day:
+            lists = msgspec.json.decode(f"[{row.hists}]", type=list[list[int]])
+            hist = list(map(sum, zip(*lists, strict=True)))
+        else:
+            hist = hists[tuple(row[: len(key)])]
         place = {"bucket": bucket_name(row.bucket)} if by_bucket else {}
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
         added = {name: row._mapping[name] or 0.0 for name in summed}
@@ -215,7 +218,9 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
     known = names(connection, stage)
     lost: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     columns = (node_day.c.node_id, node_day.c.worst_stage_id, node_day.c.delay_s)
-    for row in connection.execute(select(*columns).where(*where.of(node_day), node_day.c.node_id.in_(ids))):
+    days = range(where.since_day, where.until_day + 1)  # one by one: of their range SQLite would read all nodes
+    found = [node_day.c.day.in_(days)] if len(days) < 400 else [*where.of(node_day)]
+    for row in connection.execute(select(*columns).where(*found, node_day.c.node_id.in_(ids))):
         if row.worst_stage_id is not None:
             lost[row.node_id][row.worst_stage_id] += row.delay_s
     return {number: known[max(by, key=lambda key: by[key])] for number, by in lost.items()}
@@ -273,8 +278,8 @@ def buckets(connection: Connection, where: Filter) -> Rows:
 
 def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
     values: dict[int, list[float]] = defaultdict(list)
-    began = start.c.outcome == BEGAN
-    for number, took_s in connection.execute(select(start.c.bucket, start.c.overhead_s).where(*where.of(start), began)):
+    each = select(start.c.bucket, start.c.overhead_s).where(*where.of(start), start.c.outcome == BEGAN)
+    for number, took_s in connection.execute(each):
         values[number].append(took_s)
     return values
 
@@ -282,17 +287,19 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
 def caches(connection: Connection, where: Filter) -> Rows:
     """7. How often each technique finds what a start needs, where bytes came from, and what a miss costs: how much
     longer starts of the same scale take that miss, by their medians."""
-    of, names = technique_start, ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
-    sums = [func.sum(of.c[name]).label(name) for name in names]
-    grouped = select(of.c.technique, *sums).group_by(of.c.technique).order_by(of.c.technique)
-    grouped = (
-        grouped.join_from(of, start).where(*where.of(start)) if where.needs_starts(of) else grouped.where(*where.of(of))
-    )
+    of = technique_start if where.needs_starts(storage_day) else storage_day
+    names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
+    grouped = select(of.c.technique, *(func.sum(of.c[name]).label(name) for name in names))
+    if of is technique_start:
+        grouped = grouped.join_from(of, start).where(*where.of(start))
+    else:
+        grouped = grouped.where(*where.of(of))
     stored = select(storage_day.c.technique, func.max(storage_day.c.stored_bytes).label("bytes"))
     stored = stored.where(*where.of(storage_day)).group_by(storage_day.c.technique)
     stored_bytes = {row.technique: int(row.bytes) for row in connection.execute(stored)}
+    costs = _miss_costs(connection, where)
     found = []
-    for row in connection.execute(grouped).mappings():
+    for row in connection.execute(grouped.group_by(of.c.technique).order_by(of.c.technique)).mappings():
         values = {name: _plain(row[name]) for name in names}
         uses = values["hits"] + values["misses"]
         found.append(
@@ -301,25 +308,27 @@ def caches(connection: Connection, where: Filter) -> Rows:
                 **values,
                 "hit_share": values["hits"] / uses if uses else None,
                 "stored_bytes": stored_bytes.get(row["technique"], 0),
-                "miss_costs_s": _miss_costs(connection, where, row["technique"]),
+                "miss_costs_s": costs.get(row["technique"]),
             }
         )
     return found
 
 
-def _miss_costs(connection: Connection, where: Filter, technique: str) -> float | None:
-    """How much longer starts take that miss; None where no scale has both."""
-    took: dict[tuple[int, bool], list[float]] = defaultdict(list)
+def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
+    """How much longer starts take a miss, by technique; those where no scale has both are left out."""
+    took: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     of = technique_start
-    each = select(start.c.bucket, of.c.misses, start.c.overhead_s).join_from(of, start)
-    for number, misses, took_s in connection.execute(
-        each.where(*where.of(start), of.c.technique == technique, start.c.outcome == BEGAN)
-    ):
-        took[number, misses > 0].append(took_s)
-    both = [(median(took[number, True]), median(took[number, False]), len(took[number, True]))
-            for number, missed in list(took) if missed and (number, False) in took]  # fmt: skip
-    num = sum(count for *_, count in both)
-    return sum((missed - hit) * count for missed, hit, count in both) / num if num else None
+    each = select(of.c.technique, start.c.bucket, of.c.misses > 0, start.c.overhead_s).join_from(of, start)
+    for technique, number, missed, took_s in connection.execute(each.where(*where.of(start), start.c.outcome == BEGAN)):
+        took[technique, number, bool(missed)].append(took_s)
+    costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for (technique, number, missed), values in took.items():
+        if missed and (hits := took.get((technique, number, False))):
+            costs[technique].append((median(values) - median(hits), len(values)))
+    return {
+        technique: sum(more_s * num for more_s, num in of_scales) / sum(num for _, num in of_scales)
+        for technique, of_scales in costs.items()
+    }
 
 
 def caches_by_day(connection: Connection, where: Filter) -> Rows:
@@ -390,13 +399,8 @@ def straggling(connection: Connection, where: Filter) -> Rows:
 
 def origin(connection: Connection, where: Filter) -> Rows:
     """12. What came from registries and file systems in each hour of starts' begins: bytes, and their rate over it."""
-    hour = (
-        (start.c.began_ns / _HOUR_NS) if connection.dialect.name == "sqlite" else func.div(start.c.began_ns, _HOUR_NS)
-    )
-    at = cast(hour, Integer).label("hour")
-    query = select(
-        at, func.sum(start.c.origin_bytes).label("origin_bytes"), func.sum(start.c.peer_bytes).label("peer_bytes")
-    )
+    at = (start.c.began_ns // _HOUR_NS).label("hour")
+    query = select(at, *(func.sum(start.c[name]).label(name) for name in ("origin_bytes", "peer_bytes")))
     rows = connection.execute(query.where(*where.of(start)).group_by(at).order_by(at)).all()
     return [
         {
@@ -411,19 +415,20 @@ def origin(connection: Connection, where: Filter) -> Rows:
 
 def queues(connection: Connection, where: Filter) -> Rows:
     """13. Waiting for the scheduler against starting, by scale: medians of the starts of which both are known."""
-    values: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    known = start.c.queue_s.is_not(None)
-    columns = (start.c.bucket, start.c.queue_s, start.c.overhead_s)
-    for number, queue_s, took_s in connection.execute(select(*columns).where(*where.of(start), known)):
-        values[number].append((queue_s, took_s - queue_s))
+    values: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    each = select(start.c.bucket, start.c.queue_s, start.c.overhead_s).where(*where.of(start))
+    for number, queue_s, took_s in connection.execute(each.where(start.c.queue_s.is_not(None))):
+        queued, started = values[number]
+        queued.append(queue_s)
+        started.append(took_s - queue_s)
     return [
         {
             "bucket": bucket_name(number),
-            "starts": len(pairs),
-            "queue_p50_s": median(pair[0] for pair in pairs),
-            "start_p50_s": median(pair[1] for pair in pairs),
+            "starts": len(queued),
+            "queue_p50_s": median(queued),
+            "start_p50_s": median(started),
         }
-        for number, pairs in sorted(values.items())
+        for number, (queued, started) in sorted(values.items())
     ]
 
 
@@ -452,10 +457,12 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
             func.max(start.c.clock_error_s).label("clock_error_s"),
         ).where(*where.of(start))
     ).mappings().one()  # fmt: skip
+    came = batch.c.received_ns  # apart, for the index: it has no newest of both together
     waiting = connection.execute(
-        select(func.count(), func.min(batch.c.received_ns)).where(batch.c.done.is_(False))
+        select(func.count(), func.min(came), func.max(came)).where(batch.c.done.is_(False))
     ).one()
-    latest_ns = connection.execute(select(func.max(batch.c.received_ns))).scalar()
+    newest_ns = connection.execute(select(func.max(came)).where(batch.c.done.is_(True))).scalar()
+    latest_ns = max(waiting[2] or 0, newest_ns or 0)
     gaps = connection.execute(select(sender_gap).order_by(sender_gap.c.seen_ns.desc()).limit(100)).mappings()
     found = {name: _plain(value) for name, value in row.items()}
     return {
@@ -464,7 +471,7 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
         "heard_share": _share(found["nodes_heard"], found["nodes_expected"]),
         "batches_waiting": waiting[0],
         "lag_s": (now_ns - waiting[1]) / NS_PER_S if waiting[1] is not None else 0.0,
-        "silent_s": (now_ns - latest_ns) / NS_PER_S if latest_ns is not None else None,
+        "silent_s": (now_ns - latest_ns) / NS_PER_S if latest_ns else None,
         "gaps": [dict(gap) for gap in gaps],
     }
 
