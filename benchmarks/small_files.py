@@ -42,6 +42,10 @@ class _Arm:
     threads: int
 
     @property
+    def does(self) -> str:
+        return self.kind.rpartition("_")[2]
+
+    @property
     def name(self) -> str:
         return f"{self.kind.replace('_', ' ')}, {self.threads} thread{'s' * (self.threads > 1)}"
 
@@ -50,13 +54,13 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
     """All arms, round by round."""
     if os.geteuid():
         raise RuntimeError("the benchmark of small files needs root: it mounts")
-    num_files = 100 if quick else 400
+    num_files = {"write": 100 if quick else 400, "read": 500 if quick else 2000}
     libhdfs = Libhdfs(ROOT / ".hadoop" / "libhdfs")
     left_out = libhdfs.bring()
     kinds = [kind for kind in (*_WRITERS, *_READERS) if not (left_out and kind.startswith("pyarrow"))]
     arms = [_Arm(kind, threads) for kind in kinds for threads in _THREADS]
     num_rounds = rounds or (1 if quick else _ROUNDS)
-    left = Left([len(arms) * num_files / 40] * num_rounds)
+    left = Left([sum(num_files[arm.does] / (60 if arm.does == "write" else 600) for arm in arms)] * num_rounds)
     rates: dict[str, list[float]] = defaultdict(list)
     servers: dict[str, list[float]] = defaultdict(list)
     clients: dict[str, list[float]] = defaultdict(list)
@@ -67,19 +71,21 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
         HdfsCluster(Path(folder), num_datanodes=4, replication=3, is_brief=False) as cluster,
     ):
         environment = libhdfs.environment(cluster.folder / "conf") if not left_out else {}
-        _warm_up(cluster, num_files)
+        _warm_up(cluster, num_files["read"])
         for number in range(num_rounds):
             print(f"  {left}", flush=True)
             for arm in arms if number % 2 else reversed(arms):
-                seconds, cpu_s, own_s = _run(cluster, arm, number, num_files, environment)
-                rates[arm.name].append(num_files / seconds)
-                servers[arm.name].append(cpu_s / num_files * 1e3)
-                clients[arm.name].append(own_s / num_files * 1e3)
+                files = num_files[arm.does]
+                seconds, cpu_s, own_s = _run(cluster, arm, number, files, environment)
+                rates[arm.name].append(files / seconds)
+                servers[arm.name].append(cpu_s / files * 1e3)
+                clients[arm.name].append(own_s / files * 1e3)
                 print(f"  {arm.name}: {rates[arm.name][-1]:.0f} files/s", flush=True)
             left.made_one()
             yield Outcome(
                 parameters={
-                    "files": num_files, "file_bytes": _FILE_BYTES, "copies": 3, "datanodes": 4,
+                    "files_written": num_files["write"], "files_read": num_files["read"], "file_bytes": _FILE_BYTES,
+                    "copies": 3, "datanodes": 4,
                     "rounds": number + 1, "of_rounds": num_rounds,
                 },
                 samples=rates,
@@ -99,7 +105,7 @@ def _run(
     cluster: HdfsCluster, arm: _Arm, number: int, num_files: int, environment: Mapping[str, str]
 ) -> tuple[float, float, float]:
     """Seconds, those of the servers' processors, and those of the arm's."""
-    folder = "/read" if arm.kind.endswith("read") else f"/{arm.kind}-{arm.threads}-{number}"
+    folder = "/read" if arm.does == "read" else f"/{arm.kind}-{arm.threads}-{number}"
     _make(cluster, folder)
     before_s = _servers_s(cluster)
     done = run("small_files_arms", arm.kind, [_job(cluster, folder, num_files, arm.threads)], environment)
@@ -108,11 +114,10 @@ def _run(
 
 
 def _warm_up(cluster: HdfsCluster, num_files: int) -> None:
-    for number in range(_WARM_UP):
-        folder = f"/warm-{number}" if number else "/read"
-        _make(cluster, folder)
-        for kind in ("native_write", "native_read"):
-            run("small_files_arms", kind, [_job(cluster, folder, num_files, 8)])
+    """Make the files that are read, and read them."""
+    _make(cluster, "/read")
+    for kind in ("native_write", *["native_read"] * _WARM_UP):
+        run("small_files_arms", kind, [_job(cluster, "/read", num_files, 8)])
 
 
 def _make(cluster: HdfsCluster, folder: str) -> None:

@@ -91,8 +91,9 @@ class Message:
                     key, at = read_varint(data, at - 1)
                 kind = key & 7
                 value: int | bytes
-                length = _FIXED_BYTES.get(kind, 0)
-                if not length:
+                if kind in _FIXED_BYTES:
+                    length = _FIXED_BYTES[kind]
+                else:
                     length, at = data[at], at + 1
                     if length > 0x7F:
                         length, at = read_varint(data, at - 1)
@@ -105,11 +106,11 @@ class Message:
                         raise MalformedError(f"a field of {length} bytes where {end - at} are left")
                     value = data[at : at + length]
                     at += length
-                values = fields.get(key >> 3)
-                if values is None:
-                    fields[key >> 3] = [value]
+                number = key >> 3
+                if number in fields:
+                    fields[number].append(value)
                 else:
-                    values.append(value)
+                    fields[number] = [value]
         except IndexError:
             raise MalformedError("a varint does not end") from None
         self._fields = fields

@@ -6,14 +6,13 @@ configuration has none says so in its first answer: `UnsupportedError`, and the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from bootseer.errors import AccessError, PermanentError, TransientError
@@ -151,7 +150,7 @@ class RpcConnection:
         self._unwrapped = bytearray()
         self._wraps: Mechanism | None = None
         context = delimited((field(2, field(1, user)) if user else b"") + field(3, protocol))
-        with self._closing():
+        with self:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if login is not None:
                 self._log_in(login)
@@ -167,7 +166,7 @@ class RpcConnection:
         self._until = time.monotonic() + timeout_s
         self._num_calls += 1
         number = self._num_calls if number is None else number
-        with self._closing():
+        with self:
             header = self._call_header(number, retry=0) + _request_header(method, self._protocol)
             self._send(_framed(header + delimited(request)))
             first = self._receive(4)
@@ -306,25 +305,22 @@ class RpcConnection:
             wait = struct.pack("@ll", limit_ms // 1000, limit_ms % 1000 * 1000)
             self._socket.setsockopt(socket.SOL_SOCKET, option, wait)
 
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         """Close on errors after which the state of the connection is unknown, and map them."""
-        try:
-            yield
-        except RemoteError:
-            raise
-        except (OSError, MalformedError) as error:
-            self.close()
-            if isinstance(error, (TimeoutError, BlockingIOError)):
-                raise TransientError(f"{self._peer}: no answer in time") from error
+        if error is None or isinstance(error, RemoteError):
+            return
+        self.close()
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            raise TransientError(f"{self._peer}: no answer in time") from error
+        if isinstance(error, (OSError, MalformedError)):
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if not self._has_answered:
                 hint = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
                 raise UnreachableError(f"{self._peer} does not answer as a NameNode: {said}; {hint}") from error
             raise TransientError(f"{self._peer}: {said}") from error
-        except BaseException:
-            self.close()
-            raise
 
 
 @functools.cache

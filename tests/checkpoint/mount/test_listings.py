@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from bootseer.checkpoint.files import FileInfo
+import os
+from pathlib import Path
+
+from bootseer.checkpoint.files import FileInfo, Files
+from bootseer.checkpoint.mount.content import MountContext
+from bootseer.checkpoint.mount.filesystem import CheckpointFiles
 from bootseer.checkpoint.mount.open_files import REMEMBERED_S, Listings
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.writing.writing import FileWriter
+from bootseer.fuse.filesystem import Caller
+from bootseer.fuse.protocol import ROOT
+from bootseer.places.folder import FolderPlace
 from bootseer.places.place import Entry
 
 
@@ -69,3 +79,36 @@ def test_a_listing_during_which_something_has_changed_is_not_remembered() -> Non
     listings.forget("g")
     listings.remember("f", [info("f/a")], since=begun)
     assert listings.recall("f/a") is None
+
+
+class _CountingPlace(FolderPlace):
+    num_stats = 0
+
+    def stat(self, path: str) -> Entry:
+        self.num_stats += 1
+        return super().stat(path)
+
+
+def test_reading_the_files_of_a_listed_folder_looks_none_of_them_up(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    for number in range(3):
+        (tmp_path / "f" / str(number)).write_bytes(b"content")
+    place = _CountingPlace(tmp_path)
+    reading, caller = Reading(place), Caller(0, 0, 0)
+    context = MountContext(Files(place), reading.open, _no_writer, 0, print, lambda path, offset, length: None)
+    shown = CheckpointFiles(context)
+    folder = shown.lookup(ROOT, b"f")
+    assert folder is not None
+    handle = shown.open_folder(folder.node)
+    names = [entry.name for entry in shown.entries(handle, 0, 10, attributes=False)]
+    num_stats = place.num_stats
+    for name in names:
+        found = shown.lookup(folder.node, name)
+        assert found is not None
+        shown.release(found.node, shown.open(found.node, os.O_RDONLY, caller).handle)
+    assert (len(names), place.num_stats) == (3, num_stats)
+    reading.close()
+
+
+def _no_writer(path: str, mode: int) -> FileWriter:
+    raise AssertionError(path)

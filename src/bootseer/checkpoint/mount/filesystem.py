@@ -258,6 +258,10 @@ class CheckpointFiles:
         opened = self._open.node(handle)
         path = opened.path
         try:
+            if self._open.only_reads(handle):  # which leaves alone what is known of its folder
+                with self._logging_errors(f"closing {path}"):
+                    self._open.close(handle)
+                return
             with self._publishing(opened):
                 self._open.close(handle)
         except OSError as error:

@@ -318,6 +318,11 @@ class OpenFiles:
         """What a handle has open."""
         return self._get(handle).node
 
+    def only_reads(self, handle: int) -> bool:
+        """Whether a handle cannot write, and nothing that was written to its file is left to be published."""
+        opened = self._get(handle)
+        return not (opened.writes or opened.content.is_live or opened.content.is_left)
+
     def _get(self, number: int) -> _Handle:
         handle = self._handles.get(number)
         if handle is None:

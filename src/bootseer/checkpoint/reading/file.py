@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, pairwise
 
 from bootseer.checkpoint.ahead import Advice, Ahead
@@ -85,13 +85,18 @@ class SharedFile:
         """Begin, or begin anew in a forked child, with nothing of the parent's but what was opened."""
         self._engine = engine
         self._source = self._make_source(engine)
-        row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
-        ahead = replace(engine.settings.ahead, max_bytes=self._source.max_ahead_bytes)
-        self._ahead = Ahead(self._source.size_bytes, ahead, row_bytes=row_bytes)
+        self.__dict__.pop("_ahead", None)
         self._lock = threading.Lock()
         self._prefetches: set[Prefetch] = set()
         self._alone = count(1)
         self._closed = False
+
+    @cached_property
+    def _ahead(self) -> Ahead:
+        """Not there for small files, which are read at once."""
+        settings = replace(self._engine.settings.ahead, max_bytes=self._source.max_ahead_bytes)
+        row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
+        return Ahead(self._source.size_bytes, settings, row_bytes=row_bytes)
 
     def prepare(self) -> None:
         """Look for what this node has of it. Not needed, and takes a moment."""
