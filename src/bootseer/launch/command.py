@@ -113,6 +113,8 @@ def run_command(
     """
     program = program or command
     restarts = None
+    if session is not None and session.warm is not None:
+        session.warm.give()
     if options.peers is not None and options.image is None:
         enter = with_names(env, enter)
     if options.restarts:

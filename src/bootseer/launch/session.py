@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from bootseer.launch.command import Options
     from bootseer.launch.observers import Observers, Shipping
+    from bootseer.launch.warm import WarmStart
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
@@ -90,6 +91,7 @@ class Session:
         self.quiet = options.quiet
         self._first = identity
         self._warm = options.warm
+        self.warm: WarmStart | None = None
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
         self.tracer.parent = self.span
