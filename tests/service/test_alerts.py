@@ -22,7 +22,7 @@ from bootseer.errors import UsageError
 from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, urgent, webhook
 from bootseer.service.database import Database
 from bootseer.service.metrics import Metrics, text_of
-from bootseer.service.over_time import OverTime, learned
+from bootseer.service.over_time import OverTime, learned, now
 from bootseer.service.schema import alert, batch, live, start, technique_start
 from fleet import Fleet
 from fleet_month import INSTALL, STAGES, Month
@@ -83,7 +83,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
         with database.read() as connection:
             deadlines = learned(connection, made.last_day)
             both = [
-                *urgent(connection, deadlines, limits, now_ns),
+                *urgent(connection, now(connection, deadlines), limits, now_ns),
                 *of_weeks(connection, replace(limits, **of), now_ns),
             ]
             return {one.rule: one.text for one in both if one.rule != "node_often_last"}

@@ -55,6 +55,7 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
         (doctor.NAMES, doctor.check_names),
+        (doctor.STACKS, doctor.check_stacks),
         (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
     ]
     if os.environ.get("HADOOP_CONF_DIR"):

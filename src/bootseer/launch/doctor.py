@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -37,8 +38,9 @@ from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
 from bootseer.peers.interfaces import PORT, chosen, listen_at
 from bootseer.peers.names import reverse_s
+from bootseer.trace import stacks
 
-ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN = "environments", "peers", "names", "HDFS login"
+ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN, STACKS = "environments", "peers", "names", "HDFS login", "stack samples"
 _LOGIN_S = 8.0
 _NAMES_S, _SLOW_NAMES_S = 3.0, 0.05
 _WORDS = {
@@ -99,6 +101,21 @@ def check_names() -> Check:
     if seconds > _SLOW_NAMES_S:
         return Check(NAMES, "limited", "", f"the name of ::ffff:{address} took {seconds:.2f} s", todo, opens)
     return Check(NAMES, "ok", f"the name of ::ffff:{address} took {seconds * 1e3:.1f} ms", "", "", opens)
+
+
+def check_stacks() -> Check:
+    """Whether py-spy is there and may look at another process of this user: a child of ours is sampled."""
+    opens = ("BOOTSEER_STACKS=1: the service shows where a late process stands",)
+    if stacks.program() is None:
+        return Check(STACKS, "missing", "", "py-spy is not installed", "pip install py-spy", opens)
+    words = [sys.executable, "-Sc", "print(flush=True); input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        child.stdout.readline()  # type: ignore[union-attr]
+        text, why = stacks.sample([child.pid])
+        child.kill()
+    if not text:
+        return Check(STACKS, "limited", "", why, "run as root, or set kernel.yama.ptrace_scope=0", opens)
+    return Check(STACKS, "ok", str(stacks.program()), "", "", opens)
 
 
 def check_hdfs_login() -> Check:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -23,7 +23,6 @@ from bootseer.errors import BootseerError, UsageError
 from bootseer.logs import logger
 from bootseer.service import over_time, questions
 from bootseer.service.database import Database
-from bootseer.service.deadlines import Deadlines
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import OPEN, alert, start, technique_start
@@ -87,9 +86,11 @@ class Finding(NamedTuple):
     text: str
 
 
-def urgent(connection: Connection, deadlines: Deadlines, limits: Limits, now_ns: int) -> list[Finding]:
-    """The rules about what goes on now: late nodes, and whether the service itself sees what it should."""
-    open_starts = over_time.now(connection, deadlines)
+def urgent(
+    connection: Connection, open_starts: Sequence[Mapping[str, Any]], limits: Limits, now_ns: int
+) -> list[Finding]:
+    """The rules about what goes on now: late nodes, and whether the service itself sees what it should. `open_starts`:
+    of `over_time.now`."""
     found = [
         Finding("nodes_late", f"{row['job']}/{row['attempt']}", f"{row['job']}: {row['line']}")
         for row in open_starts
@@ -208,8 +209,17 @@ def send(to: Webhook, data: bytes) -> None:
 class Alerts:
     """The thread that evaluates the rules and tells what changed. Of several services on one database, one does."""
 
-    def __init__(self, database: Database, known: over_time.OverTime, to: Sequence[Webhook], limits: Limits) -> None:
+    def __init__(
+        self,
+        database: Database,
+        known: over_time.OverTime,
+        to: Sequence[Webhook],
+        limits: Limits,
+        seen: Callable[[Sequence[Mapping[str, Any]]], None] = lambda open_starts: None,
+    ) -> None:
+        """`seen` is told of the open starts at each look."""
         self._database = database
+        self._seen = seen
         self._known = known
         self._to = tuple(to)
         self._limits = limits
@@ -239,7 +249,9 @@ class Alerts:
         """Evaluate the rules once, and tell what changed."""
         deadlines = self._known.deadlines()
         with self._database.read() as connection:
-            rules, found = list(URGENT), urgent(connection, deadlines, self._limits, now_ns)
+            open_starts = over_time.now(connection, deadlines)
+            self._seen(open_starts)
+            rules, found = list(URGENT), urgent(connection, open_starts, self._limits, now_ns)
             if time.monotonic() - self._weeks_s >= _SLOW_RULES_S:
                 rules, found = [*rules, *OF_WEEKS], [*found, *of_weeks(connection, self._limits, now_ns)]
                 self._weeks_s = time.monotonic()

@@ -122,7 +122,7 @@ class Service:
             self.answers = Answers()
             self.over_time = OverTime(self.database, self.answers)
             self.metrics = Metrics(self.database, self.over_time)
-            self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits())
+            self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
             self.pages = Pages(self)
             self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
             self._started = 0

@@ -31,9 +31,13 @@ class Late:
     stage: str
     seconds: float
     limit_s: float
+    pid: int = 0
+    stack: str = ""
+    """Where the process stands, the innermost frame first, if it was asked."""
 
     def __str__(self) -> str:
-        return f"{self.node} ({self.stage}, {format_seconds(self.seconds - self.limit_s)} over p99)"
+        where = f", in {self.stack.partition(' < ')[0]}" if self.stack else ""
+        return f"{self.node} ({self.stage}, {format_seconds(self.seconds - self.limit_s)} over p99{where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class Deadlines:
             stage, took_s = missing["stage"], missing["seconds"]
             limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
             if limit_s is not None and took_s > limit_s:
-                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s))
+                pid, stack = missing.get("pid", 0), missing.get("stack", "")
+                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s, pid, stack))
         return sorted(found, key=lambda one: one.limit_s - one.seconds)
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +42,7 @@ from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
 from bootseer.service.upkeep import Gap, gaps_after
 from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, encode
+from bootseer.trace.stacks import MOST, Wanted
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Of a request, as it is sent."""
@@ -176,6 +177,28 @@ class Ingest:
         self._held = 0
         self._seen: dict[str, float] = {}
         self._threads: anyio.CapacityLimiter | None = None
+        self._late: dict[Attempt, list[Wanted]] = {}
+
+    def ask_stacks(self, open_starts: Sequence[Mapping[str, Any]]) -> None:
+        """From now on ask the senders of these starts (`over_time.now`) where their late processes stand."""
+        self._late = {
+            (row["job"], row["attempt"]): [
+                Wanted(row["job"], row["attempt"], row["restart"], one["node"], one["rank"], one["stage"], one["pid"])
+                for one in row["late"]
+                if one["pid"] and not one["stack"]
+            ][:MOST]
+            for row in open_starts
+        }
+
+    def _stacks(self, parts: Mapping[Attempt, Sequence[bytes]]) -> list[dict[str, Any]]:
+        """The late processes of the nodes whose lines these are."""
+        found = []
+        for attempt, lines in parts.items():
+            for one in self._late.get(attempt, ()):
+                node = msgspec.json.encode(one.node)
+                if any(node in line for line in lines):
+                    found.append(one._asdict())
+        return found[:MOST]
 
     def start(self) -> None:
         """Begin to write rows."""
@@ -220,7 +243,7 @@ class Ingest:
             grant: Grant = request.state.grant
             sequence = int(number) if number else None
 
-            def work(data: bytes) -> Outcome:
+            def work(data: bytes) -> tuple[Outcome, list[dict[str, Any]]]:
                 if kind == "log":
                     from urllib.parse import unquote
 
@@ -230,13 +253,14 @@ class Ingest:
                 else:
                     parts, rejected = sort_lines(data)
                 suffix = LOG if kind == "log" else EVENTS
-                return self.keep(Batch(sender, sequence, grant.team, parts, suffix), rejected)
+                return self.keep(Batch(sender, sequence, grant.team, parts, suffix), rejected), self._stacks(parts)
 
-            outcome = await self.take(request, work)
+            outcome, stacks = await self.take(request, work)
         except Refused as refused:
             return self.refuse(refused)
+        told = {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new}
         return JSONResponse(
-            {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new},
+            told | ({"stacks": stacks} if stacks else {}),
             202,
             {NEXT: f"{self._next_s(sender):.1f}"},
         )

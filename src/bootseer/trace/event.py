@@ -38,6 +38,8 @@ KINDS: Final = ("full", "hot_update", "restart")
 NO_RANK: Final = -1
 ALIVE: Final = "alive"
 """The instant by which `bootseer run` tells now and then that what it started still runs."""
+STACK: Final = "stack_sample"
+"""The instant that holds where a late process stood."""
 
 _INT64 = 2**63
 _MAX_NAME = 256

@@ -21,7 +21,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from bootseer.errors import UsageError
@@ -29,6 +29,9 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
+
+if TYPE_CHECKING:
+    from bootseer.trace.stacks import Sampler
 
 BATCH_BYTES: Final = 1 << 20
 """Of lines in a request, before they are packed."""
@@ -112,6 +115,8 @@ class Link:
         """In how many seconds the service wants to hear of this sender again."""
         self.last_s: float | None = None
         """What the last request took that the service accepted."""
+        self._asked: object = None
+        self._sampler: Sampler | None = None
         self._where = where
         self._timeout_s = timeout_s
         self._pause_s = _FIRST_PAUSE_S
@@ -154,7 +159,9 @@ class Link:
                     self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
                 if response.will_close or response.read(1):
                     self.close()
-                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(said)
+                told = _decoded(said)
+                self._asked = told.get("stacks")
+                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(told)
         except (ConnectionError, http.client.BadStatusLine):
             self.close()
             if is_new:
@@ -179,6 +186,17 @@ class Link:
             pause_s = max(min(retry_after_s, _MOST_RETRY_AFTER_S), 0.5)
         self.not_before = time.monotonic() + pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load
 
+    def send_stacks(self, sender: str) -> None:
+        """Send the stacks of late processes of this node that the last answer asked for. Never raises."""
+        if not self._asked:
+            return
+        from bootseer.trace.stacks import Sampler, read_wanted
+
+        self._sampler = self._sampler or Sampler()
+        wanted, self._asked = read_wanted(self._asked), None
+        for line in self._sampler.lines(wanted):
+            self.send(line, sender, None)
+
     def close(self) -> None:
         """Give the connection up."""
         if self._connection is not None:
@@ -186,12 +204,17 @@ class Link:
             self._connection = None
 
 
-def _error(body: bytes) -> str:
-    with contextlib.suppress(ValueError):
+def _decoded(body: bytes) -> dict[str, object]:
+    with contextlib.suppress(ValueError, RecursionError):
         said = json.loads(body)
-        if isinstance(said, dict) and isinstance(said.get("error"), str):
-            return "".join(letter for letter in said["error"][:200] if letter.isprintable())
-    return ""
+        if isinstance(said, dict):
+            return said
+    return {}
+
+
+def _error(said: Mapping[str, object]) -> str:
+    error = said.get("error")
+    return "".join(letter for letter in error[:200] if letter.isprintable()) if isinstance(error, str) else ""
 
 
 class _Part(NamedTuple):
@@ -241,6 +264,7 @@ class Shipper:
             self._files[part.name] = (part.inode, part.end)
         self._pending = []
         self._save()
+        self._link.send_stacks(self._sender)
         return True
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bootseer.report.analysis.spans import COMMAND, PROCESS_STAGES, STRUCTURE, TRUNCATED, NodeSpans, Offset, Span
 from bootseer.report.foreign.parser import BY_LOG
-from bootseer.trace.event import ALIVE, FAILED, NO_RANK, OK
+from bootseer.trace.event import ALIVE, FAILED, NO_RANK, OK, STACK
 
 SCHEDULER = ("queue", "allocation")
 """Stages of the scheduler: part of the job's overhead, never of a node's."""
@@ -22,6 +22,8 @@ TRAINING_BEGAN = "training_began"
 BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
 """How a launcher says that its workers are over: it may be hours into the training, and is not part of the startup."""
+_QUIET = (*ENDINGS, ALIVE, STACK)
+"""Instants that are no progress of the startup."""
 UNOBSERVED = "unobserved"
 RESTART = "restart"
 _BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)
@@ -181,7 +183,7 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
     moments = [span.end_ns for span in spans] + [
-        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in (*ENDINGS, ALIVE)
+        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in _QUIET
     ]
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):

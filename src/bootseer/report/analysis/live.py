@@ -14,7 +14,7 @@ from typing import Any
 from bootseer.report.analysis.lanes import ENDINGS, FIRST_STEP, SCHEDULER, TRAINING_BEGAN
 from bootseer.report.analysis.spans import RUN
 from bootseer.report.model import plain
-from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, STACK, Event
 from bootseer.units import format_seconds, seconds
 
 SCHEMA = "bootseer.follow/1"
@@ -32,6 +32,10 @@ class Missing:
     stage: str
     """Where it is; `exit code N` when its command has ended, empty when nothing is known."""
     seconds: float | None
+    pid: int = 0
+    """Of the process that told of the stage; 0 when none did."""
+    stack: str = ""
+    """Where it stood in this stage, the innermost frame first, if it was asked."""
 
     def __str__(self) -> str:
         since = "" if self.seconds is None else f", {format_seconds(self.seconds)}"
@@ -112,6 +116,7 @@ class Live:
         self._exits: dict[tuple[str, int], Event] = {}
         self._nodes: dict[str, None] = {}
         self._stated = self._world = 0
+        self._stacks: dict[tuple[int, str, str, str], str] = {}
 
     def feed(self, events: Iterable[Event]) -> None:
         """Take what was written since the last call, in any order."""
@@ -122,7 +127,12 @@ class Live:
             if event.attempt > self._attempt:
                 self._attempt, self._restart = event.attempt, event.restart
                 self._forget()
-            self._take(event)
+            if event.stage == STACK:
+                of = event.attrs
+                told = str(of.get("stack") or f"no stack: {of.get('why_not')}")
+                self._stacks[event.restart, event.node, str(of.get("of_rank")), str(of.get("in_stage"))] = told
+            else:
+                self._take(event)
 
     def _take(self, event: Event) -> None:
         is_new = event.node not in self._nodes
@@ -219,7 +229,8 @@ class Live:
         inside = [(max(one.open.values(), key=_begin), rank) for rank, one in lanes if one.open]
         if inside:
             event, rank = min(inside, key=lambda found: _begin(found[0]))
-            return Missing(node, rank, event.stage, _since(event, now_ns))
+            told = self._stacks.get((self._restart, node, str(rank), event.stage), "")
+            return Missing(node, rank, event.stage, _since(event, now_ns), event.pid, told)
         rank, lane = lanes[0]
         if lane.last is None:
             return Missing(node, rank, "", None)

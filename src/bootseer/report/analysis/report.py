@@ -40,6 +40,7 @@ from bootseer.report.analysis.starts import (
     image_starts,
     peers_starts,
     restarts,
+    stack_lines,
     warm_lines,
 )
 from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
@@ -203,6 +204,7 @@ class _Builder:
             peers=peers_starts(self.startup),
             connections=connection_lines(self.startup),
             warm=warm_lines(self.startup),
+            stacks=stack_lines(self.startup),
             restarts=again,
             facts=facts,
             share=share,

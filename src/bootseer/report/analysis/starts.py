@@ -26,6 +26,7 @@ from bootseer.report.model_starts import (
     PeersStart,
     Restarted,
 )
+from bootseer.trace.event import STACK
 from bootseer.units import NS_PER_S, format_bytes, format_seconds, plural
 
 RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
@@ -163,6 +164,17 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
         took = f"first step {format_seconds(one.startup_s)} later" if one.startup_s is not None else "no first step"
         lines.append(f"restart {one.restart} {why}: {took}")
     return lines
+
+
+def stack_lines(startup: StartupSpans) -> list[str]:
+    """Where late processes stood that were asked."""
+    return [
+        f"{name}{f' rank {rank}' if (rank := mark.attrs.get('of_rank', -1)) != -1 else ''} in "
+        f"{mark.attrs.get('in_stage', '?')}: {mark.attrs.get('stack') or mark.attrs.get('why_not')}"
+        for name, node in sorted(startup.nodes.items())
+        for mark in node.instants
+        if mark.stage == STACK
+    ]
 
 
 def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:

@@ -23,6 +23,7 @@ from bootseer.report.render.html_starts import (
     images_section,
     peers_section,
     restarts_section,
+    stacks_section,
     warm_section,
 )
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
@@ -66,6 +67,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             checkpoints_section(report),
             peers_section(report),
             restarts_section(report),
+            stacks_section(report),
             warm_section(report),
             connections_section(report),
             lower.facts(report),

@@ -141,6 +141,12 @@ def warm_section(report: Report) -> str:
     return _section("warm", "How Python programs started", report.warm, "", note, len(report.warm))
 
 
+def stacks_section(report: Report) -> str:
+    """Stacks of late processes; empty where none was asked."""
+    note = "Asked by the service while they were late, the innermost frame first; see service.md."
+    return _section("stacks", "Where late processes stood", report.stacks, "", note, len(report.stacks))
+
+
 def connections_section(report: Report) -> str:
     """What connecting the ranks took, and why; empty where it took no time worth mentioning."""
     note = "Ranks meet at a store, then in groups; see peers.md, Names of the nodes."

@@ -71,6 +71,7 @@ def render(report: Report, console: Console) -> None:
     _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
     _print_lines("How it was started again", restarts_summary(report.restarts), console)
     _print_lines("How Python programs started", report.warm, console)
+    _print_lines("Where late processes stood", report.stacks, console)
     _print_lines("How the ranks connected", report.connections, console)
     _print_said(report, console)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
