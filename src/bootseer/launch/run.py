@@ -100,7 +100,8 @@ def _peers(
         return nullcontext({})
     from bootseer.launch.peers import PeersStart
 
-    return PeersStart(options.peers, session, env)
+    session.peers = PeersStart(options.peers, session, env)
+    return session.peers
 
 
 def _checkpoint(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:
