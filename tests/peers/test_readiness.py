@@ -9,34 +9,25 @@ from bootseer.peers.protocol import Signer, parse_head
 from bootseer.peers.readiness import READY, Readiness, RollCall, StartReport
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_silent_or_were_never_heard_of() -> None:
-    clock = Clock()
-    roll = RollCall(clock)
-    roll.answer(StartReport("a", READY))
-    roll.answer(StartReport("b", "image_loading"))
-    clock.now_s += 30
-    told = Readiness.of(roll.answer(StartReport("c", "environment_setup.install"), ["a", "b", "c", "d"]))
+    roll = RollCall()
+    roll.answer(StartReport("a", READY), [], 0.0)
+    roll.answer(StartReport("b", "image_loading"), [], 0.0)
+    told = Readiness.of(roll.answer(StartReport("c", "environment_setup.install"), ["a", "b", "c", "d"], 30.0))
     assert told.ready == 1
     assert told.others == {"b": ("image_loading", 30.0), "c": ("environment_setup.install", 0.0), "d": ("", 0.0)}
     assert told.missing(6) == (
         "b (image_loading, silent for 30 s), c (environment_setup.install), d (nothing was heard of it), 2 more"
     )
     for name in ("b", "c", "d"):
-        told = Readiness.of(roll.answer(StartReport(name, READY)))
+        told = Readiness.of(roll.answer(StartReport(name, READY), [], 31.0))
     assert (told.ready, told.others, told.missing(4)) == (4, {}, "")
 
 
 def test_of_many_nodes_a_few_are_named() -> None:
     roll = RollCall()
     for number in range(1000):
-        told = Readiness.of(roll.answer(StartReport(f"n{number:04}", "begin")))
+        told = Readiness.of(roll.answer(StartReport(f"n{number:04}", "begin"), [], 0.0))
     assert (told.ready, len(told.others)) == (0, 20)
     assert told.missing(1000).endswith("n0019 (begin), 980 more")
 

@@ -8,16 +8,14 @@ the same one soon after: each tells its stage again and again, a ready node more
     Bootseer-Stage: STAGE | ready               the stage that its start is in
 
 The answer is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE IT WAS HEARD OF], ...}}, of the others the
-first few by name; one that was never heard of has the stage "".
+first few by name; one that was never heard of has the stage "". Decides and touches nothing.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -88,20 +86,16 @@ def _described(name: str, stage: str, silent_s: float) -> str:
 
 
 class RollCall:
-    """What was heard of all nodes. Safe to use from many threads."""
+    """What was heard of all nodes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self._heard: dict[str, tuple[str, float]] = {}
 
-    def answer(self, report: StartReport, listed: Iterable[str] = ()) -> bytes:
+    def answer(self, report: StartReport, listed: Iterable[str], now_s: float) -> bytes:
         """Note a report; how far all nodes are, those that are `listed` and were not heard of among them."""
-        with self._lock:
-            now_s = self._clock()
-            if report.sender in self._heard or len(self._heard) < _MAX_NODES:
-                self._heard[report.sender] = report.stage, now_s
-            late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._heard.items() if stage != READY}
-            num_ready = len(self._heard) - len(late)
-            late |= {name: ("", 0.0) for name in listed if name not in self._heard}
+        if report.sender in self._heard or len(self._heard) < _MAX_NODES:
+            self._heard[report.sender] = report.stage, now_s
+        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._heard.items() if stage != READY}
+        num_ready = len(self._heard) - len(late)
+        late |= {name: ("", 0.0) for name in listed if name not in self._heard}
         return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_TOLD))}).encode()

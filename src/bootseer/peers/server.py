@@ -105,7 +105,7 @@ class Server:
         self._first_asked_s: dict[str, float] = {}
         """Of each file, since when it is asked for."""
         self._readers = Readers()
-        self.roll = RollCall()
+        self._roll = RollCall()
         self.listed: Sequence[str] = ()
         """The names of all nodes that the job's list has."""
         self.served = Served()
@@ -118,6 +118,11 @@ class Server:
         with self._lock:
             self._max_rate = max_rate
             self._pace()
+
+    def tell_readiness(self, report: StartReport) -> bytes:
+        """Note how far a node's start is; how far all are."""
+        with self._lock:
+            return self._roll.answer(report, self.listed, time.monotonic())
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End all connections. Safe to call twice."""
@@ -188,7 +193,7 @@ class Server:
                     if isinstance(request, Question):
                         self._tell_readers(connection, request)
                     elif isinstance(request, StartReport):
-                        body = self.roll.answer(request, self.listed)
+                        body = self.tell_readiness(request)
                         connection.send(encode_answer(200, len(body)) + body)
                     else:
                         self._answer(connection, request)

@@ -285,7 +285,7 @@ class Service:
             try:
                 if first is not None and own is not None and first.name == own.name and self._server is not None:
                     self._server.listed = listed
-                    told = Readiness.of(self._server.roll.answer(report, listed))
+                    told = Readiness.of(self._server.tell_readiness(report))
                 elif first is not None:
                     told = self._client.report(first.addresses[0], report, _HOLDER_S)
                 else:
