@@ -135,7 +135,7 @@ fi
 in_image() { # name, more options..., -- command...
   local name="$1"
   shift
-  start "$name" --image "$reference" --loading lazy --entrypoint none ${setup[@]+"${setup[@]}"} "$@"
+  start "$name" --warm auto --image "$reference" --loading lazy --entrypoint none ${setup[@]+"${setup[@]}"} "$@"
 }
 reference="$host/team/job:1"
 skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
@@ -161,6 +161,7 @@ empty_node
 
 say "start 3, recorded: one more node" \
   "It finds that record beside the image, and fetches the hot blocks ahead of the job, the earliest first." \
+  "The record also tells what the ranks import: one process does it for both (--warm)." \
   ${REQUIREMENTS:+"It finds the snapshot too, and mounts it: nothing is installed any more."}
 forget_memory
 in_image recorded -- "${command[@]}"

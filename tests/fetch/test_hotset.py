@@ -61,6 +61,14 @@ def test_a_run_that_ended_early_has_no_say_about_later_blocks():
     assert planned(merged(*whole, *crashed)) == list(range(10))
 
 
+def test_what_the_newer_run_imported_is_kept_and_else_what_any_did():
+    old = replace(merged(run(1, [1])), imports="old")
+    new = replace(merged(run(2, [1])), imports="new")
+    assert [old.union(new).imports, new.union(old).imports] == ["new", "new"]
+    assert old.union(replace(new, imports="")).imports == "old"
+    assert old.merge(run(3, [1])).imports == "old"
+
+
 def test_only_the_newest_runs_are_kept_in_the_order_of_their_time():
     hot_set = merged(*(run(number, [1]) for number in (3, 1, 2, *range(4, 20))))
     assert [record.started_s for record in hot_set.records] == [float(number) for number in range(12, 20)]

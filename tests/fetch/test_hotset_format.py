@@ -30,6 +30,7 @@ sets = st.builds(
     image=st.text(min_size=1, max_size=50),
     workload=st.text(min_size=1, max_size=50),
     records=st.lists(records, max_size=8).map(lambda each: tuple(sorted(each, key=lambda record: record.started_s))),
+    imports=st.text(max_size=50),
 )
 SET = HotSet(
     "image", "workload", (Record(5.0, 900, (Need(FILES[0], 7, 3, Found.READY), Need(FILES[1], 8, 4, Found.MISSING))),)

@@ -79,7 +79,7 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
         return sorted(done.stdout.splitlines()), done.stderr
 
     by_exec, said = run(0)
-    assert "no earlier start of this command was recorded" in said
+    assert "no earlier start of this command is known" in said
     warm, said = run(1)
     assert "2 Python programs started warm" in said
     assert warm == by_exec

@@ -248,11 +248,14 @@ def test_a_launcher_in_the_container_has_a_warm_parent_there(run: Run, image: st
     mounts = [word for name in names if Path(name).exists() for word in ("--mount", f"{name}:{name}:ro")]
     mounts += ["--mount", f"{tmp_path}:/job:ro", "--container-env", "PYTHONPATH=/job/library", "--user", "worker"]
     tmp_path.chmod(0o755)
-    words = ["run", "--image", image, "--warm", "on", *mounts, "--", "/usr/bin/python3", "/job/launch.py"]
-    first, second = run(*words), run(*words)
-    assert first.stdout == second.stdout == "/job/library/safetensors.py\n", second.stderr
-    assert "no earlier start of this command was recorded" in first.stderr
-    assert "1 Python program started warm" in second.stderr
+    words = ["run", "--image", image, "--warm", "on", "--loading", "lazy", *mounts]
+    words += ["--", "/usr/bin/python3", "/job/launch.py"]
+    first, again = run(*words), run(*words)
+    elsewhere = run(*words, more={"BOOTSEER_CACHE": str(tmp_path / "other-cache")})
+    assert first.stdout == again.stdout == elsewhere.stdout == "/job/library/safetensors.py\n", elsewhere.stderr
+    assert "no earlier start of this command is known" in first.stderr
+    assert "1 Python program started warm" in again.stderr
+    assert "1 Python program started warm" in elsewhere.stderr  # the record came with the image's hot set
 
 
 def test_another_user_may_write_events_too(run: Run, image: str, env: dict[str, str]) -> None:

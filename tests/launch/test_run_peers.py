@@ -103,6 +103,38 @@ def test_a_killed_service_costs_no_job_and_a_killed_run_leaves_nothing(nodes: li
     assert first.left == []
 
 
+def test_a_command_waits_for_the_node_whose_setup_goes_on(env: dict[str, str], tmp_path: Path) -> None:
+    setup = tmp_path / "setup.sh"
+    setup.write_text(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done")
+    words = ["--peers", str(tmp_path / "meet"), "--wait-for-nodes", "300"]
+    first = Node(tmp_path, env, "a", *words)
+    second = Node(tmp_path, env, "b", *words, "--setup", str(setup), "--env", "bypass")
+    assert first.run.stderr is not None
+    said = "bootseer: 1 of 2 nodes are ready; waiting for b (environment_setup.script)\n"
+    assert said in iter(first.run.stderr.readline, "")
+    assert not first.state.exists()
+    (tmp_path / "go").touch()
+    for node in (first, second):
+        node.meet()
+    assert [node.end().count("ready") for node in (first, second)] == [0, 0]
+    events = [event for event in scan(sources([env["BOOTSEER_SPOOL"]])).events if event.stage == "nodes_ready"]
+    assert sorted((event.node, event.attrs["ready"]) for event in events if "ready" in event.attrs) == [
+        ("a", 2), ("b", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("least", "code"), [("1", 0), ("2", 1)])
+def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_nodes(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, least: str, code: int
+) -> None:
+    words = ["--job", "two", "--node", "a", "--num-nodes", "2", "--peers-interface", "lo"]
+    words += ["--peers", str(tmp_path / "meet"), "--wait-for-nodes", "1", "--min-nodes", least]
+    ran = run("run", "-q", *words, "--", "echo", "started")
+    assert (ran.returncode, ran.stdout) == (code, "" if code else "started\n"), ran.stderr
+    assert "1 of 2 nodes are ready after 1 s" in ran.stderr
+    assert "missing: 1 that nothing was heard of" in ran.stderr
+
+
 @pytest.mark.root
 @pytest.mark.fuse
 def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bootseer.hook.programs import RECORD, SCHEMA
-from bootseer.launch.warm import Known, Record, merged
+from bootseer.launch.warm import Known, Record, merged, shared
 
 RECORDED = Record(
     launcher="torchrun", program="train.py", flags=("-u",), modules=("json", "torch"), native={}, changed=(),
@@ -46,6 +46,12 @@ def test_a_parent_that_cannot_be_copied_is_not_started_again_until_its_modules_c
 def test_what_concerns_one_start_alone_is_not_learnt():
     known = merged(Known(), [RECORDED], [_refused(why_not="the variable X differs", module="", unfit=False)])
     assert known == merged(Known(), [RECORDED], [])
+
+
+def test_other_nodes_see_no_value_that_might_be_a_path_or_a_secret() -> None:
+    native = {"OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": "/home/me/lib", "PYTHONX": "x" * 33, "OMP_PLACES": "cores:4"}
+    known = merged(Known(), [msgspec.structs.replace(RECORDED, native=native)], [])
+    assert shared(known).launchers["torchrun"].native == {"OMP_NUM_THREADS": "1", "OMP_PLACES": "cores:4"}
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])

@@ -19,7 +19,16 @@ from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
-from bootseer.fetch.hotset import MAX_STORED_BYTES, Block, HotSet, Record, encode_hot_set, judge, parse_hot_set
+from bootseer.fetch.hotset import (
+    MAX_IMPORTS,
+    MAX_STORED_BYTES,
+    Block,
+    HotSet,
+    Record,
+    encode_hot_set,
+    judge,
+    parse_hot_set,
+)
 from bootseer.fetch.record import read_record
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
@@ -74,11 +83,13 @@ class HotSets:
         if hot_set is not None:
             self._write(self._local, hot_set, "kept on this node")
 
-    def keep(self, workload: str, record: Record, *, publish: bool) -> HotSet:
-        """Add a start's record to the set, on the node and (with `publish`) in the store; the set as it is now."""
+    def keep(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
+        """Add a start's record to the set, on the node and (with `publish`) in the store, and what it imported; the set
+        as it is now."""
         # The start looked for the set before, and said what did not work.
         known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)
+        merged = replace(merged, imports=imports or merged.imports)
         self._write(self._local, merged, "kept on this node")
         if publish and self._store is not None:
             self.publish(merged)
@@ -164,6 +175,8 @@ class HotSetUpdater:
     workload: str
     signatures: Signatures
     plan: Sequence[Block] | None
+    imports: Path | None = None
+    """A file of ours with what the start imported."""
 
     def __call__(self, path: Path) -> None:
         """Read the record at `path` and keep it. Raises nothing that the daemon would not write into its log."""
@@ -175,6 +188,16 @@ class HotSetUpdater:
                     record = replace(record, coverage=judge(self.plan, record).coverage)
                 store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
                 sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
-                sets.keep(self.workload, record, publish=store is not None)
+                imports = _text_of(self.imports)
+                sets.keep(self.workload, record, publish=store is not None, imports=imports)
         finally:
             path.with_name(KEPT).write_text(json.dumps(notes))
+
+
+def _text_of(path: Path | None) -> str:
+    """What the file has; empty where there is none, or one that is too large."""
+    try:
+        text = path.read_text() if path is not None else ""
+    except (OSError, ValueError):
+        return ""
+    return text if len(text) <= MAX_IMPORTS else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.artifact.child import breaks_forks
 from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
+from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.room import Room
 from bootseer.artifact.signatures import UNSIGNED, Signatures
@@ -50,6 +51,9 @@ class MountOptions:
     publish: bool = True
     """Whether what was recorded goes to the store."""
     signatures: Signatures = UNSIGNED
+    imports: Path | None = None
+    """A file with what the start imports, which goes to the store and comes from there as the hot set's. Written only
+    where it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,12 @@ class Materializer:
         store = None if breaks_forks(subject.store_uri) else subject.store
         sets = HotSets(options.cache, subject.digest, store, self.say, options.signatures)
         hot_set = sets.load(options.workload)
+        if hot_set is not None and hot_set.imports and options.imports is not None and not options.imports.exists():
+            with contextlib.suppress(OSError):  # without it the start is not warm
+                own_folder(options.imports.parent)
+                new = options.imports.with_suffix(f".{os.getpid()}")
+                new.write_text(hot_set.imports)
+                new.replace(options.imports)
         return hot_set.plan() if hot_set is not None and not hot_set.stale else None
 
     def _start_daemon(
@@ -235,6 +245,7 @@ class Materializer:
             workload=options.workload,
             signatures=options.signatures,
             plan=plan,
+            imports=options.imports,
         )
         files = [
             FetchedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served

@@ -101,6 +101,22 @@ PEERS = (
         FLAG,
         default=False,
     ),
+    Option(
+        "wait_for_nodes",
+        ("--wait-for-nodes",),
+        "Start the command when image, environment and checkpoint are there on all nodes, or after so many seconds"
+        " (default: 0, do not wait).",
+        COUNT,
+        most=86_400,
+        default=0,
+    ),
+    Option(
+        "min_nodes",
+        ("--min-nodes",),
+        "With fewer nodes by then the command does not start (default: it starts with any number).",
+        COUNT,
+        default=0,
+    ),
 )
 """The peers' part of the options of `run`."""
 
@@ -229,6 +245,8 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     from bootseer.artifact.places import runtime_root
     from bootseer.launch.peers import PeersWanted
 
+    if values["min_nodes"] and not values["wait_for_nodes"]:
+        raise UsageError("--min-nodes says nothing without a wait", hint="give --wait-for-nodes SECONDS too")
     limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
     if source == "auto" and store:
         source = store
@@ -241,6 +259,8 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
         after=0 if after == "off" else image_options.parse_size(after, "--peers-after-training") if after else None,
         runtime=runtime_root(env, os.getuid()),
         tls=bool(values["peers_tls"]),
+        wait_s=values["wait_for_nodes"],
+        min_nodes=values["min_nodes"],
     )
 
 

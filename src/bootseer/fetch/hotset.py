@@ -41,6 +41,8 @@ MAX_STORED_BYTES = 16 << 20
 MAX_JSON_BYTES = 16 << 20
 MAX_FILES = 4096
 MAX_KEY = 512
+MAX_IMPORTS = 1 << 20
+"""Characters."""
 _LEVEL = 9
 # The two newest runs decide which others belong to them, so that one odd run does not wipe out the others.
 _JUDGES = 2
@@ -119,6 +121,9 @@ class HotSet:
     image: str
     workload: str
     records: tuple[Record, ...] = ()
+    imports: str = ""
+    """What the programs of a recent run imported, for a node that is to start them warm: a text that is not looked into
+    here."""
 
     def merge(self, record: Record) -> HotSet:
         """The set with one more run."""
@@ -128,16 +133,18 @@ class HotSet:
         """With the runs of both, each once; gone are those beyond the newest few, and those of another workload."""
         runs = {(run.started_s, run.duration_ms, len(run.needs)): run for run in (*self.records, *other.records)}
         records = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
-        merged = replace(self, records=tuple(records))
+        newer = max(self, other, key=lambda one: one.records[-1].started_s if one.records else 0.0)
+        imports = newer.imports or self.imports or other.imports
+        merged = replace(self, records=tuple(records), imports=imports)
         if merged.stale:
-            return replace(self, records=tuple(records[-_JUDGES:]))
+            return replace(merged, records=tuple(records[-_JUDGES:]))
         judges = [each.blocks for each in records[-_JUDGES:]]
         kept = [
             each
             for each in records[:-_JUDGES]
             if any(_agreement(each.blocks, judge) >= _MIN_AGREEMENT for judge in judges)
         ]
-        return replace(self, records=(*kept, *records[-_JUDGES:]))
+        return replace(merged, records=(*kept, *records[-_JUDGES:]))
 
     @property
     def stale(self) -> bool:
@@ -301,6 +308,7 @@ class _Document(msgspec.Struct):
     workload: _Key
     files: Annotated[list[_Identity], msgspec.Meta(max_length=MAX_FILES)]
     runs: Annotated[list[_Run], msgspec.Meta(max_length=MAX_RUNS)]
+    imports: Annotated[str, msgspec.Meta(max_length=MAX_IMPORTS)] = ""
 
 
 def encode_hot_set(hot_set: HotSet) -> bytes:
@@ -335,6 +343,8 @@ def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
         "files": list(files),
         "runs": runs,
     }
+    if hot_set.imports:
+        document["imports"] = hot_set.imports
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -361,7 +371,7 @@ def parse_hot_set(data: bytes) -> HotSet:
     records = tuple(_record(run, document.files) for run in document.runs)
     if any(later.started_s < earlier.started_s for earlier, later in pairwise(records)):
         raise CorruptError("a hot set has runs that are not in order")
-    return HotSet(document.image, document.workload, records)
+    return HotSet(document.image, document.workload, records, document.imports)
 
 
 def _record(run: _Run, files: list[str]) -> Record:

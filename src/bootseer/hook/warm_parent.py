@@ -42,8 +42,8 @@ _CHANGE_OTHERS = (
 """Modules that change how others are imported, or that open a network when they are."""
 _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 """Through which modules a variable is read."""
-_LOOK_FOR_THEIR_OWN = ("tqdm.utils", "networkx.utils.backends")
-"""They walk over all variables for those that begin with TQDM_ and NETWORKX_, which `programs.native` knows."""
+_LOOK_FOR_THEIR_OWN = ("tqdm.utils", "networkx.utils.backends", "fsspec.config")
+"""They walk over all variables for those that begin with their own name, which `programs.native` knows."""
 
 
 class UnfitError(Exception):

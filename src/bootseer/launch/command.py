@@ -113,6 +113,10 @@ def run_command(
     """
     program = program or command
     restarts = None
+    if session is not None and session.warm is not None:
+        session.warm.give()
+    if session is not None and session.peers is not None:
+        session.peers.wait_for_nodes()
     if options.peers is not None and options.image is None:
         enter = with_names(env, enter)
     if options.restarts:

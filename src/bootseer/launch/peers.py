@@ -22,10 +22,11 @@ from bootseer.io.locks import flocked, try_flock
 from bootseer.launch.background import Background, Tell, start_background
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
+from bootseer.peers.readiness import READY, Readiness
 from bootseer.trace.event import INSTANT
 from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN
@@ -33,6 +34,8 @@ from bootseer.trace.tracer import TRAINING_BEGAN
 _LOG = logger(__name__)
 _PREFIX = "job-"
 _READY_S = 15.0
+_LOOK_S = 0.1
+_SAY_S, _SAY_AGAIN_S = 5.0, 30.0
 _TOGETHER_S = 2.0
 """Nodes of a job start within seconds of each other: so long is waited for those that are known to come. A block that
 is asked for before its owner is there comes from the origin more than once."""
@@ -53,6 +56,10 @@ class PeersWanted:
     runtime: Path
     tls: bool = False
     """Whether the nodes encrypt what they say to each other."""
+    wait_s: int = 0
+    """How long the command waits at most for nodes whose starts go on; 0: not at all."""
+    min_nodes: int = 0
+    """With fewer nodes that are ready by then it does not start."""
 
 
 class PeersStart:
@@ -63,6 +70,8 @@ class PeersStart:
         self._session = session
         self._env = env
         self._owned: OwnedFolder | None = None
+        self._folder: Path | None = None
+        self._is_ready = False
         self._service: Background | None = None
         self._told: list[dict[str, Any]] = []
         """What the service said, once it has ended."""
@@ -94,6 +103,7 @@ class PeersStart:
                 raise
             say(f"no peers: {error}; all comes from the origin")
             return {}
+        self._folder = path
         os.environ[FOLDER] = str(path)  # for the daemons, which are forked
         self._session.also_beside(self._end.watch)
         return {FOLDER: str(path)}
@@ -109,6 +119,45 @@ class PeersStart:
                 self._told = self._service.messages()
                 self._end.tell(ENDED)
             self._stop()
+
+    def at_stage(self, name: str) -> None:
+        """Tell the other nodes what this one's start is doing."""
+        if self._owned is not None and self._wanted.wait_s and not self._is_ready:
+            self._is_ready = name == READY
+            with suppress(BootseerError, OSError):  # then they know less of it
+                JobPeers.open(self._owned.path).write_stage(name)
+
+    def wait_for_nodes(self) -> None:
+        """Wait until all nodes of the job are ready for their commands, within the time that the user allows.
+
+        Raises `TransientError` when there are too few then, and `Interrupted`. Signals must be blocked.
+        """
+        wanted, num_nodes = self._wanted, self._session.tracer.identity.num_nodes or 0
+        if not wanted.wait_s or self._folder is None:
+            return
+        job, began_s = JobPeers.open(self._folder), time.monotonic()
+        said_s = began_s + _SAY_S
+        with staged(self._session, "nodes_ready", {"barrier": "nodes_ready"}) as facts, interruptible():
+            self.at_stage(READY)
+            while True:
+                readiness, listed = job.readiness() or (Readiness(0, {}), 0)
+                expected = max(num_nodes, listed)
+                missing = readiness.missing(expected)
+                now_s = time.monotonic()
+                if readiness.ready >= expected > 1 or now_s >= began_s + wanted.wait_s:
+                    break
+                if now_s >= said_s:
+                    said_s = now_s + _SAY_AGAIN_S
+                    say(f"{readiness.ready} of {expected} nodes are ready; waiting for {missing}")
+                time.sleep(_LOOK_S)
+            facts.update(ready=readiness.ready, nodes=expected, missing=missing)
+        if readiness.ready < min(wanted.min_nodes, expected):
+            raise TransientError(
+                f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s, --min-nodes is"
+                f" {wanted.min_nodes}; missing: {missing}"
+            )
+        if missing:
+            say(f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s; missing: {missing}")
 
     def _start(self, folder: Path) -> None:
         wait_for = self._session.tracer.identity.num_nodes or 0
@@ -156,7 +205,8 @@ class PeersStart:
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
-            service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls)
+            name = safe_name(who.node) if wanted.wait_s else ""
+            service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls, name=name)
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:

@@ -80,7 +80,7 @@ def _start(
 
 def _warm(
     command: Sequence[str], options: Options, session: Session | None, env: Mapping[str, str]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """Has a warm parent for the programs that the command starts, where earlier starts say what it is to import."""
     if options.warm == "off" or session is None or "spool" not in session.sinks:
         return nullcontext()
@@ -88,7 +88,8 @@ def _warm(
 
     image = str(options.image.request.reference) if options.image is not None else ""
     about = "\0".join((image, options.setup or "", *options.requirements))
-    return WarmStart(session, command, env, about, options.warm)
+    session.warm = WarmStart(session, command, env, about, options.warm)
+    return session.warm
 
 
 def _peers(
@@ -99,7 +100,8 @@ def _peers(
         return nullcontext({})
     from bootseer.launch.peers import PeersStart
 
-    return PeersStart(options.peers, session, env)
+    session.peers = PeersStart(options.peers, session, env)
+    return session.peers
 
 
 def _checkpoint(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from bootseer.launch.command import Options
     from bootseer.launch.observers import Observers, Shipping
+    from bootseer.launch.peers import PeersStart
+    from bootseer.launch.warm import WarmStart
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
@@ -42,6 +44,8 @@ def staged(session: Session | None, name: str, attrs: Mapping[str, object] | Non
         yield {}
         return
     began_s = time.monotonic()
+    if session.peers is not None:
+        session.peers.at_stage(name)
     with session.tracer.span(name, attrs) as span:
         yield span.attrs
         if "error" in span.attrs:
@@ -90,6 +94,8 @@ class Session:
         self.quiet = options.quiet
         self._first = identity
         self._warm = options.warm
+        self.warm: WarmStart | None = None
+        self.peers: PeersStart | None = None
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
         self.tracer.parent = self.span

@@ -1,5 +1,8 @@
 """`bootseer run --warm`: what earlier starts of this job imported, given to its launcher; kept on the node behind it.
 
+What other nodes may know of it lies in a file of its own, which goes to an image's store with the hot set of the
+workload and comes from there (`artifact.hotsets`): the first start on a node is warm then.
+
 The records are written by the job's own processes (`hook.programs`), so that nothing in them is believed but names of
 modules and variables. What a warm parent refused for a module's sake is learnt: the next one leaves it to the program.
 """
@@ -7,6 +10,8 @@ modules and variables. What a warm parent refused for a module's sake is learnt:
 from __future__ import annotations
 
 import os
+import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +33,13 @@ from bootseer.units import plural
 
 EVENT = "warm_start"
 _MAX_RECORDS = 16
-_MAX_KEPT = 200
-"""Documents of jobs; the oldest ones go."""
+_MAX_KEPT = 400
+"""Documents, two for a job; the oldest ones go."""
 _MAX_COLD = 64
+_KEEP_S = 5.0
+_SHARED_VALUE = re.compile(r"[\w.,:+-]{0,32}", re.ASCII)
+"""Values of variables that other nodes may see: numbers and names, no paths of this node, nothing that could be a
+secret's."""
 
 _Name = Annotated[str, Meta(max_length=300)]
 _Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
@@ -88,6 +97,15 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
     return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
 
 
+def shared(known: Known) -> Known:
+    """What other nodes may know of it."""
+    launchers = {}
+    for name, one in known.launchers.items():
+        native = {key: value for key, value in one.native.items() if _SHARED_VALUE.fullmatch(value)}
+        launchers[name] = msgspec.structs.replace(one, native=native)
+    return Known(launchers)
+
+
 class WarmStart:
     """One start with a warm parent, if this node knows what to import."""
 
@@ -97,9 +115,16 @@ class WarmStart:
         self._mode = mode
         name = f"{workload_key(command, setup=about)}.json"
         self._path = cache_root(env, os.getuid()) / "warm" / name
+        self.shared_path = self._path.with_suffix(".shared")
+        """What other nodes may know, and what they knew."""
         self._end = StartEnd(session, self._record)
+        self._recorded = threading.Event()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> WarmStart:
+        self._session.also_beside(self._end.watch)
+        return self
+
+    def give(self) -> None:
         """Put the record where the launcher finds it. Never raises: without a record nothing is warm."""
         with harmless("the start is not warm"):
             target = Path(self._session.folder, KNOWN)
@@ -108,8 +133,12 @@ class WarmStart:
             if known.launchers:
                 target.write_text(_text(known))
             elif self._mode == "on":
-                say("not warm: no earlier start of this command was recorded on this node; this one is")
-        self._session.also_beside(self._end.watch)
+                say("not warm: no earlier start of this command is known on this node; this one is recorded")
+
+    def record(self, until: str) -> None:
+        """Have what this start imported in its file, now that the start is over. Waits a moment for it."""
+        self._end.tell(until)
+        self._recorded.wait(_KEEP_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -117,17 +146,24 @@ class WarmStart:
         self._end.tell(ENDED)
 
     def _known(self) -> Known:
-        try:
-            return document.decode(
-                self._path.read_bytes(), Known, "record of imports", limit=4 * MAX_BYTES, schema=SCHEMA
-            )
-        except FileNotFoundError:
-            return Known()
-        except (BootseerError, OSError) as error:
-            say(f"what earlier starts imported is not known: {error}")
-            return Known()
+        for path in (self._path, self.shared_path):
+            try:
+                return document.decode(
+                    path.read_bytes(), Known, "record of imports", limit=4 * MAX_BYTES, schema=SCHEMA
+                )
+            except FileNotFoundError:
+                continue
+            except (BootseerError, OSError) as error:
+                say(f"what earlier starts imported is not known: {error}")
+        return Known()
 
     def _record(self, until: str) -> None:
+        try:
+            self._keep()
+        finally:
+            self._recorded.set()
+
+    def _keep(self) -> None:
         told = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
         told = [event for event in told if self._session.owns(event)]
         refusals = [event.attrs for event in told if "why_not" in event.attrs]
@@ -137,11 +173,12 @@ class WarmStart:
         after = merged(known, self._records(), refusals)
         if after != known:
             folder = own_folder(self._path.parent)
-            new = self._path.with_suffix(f".{os.getpid()}")
-            new.write_text(_text(after))
-            new.replace(self._path)
+            for path, content in ((self._path, after), (self.shared_path, shared(after))):
+                new = self._path.with_suffix(f".{os.getpid()}")
+                new.write_text(_text(content))
+                new.replace(path)
             Path(self._session.folder, KNOWN).write_text(_text(after))  # for the launcher of a restart
-            for path in sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
+            for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
                 path.unlink(missing_ok=True)
 
     def _records(self) -> list[Record]:

@@ -16,6 +16,7 @@ from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundEr
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
+from bootseer.peers.readiness import Readiness, StartReport
 
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
@@ -145,6 +146,13 @@ class Client:
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
         """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
+        return parse_readers(self._answer(address, question, timeout_s))
+
+    def report(self, address: str, report: StartReport, timeout_s: float) -> Readiness:
+        """Tell how far this node's start is; how far all are. Raises like `read`."""
+        return Readiness.of(self._answer(address, report, timeout_s))
+
+    def _answer(self, address: str, question: Question | StartReport, timeout_s: float) -> bytes:
         connection, signer = self._connection(address, min(timeout_s, _CONNECT_S))
         try:
             connection.sock.settimeout(timeout_s)
@@ -157,12 +165,11 @@ class Client:
             left = body
             while left:
                 left = left[connection.read_some(left) :]
-            found = parse_readers(bytes(body))
         except BaseException:
             connection.sock.close()
             raise
         self._keep(address, connection, signer)
-        return found
+        return bytes(body)
 
     def close(self) -> None:
         """Close what is idle."""

@@ -7,6 +7,8 @@
     files/IDENTITY.index the index of a file of blocks
     files/IDENTITY.ahead names of nodes that asked for it before any process here did, or have it from an earlier job
     state.json          what the service has done, for `report` and `status`
+    stage               what this node's start is doing, or `ready`: see `readiness`
+    start.json          {"nodes": listed, "ready": ..., "others": ...}: how far the job's nodes are
     began               made when training begins: from then on the network belongs to it
 
 The launcher makes the folder, owner-only, and puts its path into BOOTSEER_PEERS_DIR for the processes that it starts.
@@ -31,6 +33,7 @@ from bootseer.blocks.index import Index
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.peers.choice import Members, Peer
 from bootseer.peers.protocol import is_identity
+from bootseer.peers.readiness import Readiness
 
 FOLDER: Final = "BOOTSEER_PEERS_DIR"
 SWITCH: Final = "BOOTSEER_PEERS"
@@ -206,6 +209,29 @@ class JobPeers:
         except (OSError, ValueError):
             return {}
         return state if isinstance(state, dict) else {}
+
+    def write_stage(self, stage: str) -> None:
+        """Tell the service what this node's start is doing."""
+        _replace(self.folder / "stage", stage.encode())
+
+    @property
+    def stage(self) -> str:
+        """What this node's start is doing."""
+        with contextlib.suppress(OSError, ValueError):
+            return (self.folder / "stage").read_text()
+        return "begin"
+
+    def write_readiness(self, readiness: Readiness, num_nodes: int) -> None:
+        """Tell the launcher how far the job's nodes are, of which `num_nodes` are listed."""
+        _replace(self.folder / "start.json", json.dumps({**asdict(readiness), "nodes": num_nodes}).encode())
+
+    def readiness(self) -> tuple[Readiness, int] | None:
+        """How far the job's nodes are, and how many are listed; None while that is not known."""
+        try:
+            body = (self.folder / "start.json").read_bytes()
+            return Readiness.of(body), int(json.loads(body)["nodes"])
+        except (OSError, ValueError, KeyError, TypeError, CorruptError):
+            return None
 
     @property
     def training(self) -> bool:

@@ -118,6 +118,12 @@ class Membership:
         """Nodes that are listed and do not answer."""
         return sorted(listed.name for listed, found in list(self._answers.items()) if found is None)
 
+    @property
+    def listed(self) -> list[str]:
+        """The names of all nodes that are listed, this one among them."""
+        own = [self._source.own.name] if self._source.own else []
+        return own + [peer.name for peer in list(self._answers)]
+
     def refresh(self) -> bool:
         """Look again; whether the nodes that answer have changed. Raises `BootseerError`."""
         own = self._source.own

@@ -16,6 +16,8 @@ with its digest by its receiver.
     Bootseer-Sender: NAME [keeps]
     Bootseer-Without: NAME
 
+    GET /v1/start                               which nodes are ready for their command: see `readiness`
+
     102 Processing                              the owner waits for the origin; again every 0.1 s
     206 Partial Content, 403, 404, 416, 429, 503
 
@@ -31,6 +33,7 @@ from typing import Final, NamedTuple
 
 from bootseer.errors import CorruptError
 from bootseer.peers.choice import Level
+from bootseer.peers.readiness import TARGET, StartReport
 
 MAX_HEAD: Final = 4096
 MAX_RANGE: Final = 4 << 20
@@ -127,10 +130,10 @@ class Signer:
         """By which a server of this name shows that it knows the secret."""
         return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
 
-    def encode(self, request: Request | Question, host: str) -> bytes:
+    def encode(self, request: Request | Question | StartReport, host: str) -> bytes:
         """The bytes of the next request."""
         self.number += 1
-        if isinstance(request, Question):
+        if not isinstance(request, Request):
             return (
                 f"{request.lines}Host: {host}\r\n"
                 f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
@@ -142,13 +145,16 @@ class Signer:
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
-    def decode(self, head: Head) -> Request | Question | None:
+    def decode(self, head: Head) -> Request | Question | StartReport | None:
         """The request that a client sent; None when it did not sign it, or has sent it before.
 
         Raises `CorruptError` when it is malformed.
         """
+        request: Request | Question | StartReport
         if head.first[0] == "GET" and head.first[1].startswith(_READERS):
-            request: Request | Question = Question.of(head)
+            request = Question.of(head)
+        elif head.first == ("GET", TARGET):
+            request = StartReport.of(head.fields)
         else:
             request = _parse_request(head)
         number, _, mac = head.fields.get("authorization", "").removeprefix("Bootseer ").partition(" ")
@@ -159,8 +165,8 @@ class Signer:
         self.number = int(number)
         return request
 
-    def _mac(self, number: int, request: Request | Question) -> str:
-        if isinstance(request, Question):
+    def _mac(self, number: int, request: Request | Question | StartReport) -> str:
+        if not isinstance(request, Request):
             return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
         signed = (
             f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.told}"

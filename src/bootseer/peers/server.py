@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -26,6 +26,7 @@ from bootseer.peers.choice import Level
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, encode_answer, encode_readers
 from bootseer.peers.readers import CachedContent, Readers
+from bootseer.peers.readiness import RollCall, StartReport
 
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
@@ -104,6 +105,9 @@ class Server:
         self._first_asked_s: dict[str, float] = {}
         """Of each file, since when it is asked for."""
         self._readers = Readers()
+        self._roll = RollCall()
+        self.listed: Sequence[str] = ()
+        """The names of all nodes that the job's list has."""
         self.served = Served()
         self._threads = Executor("bootseer-peers", 2 * MAX_CONNECTIONS + len(listening))
         for sock in listening:
@@ -114,6 +118,11 @@ class Server:
         with self._lock:
             self._max_rate = max_rate
             self._pace()
+
+    def tell_readiness(self, report: StartReport) -> bytes:
+        """Note how far a node's start is; how far all are."""
+        with self._lock:
+            return self._roll.answer(report, self.listed, time.monotonic())
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End all connections. Safe to call twice."""
@@ -183,6 +192,9 @@ class Server:
                         return
                     if isinstance(request, Question):
                         self._tell_readers(connection, request)
+                    elif isinstance(request, StartReport):
+                        body = self.tell_readiness(request)
+                        connection.send(encode_answer(200, len(body)) + body)
                     else:
                         self._answer(connection, request)
         except CorruptError as error:

@@ -35,6 +35,7 @@ from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import ready
+from bootseer.peers.readiness import READY, Readiness, StartReport
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -47,6 +48,9 @@ _RANDOM: Final = random.SystemRandom()
 _HOLDERS: Final = 8
 """So many nodes are asked whether they have a file from an earlier job."""
 _HOLDER_S: Final = 1.0
+_READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
+_READY_SELDOM: Final = 10
+"""A node that is ready tells it more seldom: another one may be the first by then, and has not heard of it."""
 
 Opener = Callable[[JobPeers, str], Content | None]
 """Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
@@ -160,9 +164,11 @@ class Service:
         figures: Callable[[], Mapping[str, object]] = dict,
         *,
         tls: bool = False,
+        name: str = "",
     ) -> None:
         """`openers`: for each kind of file, by the word in its description, what opens it. `figures`: what else stands
-        in the state. `tls`: whether nodes encrypt what they say to each other."""
+        in the state. `tls`: whether nodes encrypt what they say to each other. `name`: what a node that serves nothing
+        is called where nodes tell each other how far their starts are; empty: they do not."""
         self._figures = figures
         self._interfaces: dict[str, str] = {}
         """Names by address."""
@@ -182,6 +188,7 @@ class Service:
         """What this node may send per second, and each of its processes get."""
         self._training = False
         self._stopped = threading.Event()
+        self._name = name
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret, tls=tls)
         self._hosts = HostsFile(folder)
@@ -194,6 +201,8 @@ class Service:
         among them, or `wait_s` have passed."""
         until = time.monotonic() + wait_s
         threading.Thread(target=self._follow_members, name="bootseer-members", daemon=True).start()
+        if self._name:
+            threading.Thread(target=self._tell_readiness, name="bootseer-readiness", daemon=True).start()
         is_ready, state_at = False, 0.0
         opened: set[str] = set()
         while True:
@@ -265,6 +274,29 @@ class Service:
             except OSError as error:
                 _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
+
+    def _tell_readiness(self) -> None:
+        """Tell the first of the nodes that answer how far this one is, and the launcher how far all are."""
+        while not self._stopped.is_set() and not self._training:
+            first, own, stage = next(iter(self._membership.peers), None), self._source.own, self._job.stage
+            report = StartReport(own.name if own else self._name, stage)
+            listed = self._membership.listed
+            pause_s = max(_READINESS_S, len(listed) * _READINESS_PER_NODE_S)
+            try:
+                if first is not None and own is not None and first.name == own.name and self._server is not None:
+                    self._server.listed = listed
+                    told = Readiness.of(self._server.tell_readiness(report))
+                elif first is not None:
+                    told = self._client.report(first.addresses[0], report, _HOLDER_S)
+                else:
+                    told = None
+                if told is not None:
+                    self._job.write_readiness(told, len(listed))
+                    if not told.others and stage == READY:
+                        pause_s *= _READY_SELDOM
+            except (BootseerError, OSError) as error:
+                _LOG.info("how far the job's nodes are is not known: %s", error)
+            self._stopped.wait(pause_s)
 
     def _ask_holders(self, identity: str, content: _BlockFile) -> None:
         """Find nodes that have most of a file from an earlier job: they are ahead of this one."""

@@ -128,6 +128,7 @@ def _say_missing(document: EnvironmentDocument, *, on_host: bool) -> None:
 def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown, *, on_host: bool) -> None:
     wanted = task.wanted
     who = task.session.tracer.identity if task.session is not None else None
+    warm = task.session.warm if task.session is not None else None
     store = open_store(task.store_uri, plain_http=wanted.plain_http)
     shown.undo.callback(store.close)
     entries: Sequence[Entry] = ()
@@ -145,6 +146,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         signatures=task.signatures,
         loading=wanted.loading,
         unpack=written_out,
+        imports=warm.shared_path if warm is not None else None,
     )
     layer = mount_layer(
         document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say, show=task.show

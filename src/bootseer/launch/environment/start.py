@@ -262,6 +262,8 @@ class EnvironmentStart:
         shown, session = self.shown, self.task.session
         if shown is None:
             return
+        if session is not None and session.warm is not None:
+            session.warm.record(until)
         numbers = shown.layer.began() if shown.layer is not None else {}
         if session is not None:
             facts = {

@@ -109,6 +109,8 @@ class _ImageStart:
         if session is not None:
             who = session.tracer.identity
             request = replace(request, publish=publishes(who.node, who.num_nodes))
+            if session.warm is not None:
+                request = replace(request, imports=session.warm.shared_path)
         self._request = request
         # Checkpoints are at the same place as here.
         binds = tuple(Bind(folder, folder) for folder in where.values())
@@ -262,6 +264,8 @@ class _ImageStart:
             return
         if self._environment is not None:
             self._environment.start.tell(until)
+        if session is not None and session.warm is not None:
+            session.warm.record(until)
         numbers = mounted.began()
         if session is not None:
             facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}

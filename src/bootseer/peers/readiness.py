@@ -1,0 +1,101 @@
+"""Which nodes of a job are ready for their command: each tells one of them, which knows all.
+
+That one is the first by name of the nodes that answer. Nodes whose lists differ for a moment tell different ones, and
+the same one soon after: each tells its stage again and again, a ready node more seldom.
+
+    GET /v1/start HTTP/1.1
+    Bootseer-Sender: NAME
+    Bootseer-Stage: STAGE | ready               the stage that its start is in
+
+The answer is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE IT WAS HEARD OF], ...}}, of the others the
+first few by name; one that was never heard of has the stage "". Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from bootseer.errors import CorruptError
+
+TARGET: Final = "/v1/start"
+READY: Final = "ready"
+_NAME: Final = re.compile(r"[!-~]{1,255}")
+_STAGE: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)
+_MAX_NODES: Final = 20_000
+_MAX_TOLD: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What a node says of its start."""
+
+    sender: str
+    stage: str
+
+    @property
+    def lines(self) -> str:
+        """The first lines of the request."""
+        return f"GET {TARGET} HTTP/1.1\r\nBootseer-Sender: {self.sender}\r\nBootseer-Stage: {self.stage}\r\n"
+
+    @classmethod
+    def of(cls, fields: dict[str, str]) -> StartReport:
+        """From the fields of a request. Raises `CorruptError`."""
+        sender, stage = fields.get("bootseer-sender", ""), fields.get("bootseer-stage", "")
+        if not _NAME.fullmatch(sender) or not _STAGE.fullmatch(stage):
+            raise CorruptError("malformed report of a node's start")
+        return cls(sender, stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """How many nodes are ready. `others`: of some that are not the stage, and for how many seconds they are silent."""
+
+    ready: int
+    others: dict[str, tuple[str, float]]
+
+    @classmethod
+    def of(cls, body: bytes) -> Readiness:
+        """What `RollCall.answer` said. Raises `CorruptError`."""
+        try:
+            said = json.loads(body)
+            others = {str(name): (str(stage), float(silent_s)) for name, (stage, silent_s) in said["others"].items()}
+            return cls(int(said["ready"]), others)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptError("malformed answer about the nodes that are ready") from error
+
+    def missing(self, num_nodes: int) -> str:
+        """The nodes that are not ready, for people."""
+        words = [_described(name, stage, silent_s) for name, (stage, silent_s) in sorted(self.others.items())]
+        if unknown := num_nodes - self.ready - len(words):
+            words.append(f"{unknown} more" if words else f"{unknown} that nothing was heard of")
+        return ", ".join(words)
+
+
+_SILENT_S: Final = 10.0
+
+
+def _described(name: str, stage: str, silent_s: float) -> str:
+    if not stage:
+        return f"{name} (nothing was heard of it)"
+    return f"{name} ({stage}{f', silent for {silent_s:.0f} s' if silent_s > _SILENT_S else ''})"
+
+
+class RollCall:
+    """What was heard of all nodes."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[str, float]] = {}
+
+    def answer(self, report: StartReport, listed: Iterable[str], now_s: float) -> bytes:
+        """Note a report; how far all nodes are, those that are `listed` and were not heard of among them."""
+        if report.sender in self._heard or len(self._heard) < _MAX_NODES:
+            self._heard[report.sender] = report.stage, now_s
+        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._heard.items() if stage != READY}
+        num_ready = len(self._heard) - len(late)
+        late |= {name: ("", 0.0) for name in listed if name not in self._heard}
+        return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_TOLD))}).encode()

@@ -1,0 +1,50 @@
+"""Which nodes are ready: what each is told, whatever the others say."""
+
+from __future__ import annotations
+
+import pytest
+
+from bootseer.errors import CorruptError
+from bootseer.peers.protocol import Signer, parse_head
+from bootseer.peers.readiness import READY, Readiness, RollCall, StartReport
+
+
+def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_silent_or_were_never_heard_of() -> None:
+    roll = RollCall()
+    roll.answer(StartReport("a", READY), [], 0.0)
+    roll.answer(StartReport("b", "image_loading"), [], 0.0)
+    told = Readiness.of(roll.answer(StartReport("c", "environment_setup.install"), ["a", "b", "c", "d"], 30.0))
+    assert told.ready == 1
+    assert told.others == {"b": ("image_loading", 30.0), "c": ("environment_setup.install", 0.0), "d": ("", 0.0)}
+    assert told.missing(6) == (
+        "b (image_loading, silent for 30 s), c (environment_setup.install), d (nothing was heard of it), 2 more"
+    )
+    for name in ("b", "c", "d"):
+        told = Readiness.of(roll.answer(StartReport(name, READY), [], 31.0))
+    assert (told.ready, told.others, told.missing(4)) == (4, {}, "")
+
+
+def test_of_many_nodes_a_few_are_named() -> None:
+    roll = RollCall()
+    for number in range(1000):
+        told = Readiness.of(roll.answer(StartReport(f"n{number:04}", "begin"), [], 0.0))
+    assert (told.ready, len(told.others)) == (0, 20)
+    assert told.missing(1000).endswith("n0019 (begin), 980 more")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"ready": 1}', b'{"ready": 1, "others": [1]}', b'{"ready": 1, "others": {"a": 2}}']
+)
+def test_a_malformed_answer_is_refused(body: bytes) -> None:
+    with pytest.raises(CorruptError):
+        Readiness.of(body)
+
+
+def test_a_report_is_signed_with_all_that_it_says() -> None:
+    keys = bytes(32), "0" * 32, "1" * 32
+    sent = Signer.of(*keys).encode(StartReport("a", READY), "host").rstrip(b"\r\n")
+    assert Signer.of(*keys).decode(parse_head(sent)) == StartReport("a", READY)
+    assert Signer.of(*keys).decode(parse_head(sent.replace(b": ready", b": begin"))) is None
+    for wrong in (b"Stage: a b", b"Stage: ", b"Stage: " + b"x" * 101):
+        with pytest.raises(CorruptError):
+            Signer.of(*keys).decode(parse_head(sent.replace(b"Stage: ready", wrong)))
