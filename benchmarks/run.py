@@ -36,6 +36,7 @@ NAMES = (
     "nodes_train",
     "peer_server",
     "service_ingest",
+    "service_load",
     "service_month",
     "tests",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from bootseer.report.scan import Growing
 from bootseer.trace.event import Event, encode
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
+from running_service import running_service
 
 pytestmark = pytest.mark.slow
 
@@ -210,3 +213,44 @@ def test_hostile_events_neither_end_it_nor_reach_the_terminal(follow, tmp_path, 
         assert "Traceback" not in process.communicate()[1]
     assert " at \ufffd[31mx#y; missing: " in line
     assert line.rstrip("\n").isprintable()
+
+
+def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, alarm):
+    before, after = split(started())
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    watch = [*BOOTSEER, "watch", before[0].job, "--wait", "--service"]
+    with running_service(tmp_path / "data") as service:
+
+        def send(events: list[Event]) -> None:
+            headers = {"x_bootseer_sender": "rack", "x_bootseer_sequence": str(len(events))}
+            assert service.post("/v1/lines", b"".join(map(encode, events)), **headers).status_code == 202
+
+        send(before[:9])
+        above, below = pty.openpty()
+        seen = b""
+        with (
+            subprocess.Popen([*watch, service.url], env=env, stdout=below, stderr=below) as shown,
+            subprocess.Popen([*watch, service.url, "--json"], env=env, stdout=subprocess.PIPE, text=True) as told,
+            subprocess.Popen([*watch, service.url], env=env, **quiet) as asked,
+        ):
+            os.close(below)
+            told.stdout.readline()
+            send(before[9:])
+            while b"7 of 8 nodes at process_group; missing: node-0003" not in seen:
+                seen += os.read(above, 4096)
+            asked.send_signal(signal.SIGINT)
+            assert asked.communicate()[1].strip() == "bootseer: interrupted"
+            assert asked.returncode == 130
+            send(after)
+            with contextlib.suppress(OSError):  # the other side is closed
+                while more := os.read(above, 4096):
+                    seen += more
+            lines = [json.loads(line) for line in told.stdout]
+        os.close(above)
+    assert shown.returncode == told.returncode == 0
+    assert b"8 of 8 nodes began to train" in seen
+    assert re.search(rb"training_began after [^\r]+\r\n$", seen), seen[-300:]
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
+    assert {line["schema"] for line in lines} == {"bootseer.watch/1"}
+    assert lines[-1]["line"] == "8 of 8 at training_began"
+    assert [one["node"] for line in lines for one in line["moment"]["missing"]][:1] == ["node-0003"]

@@ -21,9 +21,10 @@ from bootseer.errors import TransientError
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
-from bootseer.service.deriver import Deriver
+from bootseer.service.deriver import Deriver, read_event
 from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
+from bootseer.trace.event import Malformed, decode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
 
@@ -195,6 +196,27 @@ def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(plac
         until(lambda: json.loads(place.rows(schema.live)[0].moment)["nodes_heard"] == 5, "not all nodes were told")
     finally:
         deriver.close()
+
+
+def test_the_quick_reader_says_what_the_format_says() -> None:
+    lines = [line.rstrip(b"\n") for line in Fleet(3, ranks_per_node=2, killed_in={1: INSTALL}).lines()]
+    event = {"wall_ns": 1, "mono_ns": 1, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "a"}
+    changes: list[dict[str, Any]] = [
+        *({"attrs": {"a": [1]}}, {"attrs": None}, {"phase": "B"}, {"outcome": "bad"}, {"unknown": {"a": 1}}),
+        *({"node": ""}, {"job": "j" * 300}, {"wall_ns": 1 << 70}, {"restart": -1}, {"rank": "1"}),
+    ]
+    lines += [b"@bootseer1 " + json.dumps(event | change).encode() for change in changes]
+    lines += [b"12:00 " + lines[0] + b" behind", lines[0][:40], b"@bootseer1 {", b"@bootseer1 {\xff}", b"no event"]
+    for line in lines:
+        quick = read_event(line)
+        try:
+            known = decode(line)[0]
+        except Malformed:
+            assert quick is None, line
+        else:
+            names = ("wall_ns", "job", "node", "stage", "phase", "span", "attempt", "restart", "rank", "outcome", "pid")
+            assert [getattr(quick, name) for name in names] == [getattr(known, name) for name in names], line
+            assert dict(quick.attrs) == dict(known.attrs)  # type: ignore[union-attr]
 
 
 def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bootseer.report.render import html
 from bootseer.service import schema
 from bootseer.service.access import Grant
 from bootseer.service.database import Database, default_url
@@ -170,14 +171,19 @@ def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(mon
     assert asyncio.run(asked()) == [b"0", b"0", b"1"]
 
 
-def test_a_start_is_its_report(service: RunningService, tmp_path: Path) -> None:
+def test_a_start_is_its_report(service: RunningService, tmp_path: Path, monkeypatch: Any) -> None:
+    render = html.render
     answer = get(service, "/api/v1/start/2/0/moe")
     for name, lines in service.raw().items():
         if "/moe/attempt-2/" in name:
             (tmp_path / "one.events").write_bytes(lines)
     command = [sys.executable, "-m", "bootseer", "report", "--json", str(tmp_path / "one.events")]
     assert answer.content == subprocess.run(command, capture_output=True, check=True).stdout
+    drawn = []
+    monkeypatch.setattr(html, "render", lambda *of, **more: drawn.append(of) or render(*of, **more))
     page = get(service, "/start/2/0/moe")
+    assert get(service, "/start/2/0/moe").text == page.text
+    assert len(drawn) == 1, "the same analysis is drawn once"
     assert answer.json()["verdict"][:40] in page.text
     assert "sha256-" in page.headers["content-security-policy"]
     assert json.loads(get(service, "/perfetto/2/0/moe").content)["traceEvents"]

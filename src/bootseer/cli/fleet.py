@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection
+
+    from bootseer.report.analysis.live import Moment
 
 _ANSWER_S = 30
 _LOOK_EVERY_S = 1.0
@@ -135,9 +136,9 @@ def _changes(changed: Mapping[str, Any] | None, starts: list[Mapping[str, Any]])
 @click.option("--wait", is_flag=True, help="Wait for a start that has not begun.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document for each change.")
 def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bool, as_json: bool) -> None:
-    """Show who is missing while a job starts, until training has begun everywhere. Ctrl-C ends it.
+    """Show which nodes are missing while a job starts, until training has begun everywhere. Ctrl-C ends it.
 
-    A service also knows who is late: a stage lasts longer there than on 99 % of the nodes of earlier starts.
+    A service also knows which nodes are late: a stage lasts longer there than on 99 % of the nodes of earlier starts.
 
     \b
     bootseer watch moe --service https://starts.example:8765
@@ -155,35 +156,59 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
 
 
 def _watch_service(job: str, service: str, wait: bool, as_json: bool) -> None:
-    was_seen, shown = False, ""
+    with ExitStack() as stack:
+        show: Callable[[str, object], None] | None = None
+        if not as_json:
+            from bootseer.report.render.terminal import following
+
+            show = stack.enter_context(following(stack.enter_context(terminal())))
+        _shown_until_over(job, service, wait, show)
+    latest = _from_service("history", {"job": job}, service)["starts"][:1]
+    for row in latest if not as_json else ():
+        with terminal() as console:
+            console.print(f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
+
+
+def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, object], None] | None) -> None:
+    was_seen, text, told = False, "", ""
     while True:
         try:
             rows = _from_service("now", {"job": job}, service)["starts"]
         except TransientError as error:  # a service that is started again
             if not was_seen:
                 raise
-            rows = None
-            sys.stderr.write(f"bootseer: {error}\n")
-        if rows == [] and was_seen:
-            break
-        if rows == [] and not wait:
+            if show is not None:
+                show(f"{text} ({error})", str(error))
+            time.sleep(_LOOK_EVERY_S)
+            continue
+        if not rows and not was_seen and not wait:
             raise NotFoundError(f"no start of {job!r} is open now; --wait waits for one")
-        for row in rows or ():
+        for row in (row for row in rows[:1] if row["moment"]):
             was_seen = True
-            if row["line"] and row["line"] != shown:
-                shown = row["line"]
-                if as_json:
-                    print_json({"schema": "bootseer.watch/1", **row})
-                else:
-                    from bootseer.report.render.fold import clean
-
-                    with terminal() as console:
-                        console.print(clean(f"{job}: {shown}"), soft_wrap=True)
+            moment = _moment(row["moment"])
+            text = f"{job}: {row['line'] if row['late'] else moment.text()}"
+            if show is not None:
+                show(text, (moment.timeless(), [late["node"] for late in row["late"]]))
+            elif row["line"] != told:
+                told = row["line"]
+                print_json({"schema": "bootseer.watch/1", **row})
+            if moment.over and row["outcome"] == "training_began":  # else its analysis may not be done yet
+                return
+        if was_seen and not rows:
+            return
         time.sleep(_LOOK_EVERY_S)
-    latest = _from_service("history", {"job": job}, service)["starts"][:1]
-    for row in latest if not as_json else ():
-        with terminal() as console:
-            console.print(f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
+
+
+def _moment(said: dict[str, Any]) -> Moment:
+    """Where the nodes are, of a service that may know more or less of it than this version."""
+    import msgspec
+
+    from bootseer.report.analysis.live import Moment
+
+    try:
+        return msgspec.convert(said, Moment)
+    except msgspec.ValidationError as error:
+        raise PermanentError(f"the service is of another version: {error}") from None
 
 
 def _ask(question: str, asked: Mapping[str, str | None], service: str | None, logs: tuple[str, ...]) -> dict[str, Any]:

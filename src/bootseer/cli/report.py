@@ -156,7 +156,7 @@ def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Momen
         from bootseer.report.render.terminal import following
 
         with terminal(color) as console, following(console) as show:
-            yield show
+            yield lambda moment: show(moment.text(), moment.timeless())
 
 
 def _write(path: Path, text: str) -> None:

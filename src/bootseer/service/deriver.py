@@ -8,6 +8,7 @@ Several services share one PostgreSQL: an attempt belongs to the one that claime
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -20,8 +21,10 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final, Literal, cast
 
+import msgspec
+from msgspec import Meta
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -33,7 +36,7 @@ from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, Derived, Patterns, derive_attempt
 from bootseer.service.raw import EVENTS, RawStore
 from bootseer.store.open import open_store
-from bootseer.trace.event import Event, Malformed, decode
+from bootseer.trace.event import MAX_LINE_BYTES, NO_RANK, Event, Malformed, decode
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
@@ -48,9 +51,46 @@ _CLAIMED_S: Final = 30
 _TRIES: Final = 3
 """Lines whose analysis fails so often are left alone; `bootseer serve reindex` tries again."""
 _WORKER_S: Final = 600
+_TAG: Final = b"@bootseer1 {"
+_STAGE: Final = r"^[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}\Z"
+_Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
 # A fork of this server has all imports; of the service itself, it would have its threads' locks.
 _processes: Final = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
+
+
+class _Line(msgspec.Struct, gc=False):
+    """What `Live` looks at of an event."""
+
+    wall_ns: _Number
+    job: _Name
+    node: _Name
+    stage: _Name
+    phase: Literal["begin", "end", "instant"]
+    span: _Name
+    attempt: _Count = 0
+    restart: _Count = 0
+    rank: _Number = NO_RANK
+    outcome: Literal["", "ok", "failed"] = ""
+    pid: _Number = 0
+    attrs: dict[str, str | int | float | None] = {}
+
+
+_line: Final = msgspec.json.Decoder(_Line)
+
+
+def read_event(line: bytes) -> Event | None:
+    """The event, or none. Lines of our own make are read many times faster than `decode` does, which also repairs what
+    others wrote: what is taken from all nodes at once holds up all requests."""
+    if line.startswith(_TAG) and len(line) <= MAX_LINE_BYTES:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return cast(Event, _line.decode(memoryview(line)[len(_TAG) - 1 :]))
+    try:
+        return decode(line)[0]
+    except Malformed:
+        return None
 
 
 class _Worker:
@@ -269,13 +309,9 @@ class Deriver:
                 _LOG.warning("%s", error)
                 continue
             for line in lines.split(b"\n"):
-                if line:
-                    try:
-                        event = decode(line)[0]
-                    except Malformed:
-                        continue
-                    if event.job == attempt.job and event.attempt == attempt.attempt:
-                        events.append(event)
+                event = read_event(line) if line else None
+                if event is not None and event.job == attempt.job and event.attempt == attempt.attempt:
+                    events.append(event)
         return events
 
     def _claim(self, attempt: Attempt) -> bool:

@@ -46,6 +46,8 @@ _CHANCE: Final = 1e-3
 """Of any node on a list of lemons being there by bad luck."""
 _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
+_BELIEVED_S: Final = 7 * 86_400
+"""What has lasted longer has a wrong clock."""
 _LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
 _LASTS: Final = 5.0
@@ -231,6 +233,11 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
     for row in questions.open_starts(connection, job):
         moment, late = row["moment"], []
         if moment:
+            # Since its last line a node may have stood still.
+            more_s = max(time.time_ns() - row["updated_ns"], 0) / NS_PER_S
+            for one in moment["missing"] if more_s < _BELIEVED_S else ():
+                if one["seconds"] is not None:
+                    one["seconds"] += more_s
             late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
         found.append({**row, "late": [asdict(one) for one in late], "line": words(moment, late) if moment else ""})
     return found

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -51,6 +52,8 @@ _SCALES: Final = [name for _, name, _ in BUCKETS]
 _LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
                  for name in ("fleet", "now", "jobs", "nodes", "caches", "compare")]  # fmt: skip
 _ROWS: Final = 100
+_DRAWN: Final = 8
+"""Pages of starts that are kept: one of 1,440 nodes takes seconds to draw, and has megabytes."""
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
 """A line for readers that nothing has changed for, so that they and what lies between know the connection."""
@@ -80,8 +83,13 @@ class Pages:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._changes = 0
+        self._drawn = lru_cache(_DRAWN)(self._draw)
         self._templates = Environment(
-            loader=PackageLoader("bootseer.service"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+            loader=PackageLoader("bootseer.service"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            auto_reload=False,
         )
         self._templates.filters |= {
             "seconds": lambda value: "–" if value is None else format_seconds(value),
@@ -303,10 +311,18 @@ class Pages:
         return zstandard.decompress(packed)
 
     def _start(self, request: Request) -> Response:
-        start, told = self._report(request)
-        report = msgspec.json.decode(told, type=Report)
+        path = request.path_params
+        with self._service.database.read() as connection:
+            start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
+        return self._drawn(*(start[name] for name in ("id", "computed_ns", "state", "job", "attempt", "restart")))
+
+    def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
+        """The page of a start as it was analysed then."""
+        with self._service.database.read() as connection:
+            report = msgspec.json.decode(self._told(connection, number), type=Report)
+        start = {"state": state, "job": job, "attempt": attempt, "restart": restart}
         above = self._templates.get_template("above.html").render(start=start)
-        page = html.render(report, above=above, refresh_s=5 if start["state"] == schema.OPEN else None)
+        page = html.render(report, above=above, refresh_s=5 if state == schema.OPEN else None)
         return HTMLResponse(page, headers={"content-security-policy": html.policy()})
 
     def _start_json(self, request: Request) -> Response:

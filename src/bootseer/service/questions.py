@@ -142,7 +142,7 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
     rows = connection.execute(
         select(start.c.id, start.c.job, start.c.attempt, start.c.restart, start.c.kind, start.c.team, start.c.began_ns,
                start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
-               start.c.outcome, start.c.overhead_s, live.c.moment)
+               start.c.outcome, start.c.overhead_s, live.c.moment, live.c.updated_ns)
         .outerjoin_from(start, live, (live.c.job == start.c.job) & (live.c.attempt == start.c.attempt))
         .where(start.c.state == OPEN, *([start.c.job == job] if job is not None else []))
         .order_by(start.c.began_ns.desc())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bootseer.report.analysis.lanes import ENDINGS, FIRST_STEP, SCHEDULER, TRAINING_BEGAN
@@ -65,6 +65,10 @@ class Moment:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`."""
         return {"schema": SCHEMA, **plain(self)}
+
+    def timeless(self) -> Moment:
+        """The same without how long it lasts: equal while nothing has happened."""
+        return replace(self, missing=[replace(one, seconds=None) for one in self.missing])
 
     def text(self) -> str:
         """The same in a line or two."""

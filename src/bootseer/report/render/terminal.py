@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
@@ -17,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.report.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
-from bootseer.report.analysis.live import Moment
 from bootseer.report.analysis.starts import (
     checkpoint_summary,
     environment_summary,
@@ -84,21 +82,21 @@ def _print_headlines(lines: Iterable[str], console: Console) -> None:
 
 
 @contextmanager
-def following(console: Console) -> Iterator[Callable[[Moment], None]]:
-    """Shows a start while it goes on: in place on a terminal, elsewhere a line for each change."""
+def following(console: Console) -> Iterator[Callable[[str, object], None]]:
+    """Shows a text while it changes: in place on a terminal, elsewhere a line each time that what it is about (the
+    second argument) has changed."""
     from rich.live import Live
 
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            yield lambda moment: live.update(Text(clean(moment.text())), refresh=True)
+            yield lambda text, about: live.update(Text(clean(text)), refresh=True)
         return
     said: list[object] = [None]
 
-    def show(moment: Moment) -> None:
-        now = replace(moment, missing=[replace(one, seconds=None) for one in moment.missing])
-        if said[0] != now:
-            said[0] = now
-            console.print(Text(clean(moment.text())), soft_wrap=True)
+    def show(text: str, about: object) -> None:
+        if said[0] != about:
+            said[0] = about
+            console.print(Text(clean(text)), soft_wrap=True)
             console.file.flush()
 
     yield show
