@@ -37,9 +37,9 @@ _MAX_KEPT = 400
 """Documents, two for a job; the oldest ones go."""
 _MAX_COLD = 64
 _KEEP_S = 5.0
-_SHARED_VALUE = re.compile(r"[\w.,:+-]{0,32}", re.ASCII)
-"""Values of variables that other nodes may see: numbers and names, no paths of this node, nothing that could be a
-secret's."""
+_SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
+"""Variables that other nodes may see and take: their values are numbers and names, no paths, nothing that could be a
+secret's; none that leads to other programs."""
 
 _Name = Annotated[str, Meta(max_length=300)]
 _Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
@@ -98,10 +98,10 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
 
 
 def shared(known: Known) -> Known:
-    """What other nodes may know of it."""
+    """What other nodes may know of it, and are believed."""
     launchers = {}
     for name, one in known.launchers.items():
-        native = {key: value for key, value in one.native.items() if _SHARED_VALUE.fullmatch(value)}
+        native = {key: value for key, value in one.native.items() if _SHARED.fullmatch(f"{key}={value}")}
         launchers[name] = msgspec.structs.replace(one, native=native)
     return Known(launchers)
 
@@ -148,9 +148,9 @@ class WarmStart:
     def _known(self) -> Known:
         for path in (self._path, self.shared_path):
             try:
-                return document.decode(
-                    path.read_bytes(), Known, "record of imports", limit=4 * MAX_BYTES, schema=SCHEMA
-                )
+                text = path.read_bytes()
+                known = document.decode(text, Known, "record of imports", limit=4 * MAX_BYTES, schema=SCHEMA)
+                return known if path is self._path else shared(known)
             except FileNotFoundError:
                 continue
             except (BootseerError, OSError) as error:
