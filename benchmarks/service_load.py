@@ -212,7 +212,7 @@ def measure(quick: bool) -> Outcome:
     lines = lines.replace(
         b'"job":"' + json.loads(lines.partition(b" ")[2].partition(b"\n")[0])["job"].encode(), b'"job":"fleet'
     )
-    seconds = 8.0 if quick else 30.0
+    seconds = 8.0 if quick else 20.0
     samples, musts, details = {}, [], {}
     for engine in ("sqlite", "postgres"):
         found = _round(engine, lines, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 NS_PER_S = 1_000_000_000
 S_PER_H = 3600
@@ -57,3 +58,45 @@ def format_bytes(count: int | float) -> str:
 def plural(number: int, noun: str) -> str:
     """`1 node`, `1,440 nodes`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+PROMETHEUS = "text/plain; version=0.0.4"
+"""The media type of `Figures`."""
+
+
+class Figures:
+    """Figures in Prometheus' text form: too little to be worth its client library."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def family(self, name: str, kind: str, about: str) -> None:
+        """Begin a figure: `counter`, `gauge` or `histogram`."""
+        self._lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+
+    def value(self, name: str, value: float, **labels: str) -> None:
+        """A value of the family that was begun last."""
+        said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        self._lines.append(f"{name}{{{said}}} {value:.15g}" if said else f"{name} {value:.15g}")
+
+    def histogram(
+        self, name: str, bounds: Sequence[float], counts: Sequence[int], sum_: float | None, **labels: str
+    ) -> None:
+        """`counts`: one for each bound and one for what lies above all."""
+        total = 0
+        for bound, count in zip(bounds, counts, strict=False):
+            total += count
+            self.value(f"{name}_bucket", total, **labels, le=f"{bound:.6g}")
+        total = sum(counts)
+        self.value(f"{name}_bucket", total, **labels, le="+Inf")
+        self.value(f"{name}_count", total, **labels)
+        if sum_ is not None:
+            self.value(f"{name}_sum", sum_, **labels)
+
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join([*self._lines, ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

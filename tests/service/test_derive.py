@@ -198,6 +198,30 @@ def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(plac
         deriver.close()
 
 
+def test_a_start_that_is_over_is_forgotten_and_told_anew_when_it_goes_on(place: Place) -> None:
+    """A service to which starts come faster than they are analysed would else hold all of their nodes."""
+    fleet = Fleet(4)
+    of = {node: [line for event, line in zip(fleet.events(), fleet.lines(), strict=True) if event.node == node]
+          for node in {event.node for event in fleet.events()}}  # fmt: skip
+    first, *_, last = sorted(of)
+    deriver = Deriver(place.database, place.url, str(place.folder))
+
+    def told(lines: list[bytes]) -> tuple[int, bool, int]:
+        """What is told with this batch: nodes, whether all is over, and how many nodes are held for it."""
+        place.put(lines)
+        deriver._take()
+        (row,) = place.rows(schema.live)
+        moment, (state,) = json.loads(row.moment), deriver._states.values()
+        return moment["nodes_heard"], moment["over"], len(state.live.nodes())
+
+    assert told([line for node in of if node != last for line in of[node]])[0] == 3
+    assert told(of[last]) == (4, True, 0)
+    assert told(of[first][-1:]) == (4, True, 0), "what comes twice, or late"
+    more = [line.replace(b"node-0003", b"node-0009") for line in of[last][:5]]
+    assert told(more) == (5, False, 5), "another node"
+    deriver._raw.store.close()
+
+
 def test_the_quick_reader_says_what_the_format_says() -> None:
     lines = [line.rstrip(b"\n") for line in Fleet(3, ranks_per_node=2, killed_in={1: INSTALL}).lines()]
     event = {"wall_ns": 1, "mono_ns": 1, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "a"}

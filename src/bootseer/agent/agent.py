@@ -32,6 +32,7 @@ from bootseer.logs import logger
 from bootseer.mounts.control import ask, socket_path
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.trace.ship import Link, Spools, pause_s, target
+from bootseer.units import PROMETHEUS, Figures
 
 _LOG = logger(__name__)
 SOCKET: Final = "agent"
@@ -164,7 +165,7 @@ class Agent:
         return found
 
     def metrics(self) -> str:
-        """The same as numbers, in Prometheus' text format (0.0.4): too few to be worth its client library."""
+        """The same as numbers, for Prometheus."""
         said = self.status()
         cache, mounts = said["cache"], said["mounts"]
         health = Counter(mount["health"] for mount in mounts)
@@ -179,7 +180,7 @@ class Agent:
             ("failures_total", "counter", "Times that the cache could not be looked after.", {"": said["failures"]}),
             ("peer_jobs", "gauge", "Ended jobs whose files are served.", {"": float(len(said["peers"]))}),
             ("mounts", "gauge", "Mounts by health.",
-             {f'health="{name}"': float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
+             {name: float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
             *(
                 [("shipped_batches_total", "counter", "Batches of events that the service took.",
                   {"": said["service"]["batches"]}),
@@ -197,13 +198,12 @@ class Agent:
                 )
             ),
         ]  # fmt: skip
-        lines = []
+        made = Figures()
         for name, kind, what, values in rows:
-            lines += [f"# HELP bootseer_{name} {what}", f"# TYPE bootseer_{name} {kind}"]
-            lines += [
-                f"bootseer_{name}{f'{{{labels}}}' if labels else ''} {value:.15g}" for labels, value in values.items()
-            ]
-        return "\n".join(lines) + "\n"
+            made.family(f"bootseer_{name}", kind, what)
+            for health_, value in values.items():
+                made.value(f"bootseer_{name}", value, **({"health": health_} if health_ else {}))
+        return made.text()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             match self.path:
                 case "/metrics":
-                    self._answer(200, "text/plain; version=0.0.4", agent.metrics())
+                    self._answer(200, PROMETHEUS, agent.metrics())
                 case "/healthz":
                     problem = agent.problem()
                     self._answer(503 if problem else 200, "text/plain", f"{problem or 'ok'}\n")

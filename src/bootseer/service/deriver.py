@@ -152,6 +152,8 @@ class _State:
     live: Live
     names: set[str] = field(default_factory=set)
     """Objects that `live` has seen."""
+    over: tuple[int, frozenset[str]] | None = None
+    """The restart that is over on all of these nodes: `live` is empty, whose megabytes say nothing more."""
     is_changed: bool = True
     """Batches came that no analysis has."""
     came_s: float = 0.0
@@ -289,8 +291,17 @@ class Deriver:
         if not new:
             return False
         state.names.update(new)
-        state.live.feed(self._events(attempt, new))
+        events = self._events(attempt, new)
+        if state.over is not None:
+            restart, nodes = state.over
+            if all(event.restart <= restart and event.node in nodes for event in events):
+                return True
+            state.over, events = None, self._events(attempt, sorted(state.names))
+        state.live.feed(events)
         moment = state.live.moment(time.time_ns())
+        if moment.over:
+            state.over = moment.restart, state.live.nodes()
+            state.live = Live(attempt.job, attempt.attempt, None)
         with self._database.write() as connection:
             where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
             values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from bootseer.service.questions import Filter, bucket_name
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import alert, stage, stage_day, start, technique_start
 from bootseer.service.upkeep import CLASSES, bound_s
+from bootseer.units import PROMETHEUS, Figures
 
 _PERIOD_DAYS: Final = 28
 _FRESH_S: Final = 15.0
@@ -38,53 +39,22 @@ _EVERY: Final = 4
 _STAGES: Final = 24
 _TEAMS: Final = 32
 _OTHER: Final = "other"
-Labels = Mapping[str, str]
-
-
-class _Text:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def family(self, name: str, kind: str, about: str) -> None:
-        self.lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-
-    def value(self, name: str, value: float, **labels: str) -> None:
-        said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-        self.lines.append(f"{name}{{{said}}} {value:.10g}" if said else f"{name} {value:.10g}")
-
-    def histogram(
-        self, name: str, bounds: Sequence[float], counts: Sequence[int], sum_: float | None, **labels: str
-    ) -> None:
-        """`counts`: one for each bound and one for what lies above all."""
-        total = 0
-        for bound, count in zip(bounds, counts, strict=False):
-            total += count
-            self.value(f"{name}_bucket", total, **labels, le=f"{bound:.6g}")
-        total = sum(counts)
-        self.value(f"{name}_bucket", total, **labels, le="+Inf")
-        self.value(f"{name}_count", total, **labels)
-        if sum_ is not None:
-            self.value(f"{name}_sum", sum_, **labels)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
     """All figures."""
     today = day_of(now_ns)
     where = Filter(today - today % _PERIOD_DAYS)
-    made = _Text()
+    made = Figures()
     _starts(made, connection, where)
     _stages(made, connection, where)
     _teams(made, connection, where)
     _caches(made, connection, where)
     _now(made, connection, over_time, now_ns)
-    return "\n".join(made.lines) + "\n"
+    return made.text()
 
 
-def _starts(made: _Text, connection: Connection, where: Filter) -> None:
+def _starts(made: Figures, connection: Connection, where: Filter) -> None:
     own_s = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
     edges = [-1e18, *_BOUNDS_S]
     within = [func.sum(case(((own_s > low) & (own_s <= high), 1), else_=0)) for low, high in pairwise(edges)]
@@ -103,7 +73,7 @@ def _starts(made: _Text, connection: Connection, where: Filter) -> None:
         made.value("bootseer_starts_total", num, outcome=outcome or "open", kind=kind)
 
 
-def _stages(made: _Text, connection: Connection, where: Filter) -> None:
+def _stages(made: Figures, connection: Connection, where: Filter) -> None:
     of, known = stage_day, questions.names(connection, stage)
     costs = select(of.c.stage_id, func.sum(of.c.work_s + of.c.wait_s)).where(*where.of(of)).group_by(of.c.stage_id)
     names = _named({known[row[0]]: row[1] for row in connection.execute(costs)}, _STAGES)
@@ -126,7 +96,7 @@ def _stages(made: _Text, connection: Connection, where: Filter) -> None:
         made.value("bootseer_stage_gpu_seconds_total", seconds, stage=name, scale=scale, cache=cache)
 
 
-def _teams(made: _Text, connection: Connection, where: Filter) -> None:
+def _teams(made: Figures, connection: Connection, where: Filter) -> None:
     rows = questions.cost(connection, where)
     names = _named({row["team"]: row["gpu_s"] or 0.0 for row in rows}, _TEAMS)
     for family, column, about in (
@@ -143,7 +113,7 @@ def _teams(made: _Text, connection: Connection, where: Filter) -> None:
             made.value(family, value, team=name)
 
 
-def _caches(made: _Text, connection: Connection, where: Filter) -> None:
+def _caches(made: Figures, connection: Connection, where: Filter) -> None:
     of = technique_start
     columns = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")
     sums = [func.sum(of.c[name]).label(name) for name in columns]
@@ -160,7 +130,7 @@ def _caches(made: _Text, connection: Connection, where: Filter) -> None:
             made.value("bootseer_technique_bytes_total", value, technique=row.technique, source=source)
 
 
-def _now(made: _Text, connection: Connection, over_time: OverTime, now_ns: int) -> None:
+def _now(made: Figures, connection: Connection, over_time: OverTime, now_ns: int) -> None:
     open_starts = now(connection, over_time.deadlines())
     seen = questions.coverage(connection, Filter(day_of(now_ns)), now_ns)
     alerts = connection.execute(select(func.count()).where(alert.c.ended_ns.is_(None))).scalar_one()
@@ -211,4 +181,4 @@ class Metrics:
             text: Any = await run_in_threadpool(self._text)
         except TransientError as error:
             return PlainTextResponse(f"{error}\n", 503)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(text, media_type=PROMETHEUS)
