@@ -135,6 +135,16 @@ def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_no
     assert "missing: 1 that nothing was heard of" in ran.stderr
 
 
+@pytest.mark.parametrize(("words", "said"), [(["--num-nodes", "1"], ""), ([], "no other node is known after 1 s")])
+def test_a_command_does_not_wait_for_nodes_that_are_not_listed(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, words: list[str], said: str
+) -> None:
+    wait = "1" if said else "3600"
+    ran = run("run", "-q", *words, "--peers", str(tmp_path / "meet"), "--wait-for-nodes", wait, "--", "echo", "started")
+    assert (ran.returncode, ran.stdout) == (0, "started\n"), ran.stderr
+    assert said in ran.stderr
+
+
 @pytest.mark.root
 @pytest.mark.fuse
 def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class PeersStart:
         Raises `TransientError` when there are too few then, and `Interrupted`. Signals must be blocked.
         """
         wanted, num_nodes = self._wanted, self._session.tracer.identity.num_nodes or 0
-        if not wanted.wait_s or self._folder is None:
+        if not wanted.wait_s or self._folder is None or num_nodes == 1:
             return
         job, began_s = JobPeers.open(self._folder), time.monotonic()
         said_s = began_s + _SAY_S
@@ -156,7 +156,9 @@ class PeersStart:
                 f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s, --min-nodes is"
                 f" {wanted.min_nodes}; missing: {missing}"
             )
-        if missing:
+        if expected < 2:
+            say(f"no other node is known after {wanted.wait_s} s; --num-nodes says how many the job has")
+        elif missing:
             say(f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s; missing: {missing}")
 
     def _start(self, folder: Path) -> None:
