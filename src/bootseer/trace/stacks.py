@@ -25,6 +25,7 @@ from bootseer.trace.identity import Identity, discover
 SWITCH: Final = "BOOTSEER_STACKS"
 MOST: Final = 8
 """Processes of a start that are asked for."""
+_ANOTHER: Final = "newest process of the job"
 _LIMIT_S: Final = 10.0
 _TRIES: Final = 3
 _MOST_BYTES: Final = 1000
@@ -70,19 +71,20 @@ class Sampler:
         """An event line for each process that is here and was not sampled yet. Takes up to 10 s for each; never raises
         `OSError`."""
         for one in wanted:
-            found = self._found(one)
+            found, is_it = self._found(one)
             if not found:
                 continue
             text, why_not = sample(found)
             attrs = {"in_stage": one.stage, "of_rank": one.rank, "of_pid": one.pid}
-            attrs |= {"stack": text} if text else {"why_not": why_not}
+            attrs |= {"stack": text if is_it else f"{_ANOTHER}: {text}"} if text else {"why_not": why_not}
             yield encode(
                 Event(wall_ns=time.time_ns(), mono_ns=time.monotonic_ns(), job=one.job, node=one.node, stage=STACK,
                       phase=INSTANT, span=os.urandom(8).hex(), attempt=one.attempt, restart=one.restart, attrs=attrs)
             )  # fmt: skip
 
-    def _found(self, wanted: Wanted) -> list[int]:
-        """The process; where it is another program that tells of the stage, the job's newest ones here."""
+    def _found(self, wanted: Wanted) -> tuple[list[int], bool]:
+        """The process, and True; where it is a program that tells of the stage of others, the job's newest ones here,
+        and False."""
         exact, others = [], []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
             who = _owner_agrees(pid)
@@ -95,14 +97,14 @@ class Sampler:
             if inner != wanted.pid:
                 others.append((begun, pid, key))
             elif key in self._sampled:
-                return []
+                return [], True
             else:
                 exact.append((begun, pid, key))
         chosen = exact or sorted(others, reverse=True)[:_TRIES]
         if any(key in self._sampled for *_, key in chosen):
-            return []
+            return [], False
         self._sampled.update(key for *_, key in chosen)
-        return [pid for _, pid, _ in chosen]
+        return [pid for _, pid, _ in chosen], bool(exact)
 
 
 def _owner_agrees(pid: int) -> Identity | None:
