@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,12 @@ with bootseer.stage({INSTALL!r}):
     waits_for_the_licence()
 """
 
-pytestmark = pytest.mark.skipif(check_stacks().status != "ok", reason=f"py-spy: {check_stacks().why}")
+
+@pytest.fixture(autouse=True, scope="module")
+def py_spy() -> None:
+    check = check_stacks()
+    if check.status != "ok":
+        pytest.skip(f"py-spy: {check.why}")
 
 
 @contextmanager
@@ -45,8 +51,10 @@ def child(*words: str, **env: str) -> Iterator[int]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, **env}) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield process.pid
-        process.kill()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_path: Path) -> None:
@@ -87,10 +95,11 @@ def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_
 
 def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     python = (sys.executable, "-uc", "import time; print(); time.sleep(600)")
-    whose = {"BOOTSEER_JOB": "moe", "BOOTSEER_NODE": "n1", "BOOTSEER_ATTEMPT": "2"}
+    job = f"moe-{uuid.uuid4()}"  # no other process of this machine
+    whose = {"BOOTSEER_JOB": job, "BOOTSEER_NODE": "n1", "BOOTSEER_ATTEMPT": "2"}
 
     def told(sampler: Sampler, pid: int, node: str = "n1", attempt: int = 2) -> list[dict[str, Any]]:
-        wanted = Wanted("moe", attempt, 0, node, 3, INSTALL, pid)
+        wanted = Wanted(job, attempt, 0, node, 3, INSTALL, pid)
         (read,) = read_wanted([wanted._asdict(), {"job": "moe"}, 7])
         return [dict(decode(line)[0].attrs) for line in sampler.lines([read])]
 
