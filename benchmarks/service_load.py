@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ _PATIENCE_S = 300.0
 class _Reader:
     """One person's browser: a page, and its stream of events."""
 
-    def __init__(self, host: str, port: int, until_s: float) -> None:
+    def __init__(self, host: str, port: int, pages: list[str], until_s: float) -> None:
         self._at = (host, port)
+        self._pages = pages
         self._until_s = until_s
         self.took: dict[str, list[float]] = {}
         self.errors: list[str] = []
@@ -62,7 +64,7 @@ class _Reader:
         for turn in itertools.count():
             if time.monotonic() > self._until_s:
                 break
-            page = "/now" if self._changed.is_set() and number % 2 else _PAGES[(number + turn) % len(_PAGES)]
+            page = "/now" if self._changed.is_set() and number % 2 else self._pages[(number + turn) % len(self._pages)]
             self._changed.clear()
             began_s = time.perf_counter()
             try:
@@ -98,10 +100,10 @@ async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page:
         return int(head.split()[1]), len(await reader.readexactly(int(length.split(b":")[1])))
 
 
-async def _read(address: str, seconds: float) -> dict[str, Any]:
+async def _read(address: str, seconds: float, pages: list[str]) -> dict[str, Any]:
     parts = urlsplit(address)
     until_s = time.monotonic() + seconds
-    readers = [_Reader(str(parts.hostname), int(parts.port or 80), until_s) for _ in range(_READERS)]
+    readers = [_Reader(str(parts.hostname), int(parts.port or 80), pages, until_s) for _ in range(_READERS)]
     await asyncio.gather(*(reader.run(number) for number, reader in enumerate(readers)))
     took: dict[str, list[float]] = {}
     for reader in readers:
@@ -146,11 +148,21 @@ def _sent(address: str, lines: bytes, first: int, seconds: float) -> tuple[int, 
     return sum(counts), time.monotonic() - began_s, took, errors
 
 
+def lines_of(num_nodes: int) -> bytes:
+    """Of a start whose job is named anew each time that it is sent."""
+    lines = b"".join(slow_installs(num_nodes, ranks_per_node=3).lines())
+    job = json.loads(lines.partition(b" ")[2].partition(b"\n")[0])["job"].encode()
+    return lines.replace(b'"job":"' + job + b'"', b'"job":"fleet"')
+
+
 def _part(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def _arm(address: str, lines: bytes, first: int, seconds: float, costs: _Costs, *, readers: bool) -> dict[str, Any]:
+def loaded(
+    address: str, lines: bytes, first: int, seconds: float, costs: _Costs, pages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What senders reach, alone or beside readers of these pages, and what these wait for."""
     before_s, watched = costs.cpu_s(), threading.Event()
 
     def watch() -> None:
@@ -159,8 +171,8 @@ def _arm(address: str, lines: bytes, first: int, seconds: float, costs: _Costs, 
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    words = [sys.executable, __file__, address, str(seconds)]
-    child = subprocess.Popen(words, stdout=subprocess.PIPE) if readers else None
+    words = [sys.executable, __file__, address, str(seconds), *pages]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE) if pages else None
     num, took_s, batches, errors = _sent(address, lines, first, seconds)
     found: dict[str, Any] = {}
     if child is not None:
@@ -187,9 +199,9 @@ def _round(engine: str, lines: bytes, seconds: float) -> dict[str, Any]:
         with _service(Path(folder), url) as (address, process):
             costs = _Costs(process)
             database = Database(url)
-            alone = _arm(address, lines, 0, seconds, costs, readers=False)
+            alone = loaded(address, lines, 0, seconds, costs)
             _derived(database, alone["starts"])
-            among = _arm(address, lines, 1_000_000, seconds, costs, readers=True)
+            among = loaded(address, lines, 1_000_000, seconds, costs, _PAGES)
             ended_s = time.monotonic()
             _derived(database, alone["starts"] + among["starts"])
             database.close()
@@ -208,10 +220,7 @@ def _derived(database: Database, num: int) -> None:
 
 
 def measure(quick: bool) -> Outcome:
-    lines = b"".join(slow_installs(_NODES, ranks_per_node=3).lines())
-    lines = lines.replace(
-        b'"job":"' + json.loads(lines.partition(b" ")[2].partition(b"\n")[0])["job"].encode(), b'"job":"fleet'
-    )
+    lines = lines_of(_NODES)
     seconds = 8.0 if quick else 20.0
     samples, musts, details = {}, [], {}
     for engine in ("sqlite", "postgres"):
@@ -252,7 +261,7 @@ def measure(quick: bool) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asyncio.run(_read(sys.argv[1], float(sys.argv[2])))))
+    sys.stdout.write(json.dumps(asyncio.run(_read(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))))
 else:
     BENCHMARK = Benchmark(
         "service_load", "What do 200 readers cost a service at full rate, and what do they wait?", measure

@@ -11,14 +11,16 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
+import psutil
 from harness import Benchmark, Must, Outcome
+from service_ingest import _Costs, _service
+from service_load import lines_of, loaded
 from sqlalchemy import Connection
 
 from bootseer.report.analysis.verdict import BUCKETS
@@ -26,16 +28,14 @@ from bootseer.service import questions
 from bootseer.service.database import Database, default_url
 from bootseer.service.questions import Filter
 from bootseer.service.rows import day_of
-from fleet import Fleet
 from fleet_month import STAGES, Month, Truth, worst
 from postgres import running_postgres
-from running_service import running_service
 
 _ANSWER_S = 1.0
 _PAGE_S = 0.3
 _READ_S = 1.0
 _TIMES = 5
-_READERS = 200
+_READ_FOR_S = 10.0
 _DAYS = 30
 _PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare", "/?since=7d", "/?team=llm", "/api/v1/fleet")
 
@@ -132,53 +132,29 @@ def _at(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _busy() -> bool:
-    """Whether the service, a thread of this process, still works: at its start it sums the last days anew."""
-    began_s = time.process_time()
-    time.sleep(3)
-    return time.process_time() - began_s > 0.3
+def _settled(process: psutil.Process) -> None:
+    """Wait while the service works: at its start it sums the last days anew."""
+    while True:
+        before = process.cpu_times()
+        time.sleep(3)
+        after = process.cpu_times()
+        if after.user + after.system - before.user - before.system < 0.3:
+            return
 
 
-def pages(data: Path, database: str, job: str) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
-    """Seconds that each page takes alone, among readers while senders bring batches, and that their batches take."""
+def pages(data: Path, database: str, job: str) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds that each page takes alone, and what 200 readers wait for while senders bring starts."""
     shown = (*_PAGES, f"/job/{job}")
     alone: dict[str, list[float]] = {page: [] for page in shown}
-    among: dict[str, list[float]] = {page: [] for page in shown}
-    sent: list[float] = []
-    with running_service(data, database=database) as service:
-        limits = httpx.Limits(max_connections=_READERS + 8, max_keepalive_connections=_READERS + 8)
-        with httpx.Client(base_url=service.url, timeout=300, limits=limits) as client:
-
-            def get(page: str, times: dict[str, list[float]], **more: int) -> None:
+    with _service(data, database) as (address, process), httpx.Client(base_url=address, timeout=300) as client:
+        _settled(process)
+        for turn in range(_TIMES):
+            for page in shown:
                 began_s = time.perf_counter()
-                client.get(httpx.URL(page).copy_merge_params(more)).raise_for_status()
-                times[page].append(time.perf_counter() - began_s)
-
-            while _busy():
-                pass
-            for turn in range(_TIMES):
-                for page in shown:
-                    get(page, alone, turn=turn)  # another address, so that it is made anew
-
-            def send(number: int) -> None:
-                for attempt in range(_TIMES):
-                    fleet = Fleet(16, job=f"sent-{number}", attempt=attempt, begin_s=0.0)
-                    headers = {"x-bootseer-sender": f"rack-{number}", "x-bootseer-sequence": str(attempt)}
-                    body = b"".join(fleet.lines())
-                    began_s = time.perf_counter()
-                    client.post("/v1/lines", content=body, headers=headers).raise_for_status()
-                    sent.append(time.perf_counter() - began_s)
-
-            def read(number: int) -> None:
-                for turn in range(_TIMES):
-                    get(shown[(number + turn) % len(shown)], among)
-
-            with ThreadPoolExecutor(_READERS + 8) as threads:
-                tasks = [threads.submit(send, number) for number in range(8)]
-                tasks += [threads.submit(read, number) for number in range(_READERS)]
-                for task in tasks:
-                    task.result()
-    return alone, among, sent
+                # Another address, so that it is made anew.
+                client.get(httpx.URL(page).copy_merge_params({"turn": turn})).raise_for_status()
+                alone[page].append(time.perf_counter() - began_s)
+        return alone, loaded(address, lines_of(16), 0, _READ_FOR_S, _Costs(process), shown)
 
 
 def measure(quick: bool) -> Outcome:
@@ -205,15 +181,16 @@ def measure(quick: bool) -> Outcome:
                 differ = wrong(connection, month)
             database.close()
             most = max(truth.jobs, key=lambda job: truth.jobs[job]["starts"])
-            alone, among, sent = pages(Path(folder), url, most)
+            alone, readers = pages(Path(folder), url, most)
+            among = readers.pop("took")
         samples |= {f"{engine}: {page}": values for page, values in alone.items()}
         samples |= {f"{engine}: {page}, 200 readers": values for page, values in among.items()}
-        samples |= {f"{engine}: a batch, 200 readers": sent}
         worst_page = max(alone, key=lambda page: median(alone[page]))
         slowest_read = max(median(values) for values in among.values())
         musts += [
             Must(f"slowest page, {engine} ({worst_page})", median(alone[worst_page]), _PAGE_S, "s"),
             Must(f"slowest page for 200 readers, {engine}", slowest_read, _READ_S, "s"),
+            Must(f"errors, {engine}", len(readers["errors"]), 0, ""),
         ]
         samples |= {f"{engine}: {name}": values for name, values in times.items()}
         slowest = max(times, key=lambda name: median(times[name]))
@@ -221,7 +198,12 @@ def measure(quick: bool) -> Outcome:
             Must(f"slowest question, {engine} ({slowest})", median(times[slowest]), _ANSWER_S, "s"),
             Must(f"answers that differ from the truth, {engine}", len(differ), 0, ""),
         ]
-        details[engine] = {"filled_s": filled_s, "differ": differ, "first_s": {k: v[0] for k, v in times.items()}}
+        details[engine] = {
+            "filled_s": filled_s,
+            "differ": differ,
+            "readers": readers,
+            "first_s": {k: v[0] for k, v in times.items()},
+        }
     return Outcome(
         parameters={
             "nodes": month.num_nodes,
