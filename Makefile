@@ -41,7 +41,7 @@ test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one
 
 # All of tests/checkpoint/dcp needs torch, which takes each worker 3 s to import.
 quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (90 s)
-	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
+	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp --hypothesis-profile=quick -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 
 fuzz: setup ## Random tests with many more examples, a service whose parts are killed, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)

@@ -141,9 +141,11 @@ def alarm() -> Iterator[None]:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples at each run, and as long for each as the machine takes: whether the tests pass depends on the code
-# alone. `make fuzz` looks for new examples, with 1,000 for each test, or ten times what a test says itself.
+# alone. `make fuzz` looks for new examples, with 1,000 for each test, or ten times what a test says itself;
+# `make quick` takes fewer.
 settings.register_profile(
     "same", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("fuzz", settings.get_profile("same"), derandomize=False, max_examples=_FUZZ_EXAMPLES)
+settings.register_profile("quick", settings.get_profile("same"), max_examples=15)
 settings.load_profile("same")

@@ -25,6 +25,8 @@ from cached import content, index_of
 from fleet import Fleet
 from running_service import running_service
 
+pytestmark = pytest.mark.slow
+
 _DEADLINE_S = 300.0
 _UNITS = Path(__file__).parents[2] / "contrib" / "systemd"
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -23,6 +23,8 @@ from image_node import push
 from oci_images import file, layer, write_layout
 from registry import Registry, free_port, needs_registry
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

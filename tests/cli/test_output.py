@@ -10,6 +10,7 @@ import pty
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -42,7 +43,11 @@ def screen(columns: int) -> Iterator[Callable[[], str]]:
     with os.fdopen(here, "rb", buffering=0) as reader, os.fdopen(there, "w") as file, written_to(file):
 
         def seen() -> str:
-            return (reader.read(10_000) or b"").decode()
+            # The kernel hands on what was written a moment later.
+            data, until = b"", time.monotonic() + 60
+            while not data.endswith(b"\x1b[K") and time.monotonic() < until:
+                data += reader.read(10_000) or b""
+            return data.decode()
 
         yield seen
 

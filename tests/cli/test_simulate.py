@@ -9,6 +9,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., CompletedProcess[str]]
 SMALL = [f"--what-if={change}" for change in ("image.gb=0.2", "environment.gb=0.05", "checkpoint.gb=1")]
 

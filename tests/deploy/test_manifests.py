@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "bootseer"
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))

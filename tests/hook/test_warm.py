@@ -22,6 +22,8 @@ import bootseer
 from bootseer.hook import programs
 from bootseer.trace.spool_tail import SpoolTail
 
+pytestmark = pytest.mark.slow
+
 HOOK = Path(bootseer.__file__).parent / "hook"
 FACTS = """
 import atexit, decimal, json, os, random, resource, signal, sys, threading, uuid

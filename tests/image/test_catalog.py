@@ -27,6 +27,8 @@ from image_node import push
 from oci_images import directory, file, layer, write_layout
 from registry import Registry
 
+pytestmark = pytest.mark.slow
+
 BASE = layer(directory("d"), file("d/base", bytes(range(256)) * 999))
 NOW_S = 1_900_000_000.0
 LATER_S = NOW_S + GRACE_S + 1

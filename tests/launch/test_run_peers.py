@@ -20,6 +20,8 @@ from conftest_launch import BOOTSEER
 from image_node import LARGE_BYTES
 from image_node import Node as ImageNode
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 until [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
 cat $BOOTSEER_PEERS_DIR/state.json > $STATE

@@ -21,6 +21,8 @@ from conftest_launch import BOOTSEER
 from environment_place import Place, made_place
 from image_node import Node
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Events = Callable[[], list[Event]]
 LIMIT_S = 300

@@ -20,6 +20,8 @@ from fetch.files import BLOCK, content, stored
 from peers.nodes import SECRET, Node
 from store_doubles import Fault, FaultyStore
 
+pytestmark = pytest.mark.slow
+
 RUN = 16 * BLOCK
 DATA = content(512)
 

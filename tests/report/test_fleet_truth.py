@@ -19,6 +19,8 @@ from bootseer.trace.event import decode
 from bootseer.units import format_hours
 from fleet import BARRIERS, DEFAULT_WORK, EPOCH_NS, INSTALL, NS, RELEASE_S, Fleet, slow_installs
 
+pytestmark = pytest.mark.slow
+
 
 def report_of(*fleets: Fleet, **options: object) -> Report:
     events = [decode(line)[0] for fleet in fleets for line in fleet.lines()]

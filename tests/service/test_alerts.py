@@ -28,6 +28,8 @@ from fleet import Fleet
 from fleet_month import INSTALL, STAGES, Month
 from running_service import running_service
 
+pytestmark = pytest.mark.slow
+
 CONTRIB = Path(__file__).parents[2] / "contrib"
 SAMPLE = re.compile(r'([a-z_]+)(\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*\})? (-?[0-9.e+-]+|\+Inf|NaN)')
 

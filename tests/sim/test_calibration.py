@@ -11,6 +11,8 @@ import pytest
 
 from bootseer.sim.scenario import read_scenario
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., CompletedProcess[str]]
 FEW = [
     "--arm",

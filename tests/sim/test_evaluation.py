@@ -12,6 +12,8 @@ import pytest
 from bootseer.sim import evaluation
 from bootseer.sim.scenario import Scenario, read_scenario
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["image.gb=0.02", "environment.gb=0.02", "checkpoint.gb=0.02"]
 WANTED = {
     "buckets", "stages", "image", "registry", "environment", "environment-spread", "checkpoint", "ablation",

@@ -13,6 +13,8 @@ from bootseer.sim.nodes import BlockFile, Job, Node, Store
 from bootseer.sim.scenario import read_scenario, shipped
 from bootseer.sim.start import ARMS, simulate
 
+pytestmark = pytest.mark.slow
+
 MBIT = 1e6 / 8
 MIB = 1 << 20
 Change = Callable[[Engine, list[Node]], object]

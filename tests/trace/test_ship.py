@@ -24,6 +24,8 @@ from fleet import Fleet
 from otlp_collector import collector
 from running_service import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:

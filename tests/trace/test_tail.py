@@ -22,6 +22,8 @@ from bootseer.trace.tail import Logs
 from conftest_launch import BOOTSEER
 from running_service import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 # What our loader says.
 model_initialization.corpus=(?P<begin>corpus: reading)|(?P<end>corpus: ready)

@@ -15,6 +15,8 @@ from bootseer.io import executor
 from checkpoint.faulty_place import ERROR, GOOD, LOST
 from checkpoint.striped_files import content_of, put_striped
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SIZE = 12 * MIB
 PATIENCE_S = 120.0

@@ -9,6 +9,8 @@ import pytest
 
 from bootseer.env.installing.settings import requirement_files, settings
 
+pytestmark = pytest.mark.slow
+
 
 def _settings(files, env=None):
     found = settings(env or {}, "/venv", "/home/me", files.get)

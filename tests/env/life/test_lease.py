@@ -29,6 +29,8 @@ from env.life.samples import KEY, OTHER_KEY, document
 from registry import Registry, needs_registry
 from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
+pytestmark = pytest.mark.slow
+
 BUILDER = Path(__file__).with_name("builder.py")
 NAME = lease_name(KEY)
 DOWN = Fault(status=503, retry_after_s=3600)

@@ -20,6 +20,8 @@ from once import secret_rules
 from store_doubles import MemoryStore
 from wheels import make_wheel
 
+pytestmark = pytest.mark.slow
+
 SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
 
 
