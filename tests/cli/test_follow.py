@@ -252,5 +252,5 @@ def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, ala
     assert re.search(rb"training_began after [^\r]+\r\n$", seen), seen[-300:]
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
     assert {line["schema"] for line in lines} == {"bootseer.watch/1"}
-    assert lines[-1]["line"] == "8 of 8 at training_began"
+    assert lines[-1]["line"] == "8 of 8 began to train"
     assert [one["node"] for line in lines for one in line["moment"]["missing"]][:1] == ["node-0003"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any, Final
 
+from bootseer.report.analysis.lanes import TRAINING_BEGAN
 from bootseer.service.upkeep import CLASSES, quantile_s
 from bootseer.units import format_seconds
 
@@ -85,10 +86,10 @@ class Deadlines:
 
 def words(moment: Mapping[str, Any], late: Iterable[Late]) -> str:
     """A line for people: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
-    where = moment["barrier"] or "begun"
-    line = f"{moment['arrived']:,} of {moment['expected']:,} {'at ' * bool(moment['barrier'])}{where}"
+    where = {"": "seen", TRAINING_BEGAN: "began to train"}.get(moment["barrier"], f"at {moment['barrier']}")
+    line = f"{moment['arrived']:,} of {moment['expected']:,} {where}"
     told = list(late)
     if told:
         more = f", {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
-        line += f"; missing: {', '.join(map(str, told[:_SHOWN]))}{more}"
+        line += f"; {'missing' if moment['barrier'] else 'late'}: {', '.join(map(str, told[:_SHOWN]))}{more}"
     return line

@@ -68,13 +68,16 @@ class Sampler:
         self._sampled: set[tuple[str, int, int, int]] = set()
 
     def lines(self, wanted: Sequence[Wanted]) -> Iterator[bytes]:
-        """An event line for each process that is here and was not sampled yet. Takes up to 10 s for each; never raises
-        `OSError`."""
+        """An event line for each process that is here and was not sampled yet. Takes up to 10 s: what is left then is
+        asked for again. Never raises `OSError`."""
+        until_s = time.monotonic() + _LIMIT_S
         for one in wanted:
+            if time.monotonic() > until_s:
+                break
             found, is_it = self._found(one)
             if not found:
                 continue
-            text, why_not = sample(found)
+            text, why_not = sample(found, until_s - time.monotonic())
             attrs = {"in_stage": one.stage, "of_rank": one.rank, "of_pid": one.pid}
             attrs |= {"stack": text if is_it else f"{_ANOTHER}: {text}"} if text else {"why_not": why_not}
             yield encode(
@@ -128,19 +131,21 @@ def _begun(pid: int) -> tuple[int, int]:
         return 0, 0
 
 
-def sample(pids: Sequence[int]) -> tuple[str, str]:
+def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
     """The stack of the first of these processes that has one; else why there is none."""
+    until_s = time.monotonic() + limit_s
     spy, why = program(), "py-spy is not installed on the node"
     for pid in pids if spy is not None else ():
         words = [str(spy), "dump", "--pid", str(pid), "--json", "--nonblocking"]
         try:
-            done = subprocess.run(words, capture_output=True, timeout=_LIMIT_S, check=False, stdin=subprocess.DEVNULL)
+            done = subprocess.run(words, capture_output=True, check=False, stdin=subprocess.DEVNULL,
+                                  timeout=max(until_s - time.monotonic(), 0.1))  # fmt: skip
             if done.returncode == 0 and (text := _told(json.loads(done.stdout), pid)):
                 return text, ""
             said = done.stderr.decode("utf-8", "replace").strip().splitlines()
             why = f"py-spy: {said[0] if said else 'no frames'}"
         except subprocess.TimeoutExpired:
-            why = f"py-spy took longer than {_LIMIT_S:g} s"
+            why = f"py-spy took longer than {limit_s:.1f} s"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = f"py-spy: {type(error).__name__}"
     return "", why[:200]
