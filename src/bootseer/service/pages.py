@@ -148,11 +148,12 @@ class Pages:
     def _fleet(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         days = questions.by_day(connection, where)
+        more = {"by_kind": questions.cost(connection, where, "kind")} if request.url.path != "/" else {}  # JSON's alone
         return {
             **chosen,
+            **more,
             "teams": questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
-            "by_kind": questions.cost(connection, where, "kind"),
             "buckets": questions.buckets(connection, where),
             "stages": questions.stages(connection, where, by_bucket=False)[:15],
             "jobs": questions.jobs(connection, where, limit=20),
