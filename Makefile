@@ -36,11 +36,11 @@ check: setup ## Lint, types, import rules and module sizes
 	$(BIN)/python scripts/check_sizes.py
 
 # More than there are cores: many tests wait. -ra (pyproject.toml) ends the run with what was skipped and why.
-test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one process
+test: setup ## Run the tests (16 minutes on 2 cores); WORKERS=0 runs them in one process
 	@scripts/test.sh -n $(WORKERS) $(ARGS)
 
 # All of tests/checkpoint/dcp needs torch, which takes each worker 3 s to import.
-quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (90 s)
+quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (2 minutes)
 	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp --hypothesis-profile=quick -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 
 fuzz: setup ## Random tests with many more examples, a service whose parts are killed, and three jobs that read from HDFS for ten minutes while a node dies

@@ -209,6 +209,7 @@ class SideEffects:
     """What it left running and can be started again."""
 
 
+_LOOKS, _LOOK_S = 4, 0.1
 Mounted = tuple[str, str, str, str]
 """Path, kind of file system, device and root of a mount."""
 
@@ -284,13 +285,17 @@ class Effects:
 
     def _mounted(self, inside: Mapping[str, Any]) -> list[str]:
         """What the setup mounted and unmounted. What the host mounts shows up inside too, and may come or go at any
-        moment: so the host's mounts are read between two looks, and only what both looks agree on counts."""
+        moment, also twice at the same place: only what several looks at both agree on counts."""
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))
         host = set(_mounts()) if self._enter is not None else set()
         made, gone = after - before - host, (before - after) & host if after else set()
-        if self._enter is not None and (made or gone):
+        for _ in range(_LOOKS):
+            if self._enter is None or not (made or gone):
+                break
+            time.sleep(_LOOK_S)
             again = {tuple(row) for row in _look(self._enter).get("mounts", after)}
-            made, gone = made & again, gone - again
+            host = set(_mounts())
+            made, gone = (made & again) - host, (gone - again) & host
         return [
             *(f"it mounted {kind} on {path}" for path, kind, *_ in sorted(made)),
             *(f"it unmounted {path}" for path, *_ in sorted(gone)),
