@@ -241,11 +241,14 @@ def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, ala
             asked.send_signal(signal.SIGINT)
             assert asked.communicate()[1].strip() == "bootseer: interrupted"
             assert asked.returncode == 130
+            lines = [json.loads(told.stdout.readline())]
+            while not lines[-1]["moment"]["missing"]:
+                lines.append(json.loads(told.stdout.readline()))
             send(after)
             with contextlib.suppress(OSError):  # the other side is closed
                 while more := os.read(above, 4096):
                     seen += more
-            lines = [json.loads(line) for line in told.stdout]
+            lines += [json.loads(line) for line in told.stdout]
         os.close(above)
     assert shown.returncode == told.returncode == 0
     assert b"8 of 8 nodes began to train" in seen

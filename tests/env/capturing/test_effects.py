@@ -88,6 +88,13 @@ def test_mounts_that_others_have_for_a_moment_are_not_the_setups(machine: Machin
 
 
 @pytest.mark.root
+def test_what_stays_of_another_starts_container_is_not_the_setups(machine: Machine) -> None:
+    at = "/var/tmp/containers/run-1-aside/root"
+    said = look_at(machine, f"mkdir -p {at} /srv/mine; mount -t tmpfs none {at}; mount -t tmpfs none /srv/mine")
+    assert said["unsafe"] == ["it mounted tmpfs on /srv/mine"]
+
+
+@pytest.mark.root
 def test_unmounting_is_told(machine: Machine) -> None:
     said = look_at(machine, "umount -l /var/tmp")
     assert said["unsafe"] == ["it unmounted /var/tmp"]

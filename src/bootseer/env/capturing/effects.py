@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import time
@@ -210,6 +211,9 @@ class SideEffects:
 
 
 _LOOKS, _LOOK_S = 4, 0.1
+_OF_STARTS = re.compile(r"/containers/run-[^/]+/root(?:/|$)")
+"""Where other starts on this node mount their containers. They unmount them where it was private meanwhile, so that a
+copy may stay in the namespace of a capture."""
 Mounted = tuple[str, str, str, str]
 """Path, kind of file system, device and root of a mount."""
 
@@ -367,7 +371,7 @@ def _namespace() -> int:
 
 
 def _mounts() -> list[Mounted]:
-    return [(row.path, row.kind, row.device, row.root) for row in mount_table()]
+    return [(row.path, row.kind, row.device, row.root) for row in mount_table() if not _OF_STARTS.search(row.path)]
 
 
 def _names(path: str) -> list[str]:
