@@ -17,9 +17,10 @@ grpc = pytest.importorskip("grpc", reason="needs grpcio")
 
 from bootseer.hdfs.protobuf import Message, field  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
+from bootseer.snapshotter.lazy import _DECIDE_S  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
-from image_node import Node, node  # noqa: E402
+from image_node import LARGE_BYTES, Node, node  # noqa: E402
 from snapshotter_images import convert, pause  # noqa: E402
 
 assert node
@@ -238,3 +239,37 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     running.cri("RemoveImage", field(1, field(1, node.reference)))
     running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
+
+
+LATE = f"""
+import sys, time
+from bootseer.cli.main import main
+from bootseer.snapshotter.lazy import LazyImages
+
+find = LazyImages._find
+
+def late(*arguments):
+    time.sleep({1.2 * _DECIDE_S})
+    find(*arguments)
+
+LazyImages._find = late
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("program", [("-m", "bootseer"), ("-c", LATE)], ids=["in time", "late"])
+def test_pods_of_one_image_at_once_fetch_it_once(node: Node, program: tuple[str, ...]) -> None:
+    convert(node)
+    with containerd(node.folder / "c", node.env, pause(node), program=program) as running:
+        before = len(node.registry.requests())
+
+        def run_pod(number: int) -> int:
+            running.pull(node.reference)
+            words = ["sh", "-c", "cat /hot /cold > /dev/null"]
+            return running.ended(running.start_pod(node.reference, words, f"pod-{number}")[1])
+
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(run_pod, range(8))) == {0}, running.logs()
+        asked = [logged for logged in node.registry.requests()[before:] if logged.method == "GET"]
+        # Both layers together, whether containerd has pulled them or the containers have read them.
+        assert sum(logged.size_bytes for logged in asked) < 1.5 * 2 * LARGE_BYTES, running.logs()

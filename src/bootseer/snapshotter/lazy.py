@@ -98,12 +98,28 @@ class LazyImages:
         self._asked: dict[str, tuple[float, Future[_Known | None]]] = {}
         self._mounting: dict[str, threading.Lock] = {}
         self._timed: set[str] = set()
+        self._pulled: dict[str, str] = {}
+        """Of each image that is pulled as usual the chain id of its layer that came last."""
 
-    def layer(self, chain: str, labels: Mapping[str, str]) -> Layer | None:
-        """The layer of this chain id, mounted. None: unknown, not known in a second, or it cannot be mounted."""
+    def layer(self, chain: str, parent: str, labels: Mapping[str, str]) -> Layer | None:
+        """The layer of this chain id, mounted. None: unknown, not known in a second, or it cannot be mounted.
+
+        None too for what lies on such a layer of the same pull: containerd fetches all layers from there on, and what
+        came lazily as well would be fetched twice.
+        """
         match = _DIGEST.fullmatch(labels.get(_DIGEST_LABEL, ""))
         if match is None:
             return None
+        # containerd's own table of snapshots puts namespace and number before the chain id.
+        begun = bool(parent) and self._pulled.get(match[0]) == parent.rpartition("/")[2]
+        layer = None if begun else self._known_layer(chain, match, labels)
+        if layer is None:
+            self._pulled[match[0]] = chain
+        else:
+            self._pulled.pop(match[0], None)
+        return layer
+
+    def _known_layer(self, chain: str, match: re.Match[str], labels: Mapping[str, str]) -> Layer | None:
         try:
             known = self._ask(match[0], labels.get(_REF_LABEL, "")).result(_DECIDE_S)
             if known is None or chain not in known.chains:

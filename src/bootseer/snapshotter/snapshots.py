@@ -58,7 +58,7 @@ class Snapshots:
             known = self.records.find(chain)
             if known is not None and known.image and known.parent == parent:  # of another namespace of containerd
                 raise ExistsError(f"snapshot {chain}: already exists")
-            layer = self._images.layer(chain, labels) if known is None else None
+            layer = self._images.layer(chain, parent, labels) if known is None else None
             if layer is not None:
                 with contextlib.suppress(ExistsError):  # another pull of the same image
                     self.records.add(chain, parent, COMMITTED, labels, layer.name)
