@@ -17,7 +17,6 @@ grpc = pytest.importorskip("grpc", reason="needs grpcio")
 
 from bootseer.hdfs.protobuf import Message, field  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
-from bootseer.snapshotter.lazy import _DECIDE_S  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
 from image_node import LARGE_BYTES, Node, node  # noqa: E402
@@ -26,11 +25,30 @@ from snapshotter_images import convert, pause  # noqa: E402
 assert node
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
 VIEW, ACTIVE, COMMITTED = 1, 2, 3
+_START = """
+import sys, time
+from bootseer.cli.main import main
+from bootseer.snapshotter import lazy
+
+{}
+sys.exit(main())
+"""
+PATIENT = ("-c", _START.format("lazy._DECIDE_S = 60"))
+"""A loaded machine may not decide in a second."""
+LATE = (
+    "-c",
+    _START.format(
+        """
+find = lazy.LazyImages._find
+lazy.LazyImages._find = lambda *arguments: (time.sleep(1.2 * lazy._DECIDE_S), find(*arguments))
+"""
+    ),
+)
 
 
 @pytest.fixture
 def running(node: Node) -> Iterator[Containerd]:
-    with containerd(node.folder / "c", node.env, pause(node)) as found:
+    with containerd(node.folder / "c", node.env, pause(node), program=PATIENT) as found:
         yield found
 
 
@@ -162,7 +180,7 @@ def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Conta
 
 def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node) -> None:
     convert(node)
-    with containerd(node.folder / "c", node.env, pause(node)) as running:
+    with containerd(node.folder / "c", node.env, pause(node), program=PATIENT) as running:
         before = len(node.requests())
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(running.pull, [node.reference] * 20))
@@ -241,23 +259,7 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
 
 
-LATE = f"""
-import sys, time
-from bootseer.cli.main import main
-from bootseer.snapshotter.lazy import LazyImages
-
-find = LazyImages._find
-
-def late(*arguments):
-    time.sleep({1.2 * _DECIDE_S})
-    find(*arguments)
-
-LazyImages._find = late
-sys.exit(main())
-"""
-
-
-@pytest.mark.parametrize("program", [("-m", "bootseer"), ("-c", LATE)], ids=["in time", "late"])
+@pytest.mark.parametrize("program", [PATIENT, LATE], ids=["in time", "late"])
 def test_pods_of_one_image_at_once_fetch_it_once(node: Node, program: tuple[str, ...]) -> None:
     convert(node)
     with containerd(node.folder / "c", node.env, pause(node), program=program) as running:

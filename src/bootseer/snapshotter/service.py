@@ -46,6 +46,8 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     Raises `UsageError` where grpcio is missing or another snapshotter has the folder, `PermanentError` for folders and
     sockets that cannot be used.
     """
+    import bootseer.store.oci  # noqa: F401 - the first image has a second, of which this would be a part
+
     try:
         import grpc
     except ImportError as error:
