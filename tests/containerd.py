@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +63,8 @@ class Containerd:
     options: Sequence[str] = ()
     program: Sequence[str] = ("-m", "bootseer")
     """What Python runs as the snapshotter's program."""
+    passed: socket.socket | None = None
+    """A socket that listens already, which the program gets as systemd would pass it."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -87,8 +90,14 @@ class Containerd:
         self.wait(lambda: self.cri("Version"))
 
     def _start(self, name: str, command: list[str]) -> None:
+        passed = [] if self.passed is None or name != "snapshotter" else [self.passed.fileno()]
+        for number in passed:
+            script = f'exec 3<&{number} && LISTEN_FDS=1 LISTEN_PID=$$ exec "$@"'
+            command = ["bash", "-c", script, "bash", *command]
         with self.folder.joinpath(f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **self.env})
+            self.running[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.env}, pass_fds=passed
+            )
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         process = self.running.pop(name)
@@ -187,7 +196,13 @@ class Containerd:
 
 @contextlib.contextmanager
 def containerd(
-    folder: Path, env: Mapping[str, str], pause: str, *, plugin_alone: bool = False, **more: Any
+    folder: Path,
+    env: Mapping[str, str],
+    pause: str,
+    *,
+    plugin_alone: bool = False,
+    activated: bool = False,
+    **more: Any,
 ) -> Iterator[Containerd]:
     """Start both; at the end no process and no mount of theirs is left."""
     for program in ("containerd", "containerd-shim-runc-v2", "runc"):
@@ -195,6 +210,10 @@ def containerd(
             pytest.skip(f"needs {program}")
     folder.mkdir()
     node = Containerd(folder, env, pause, **more)
+    if activated:
+        node.passed = socket.socket(socket.AF_UNIX)
+        node.passed.bind(str(node.socket))
+        node.passed.listen()
     try:
         node.start_snapshotter()
         if not plugin_alone:
@@ -207,6 +226,8 @@ def containerd(
                     node.remove_pod(pod)
         for name in [*node.running]:
             node.kill(name, signal.SIGTERM)
+        if node.passed is not None:
+            node.passed.close()
         for process in Path("/proc").glob("[0-9]*/cmdline"):  # shims outlive containerd
             with contextlib.suppress(OSError):
                 if b"containerd-shim" in (words := process.read_bytes()) and os.fsencode(folder) in words:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-UNITS = ("bootseer-agent.socket", "bootseer-agent.service", "bootseer-snapshotter.service")
+SOCKETS = ("bootseer-agent.socket", "bootseer-snapshotter.socket")
+UNITS = (*SOCKETS, "bootseer-agent.service", "bootseer-snapshotter.service")
 # Below the node's root.
 FOLDER, PROGRAM, UNIT_FOLDER = "opt/bootseer", "usr/local/bin/bootseer", "etc/systemd/system"
 VARIABLES = "etc/bootseer/node.env"
@@ -119,7 +120,8 @@ class Node:
 def install(node: Node, options: argparse.Namespace) -> None:
     """Bring the node to where it should be. Raises `InstallError`."""
     wanted = [name for name in UNITS if options.containerd or "snapshotter" not in name]
-    services = [name for name in wanted if name.endswith(".service")]
+    sockets = [name for name in wanted if name in SOCKETS]
+    services = [name for name in wanted if name not in SOCKETS]
     variables = "".join(
         f'{name}="{os.environ[name]}"\n'
         for name in ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS")
@@ -137,11 +139,14 @@ def install(node: Node, options: argparse.Namespace) -> None:
             node.must("systemctl", "enable", name)
     if changed or unfinished.exists():
         _systemctl(node, "daemon-reload")
-        _systemctl(node, "restart", *wanted[:1], *services)
+        # systemd opens no socket beside a service that runs: an older version had fewer of them.
+        _systemctl(node, "stop", *services)
+        _systemctl(node, "restart", *sockets)
+        _systemctl(node, "start", *services)
         unfinished.unlink(missing_ok=True)
     elif node.has_systemd:
         # One that was stopped by hand comes back; one that runs stays as it is.
-        node.must("systemctl", "start", *wanted[:1], *services)
+        node.must("systemctl", "start", *sockets, *services)
     unread = node.root / FOLDER / ".unread"
     if options.containerd and (_containerd(node, options, unread) or unread.exists()):
         _restart_containerd(node, options)

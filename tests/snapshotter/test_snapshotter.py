@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +173,50 @@ def test_a_second_one_leaves_the_socket_to_the_first(tmp_path: Path) -> None:
         assert second.returncode == 2
         assert second.stderr.startswith(f"bootseer: another process answers on {node.socket}")
         node.call(node.socket, f"{SERVICE}/Cleanup", b"")
+
+
+def test_calls_wait_on_a_passed_socket_while_no_snapshotter_runs(node: Node) -> None:
+    convert(node)
+    with containerd(node.folder / "c", node.env, pause(node), activated=True, program=PATIENT) as running:
+        assert protocol(running, "bootseer") == protocol(running, "overlayfs")
+        running.pull(node.reference)
+        pods: list[str] = []
+
+        def run_pod(number: int) -> None:
+            until = time.monotonic() + 300
+            while True:
+                try:
+                    pod, container = running.start_pod(node.reference, ["sha256sum", "/hot"], f"pod-{number}")
+                    break
+                except grpc.RpcError as error:  # containerd waits for a second, then kubelet tries again
+                    assert error.code() == grpc.StatusCode.UNAVAILABLE and time.monotonic() < until
+            assert running.ended(container) == 0, running.logs()
+            pods.append(pod)
+
+        with ThreadPoolExecutor(8) as pool:
+            for number, end in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)):
+                running.kill("snapshotter", end)
+                call = pool.submit(running.call, running.socket, f"{SERVICE}/Cleanup", b"")
+                started = pool.submit(run_pod, number)
+                time.sleep(0.5)
+                assert not call.done()
+                running.start_snapshotter()
+                call.result()
+                started.result()
+            list(pool.map(run_pod, range(10, 18)))
+        assert len(pods) == 11
+
+
+@pytest.mark.parametrize(("number", "wrong"), [("2", "LISTEN_FDS=2"), ("1", "no socket"), ("1", "none of a path")])
+def test_a_passed_socket_that_is_none_is_one_line(tmp_path: Path, number: str, wrong: str) -> None:
+    with socket.socket() as inet, (tmp_path / "file").open("w") as file:
+        given = inet if "path" in wrong else file
+        words = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--root", str(tmp_path / "root")]
+        script = f'exec 3<&{given.fileno()} && LISTEN_FDS={number} LISTEN_PID=$$ exec "$@"'
+        command = ["bash", "-c", script, "bash", *words]
+        done = subprocess.run(command, capture_output=True, text=True, pass_fds=[given.fileno()], check=False)
+    assert done.returncode == 2, done.stderr
+    assert wrong in done.stderr.splitlines()[0]
 
 
 def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:

@@ -37,6 +37,7 @@ from bootseer.units import PROMETHEUS, Figures
 _LOG = logger(__name__)
 SOCKET: Final = "agent"
 _LOCK: Final = "agent.lock"
+_PASSED: Final = 3  # where descriptors begin that systemd passes
 STATUS: Final = "/v1/status"
 PEERS: Final = "/v1/peers"
 """Takes over an ended job's files, for its other nodes."""
@@ -306,10 +307,10 @@ class _Tcp6Server(_TcpServer):
 def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Server]:
     """The servers of an agent: on its socket, or the one that systemd opened, and on an address."""
     path = runtime / SOCKET
-    if _is_activated():
+    if is_activated():
         unix = _UnixServer(str(path), _Handler, bind_and_activate=False)
         unix.socket.close()
-        unix.socket = socket.socket(fileno=3)
+        unix.socket = activated_socket()
         yield unix
     else:
         path.unlink(missing_ok=True)
@@ -352,7 +353,7 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
         for server in servers:
             server.shutdown()
             server.server_close()
-        if servers and not _is_activated():
+        if servers and not is_activated():
             (settings.runtime / SOCKET).unlink(missing_ok=True)
         os.close(lock)
 
@@ -398,9 +399,24 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
     return said
 
 
-def _is_activated() -> bool:
-    """Whether systemd opened the socket (sd_listen_fds(3))."""
-    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
+def is_activated() -> bool:
+    """Whether systemd opened sockets for this process (sd_listen_fds(3))."""
+    return os.environ.get("LISTEN_PID") == str(os.getpid())
+
+
+def activated_socket() -> socket.socket:
+    """The socket that systemd opened. Raises `UsageError` unless it is the only one, and a Unix socket that listens."""
+    number = os.environ.get("LISTEN_FDS", "")
+    try:
+        if number != "1":
+            raise UsageError(f"LISTEN_FDS={number}", hint="one ListenStream= in the .socket unit")
+        passed = socket.socket(fileno=_PASSED)
+        if passed.family != socket.AF_UNIX or not passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise UsageError("the socket that was passed is none of a path", hint="ListenStream=/run/... in the unit")
+    except OSError as error:
+        raise UsageError(f"LISTEN_FDS=1, and descriptor {_PASSED} is no socket: {error.strerror}") from error
+    passed.set_inheritable(False)
+    return passed
 
 
 def notify(state: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket as network
 import stat
 import threading
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bootseer.agent.agent import notify
+from bootseer.agent.agent import activated_socket, is_activated, notify
 from bootseer.artifact.places import own_folder
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.protobuf import MalformedError, Message, field
@@ -36,12 +37,15 @@ CHECK = "containerd"
 _CHECK_S = 3.0
 _THREADS = 32
 _STOP_S = 5.0
+_LOOK_S = 0.2
 _PER_MESSAGE = 50
 _MAX_SOCKET = 107
 
 
 def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threading.Event) -> None:
     """Serve snapshots below `root` until `stop`. Nothing is unmounted or deleted at the end.
+
+    Where systemd has opened the socket, callers wait in its queue while no process serves; `socket` is not looked at.
 
     Raises `UsageError` where grpcio is missing or another snapshotter has the folder, `PermanentError` for folders and
     sockets that cannot be used.
@@ -52,6 +56,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         import grpc
     except ImportError as error:
         raise UsageError("the snapshotter needs grpcio", hint="pip install 'bootseer[containerd]'") from error
+    passed = activated_socket() if is_activated() else None
+    if passed is not None:
+        socket = root / "grpc.sock"
     if len(os.fsencode(socket)) > _MAX_SOCKET:
         raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
     own_folder(root)
@@ -80,7 +87,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     server.start()
     # A mount that hangs must not keep pods of other images from starting.
     threading.Thread(target=snapshots.remount, name="bootseer-remount", daemon=True).start()
-    _LOG.info("serves %s on %s", root, socket)
+    if passed is not None:
+        threading.Thread(target=_accept, args=(passed, socket, stop), name="bootseer-accept", daemon=True).start()
+    _LOG.info("serves %s on %s", root, socket if passed is None else passed.getsockname())
     notify("READY=1")
     try:
         stop.wait()
@@ -89,6 +98,34 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         server.stop(_STOP_S).wait()
         snapshots.records.close()
         os.close(lock)
+
+
+def _accept(passed: network.socket, socket: Path, stop: threading.Event) -> None:
+    """Hand on what comes to systemd's socket: gRPC's server in Python takes no socket that others opened.
+
+    Ends with `stop`, so that callers wait for the next process instead of hearing that this one ends.
+    """
+    while not stop.is_set():
+        if not select.select([passed], [], [], _LOOK_S)[0]:
+            continue
+        try:
+            link, own = passed.accept()[0], network.socket(network.AF_UNIX)
+            own.connect(str(socket))
+        except OSError as error:
+            _LOG.warning("a connection is not answered: %s", error)
+            stop.wait(_LOOK_S)
+            continue
+        for ends in ((link, own), (own, link)):
+            threading.Thread(target=_copy, args=ends, name="bootseer-relay", daemon=True).start()
+
+
+def _copy(source: network.socket, target: network.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):  # what was sent is still read
+            end.shutdown(network.SHUT_RDWR)
 
 
 def check(runtime: Path) -> Check:
