@@ -101,6 +101,30 @@ def test_two_late_answers_of_eight_open_the_circuit_for_five_seconds() -> None:
     assert health.absent(6.6) == frozenset()
 
 
+def test_a_peer_all_of_whose_answers_are_slow_is_out_though_none_is_late() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 0.1)
+    for number in range(9):
+        answered(health, "slow", MIB, 0.25, at_s=number)
+    assert health.absent(9.0) == {"slow"}
+    assert health.absent(7.25 + 5.1) == frozenset()
+    for number in range(4):
+        answered(health, "slow", MIB, 0.25, at_s=13.0 + number)
+    assert health.absent(17.0) == {"slow"}
+    assert health.hedges == 0
+
+
+def test_one_answer_at_the_usual_rate_ends_the_suspicion() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 0.1)
+    for _ in range(4):
+        answered(health, "sometimes", MIB, 0.4)
+        answered(health, "sometimes", 8 * MIB, 0.1)
+    assert health.absent(1.0) == frozenset()
+
+
 def test_an_old_late_answer_is_forgotten() -> None:
     health = Health()
     health.ended(health.asked("a", 0.0), late=True, now_s=0.5)

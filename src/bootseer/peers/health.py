@@ -5,8 +5,11 @@ silence would send the whole job to the origin, since all wait for the origin at
 silence, or bytes that come at less than an eighth of the median peer's rate.
 
 Three bounds keep trouble small: hedged requests are at most 5 % of all, a peer that was late 2 times of its last 8 is
-not asked for 5 s (a circuit breaker), and one that sent a wrong block is not asked again by this job. Times are seconds
-of any one clock. Decides and touches nothing.
+not asked for 5 s (a circuit breaker), and one that sent a wrong block is not asked again by this job.
+
+A slow peer need not be late: of many small answers each is here soon, and the start waits for their sum. So a peer that
+has sent at less than an eighth of the median for two seconds, all its answers together, is left alone for 5 s too.
+Times are seconds of any one clock. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _USUAL_TIMES: Final = 4
 _WORTH_S: Final = 2.0
 """An answer that will be whole in less time, as it goes, is waited for: another node would need as long."""
 _SLOWER: Final = 8
+_SLOW_S: Final = 2.0
+"""Of answers in a row: one alone says more about the network's queues than about the peer."""
 _HEDGED: Final = 0.05
 _FIRST_HEDGES: Final = 2
 """Before twenty requests were made, so many may be hedged all the same."""
@@ -63,6 +68,8 @@ class Asked:
 class _Known:
     rate: float = 0.0
     """Bytes in a second, of its latest answers; 0 while unknown."""
+    slow_s: float = 0.0
+    """What answers took at less than an eighth of the usual rate, since one that was faster."""
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
     late_s: float = float("-inf")
     """When it was late most recently. Requests that were under way then belong to the same trouble."""
@@ -113,8 +120,11 @@ class Health:
             return asked.heard_s + _LONG_SILENCE_S
         return min(asked.heard_s + self._silence_s, self._slow_at(asked))
 
+    def _usual_rate(self) -> float:
+        return median([known.rate for known in self._known.values() if known.rate] or [0.0])
+
     def _slow_at(self, asked: Asked) -> float:
-        usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
+        usual = self._usual_rate()
         if asked.body_s is None or not usual:
             return float("inf")
         slow_s = asked.num_bytes / (usual / _SLOWER)
@@ -131,6 +141,10 @@ class Health:
             known.late.append(False)
         if asked.body_s is not None and now_s > asked.body_s:
             rate = asked.num_bytes / (now_s - asked.body_s)
+            known.slow_s = known.slow_s + now_s - asked.body_s if rate < self._usual_rate() / _SLOWER else 0.0
+            if known.slow_s >= _SLOW_S:
+                known.slow_s /= 2  # after the pause half as much is enough
+                self._leave_alone(asked.peer, "", now_s + _OUT_S)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
 
     def not_there(self, peer: str, now_s: float, file: str = "") -> None:
