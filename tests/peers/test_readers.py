@@ -20,7 +20,7 @@ from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Head, Question, Request, Signer, parse_head
-from bootseer.peers.readers import CHECKPOINT, CachedFiles, Readers, bits
+from bootseer.peers.readers import CHECKPOINT, UNIT_BLOCKS, CachedFiles, Readers, bits
 from bootseer.peers.server import Server
 from cached import BLOCK, block_of, content, index_of
 
@@ -28,16 +28,23 @@ FILE = "ab" * 32
 SECRET = b"s" * 32
 
 
-def asked(sender: str, blocks: int = 1, *, keeps: bool = True, without: str = "") -> Question:
-    return Question(FILE, 0, blocks, sender, keeps, without)
+def asked(sender: str, blocks: int = 1, *, unit: int = 0, keeps: bool = True, without: str = "") -> Question:
+    return Question(FILE, unit * UNIT_BLOCKS, blocks, sender, keeps, without)
 
 
 def test_the_first_reads_and_the_others_get_it_from_nodes_that_asked_before() -> None:
     readers = Readers()
     sources = [readers.answer(asked(f"n{at}"), 0, "owner") for at in range(64)]
-    assert sources[:4] == [{}, {"n0": 1}, {"n0": 1}, {"n1": 1}]
+    assert sources[:4] == [{}, {"n0": 1}, {"n1": 1}, {"n2": 1}]
     assert all(int(name[1:]) < at for at, source in enumerate(sources) for name in source)
-    assert max(Counter(name for source in sources for name in source).values()) == 2
+
+
+def test_nodes_that_ask_in_the_same_order_for_all_units_send_about_as_much_as_they_get() -> None:
+    readers = Readers()
+    sources = [readers.answer(asked(f"n{at}", unit=unit), 0, "owner") for unit in range(64) for at in range(16)]
+    sent = Counter(name for source in sources for name in source)
+    assert sent["n0"] == 64
+    assert max(sent.values()) < 2 * 64
 
 
 def test_chunks_that_nodes_do_not_share_are_all_read_by_themselves() -> None:
@@ -50,7 +57,7 @@ def test_chunks_that_nodes_do_not_share_are_all_read_by_themselves() -> None:
 def test_a_node_that_asks_again_is_told_the_same() -> None:
     readers = Readers()
     for _ in range(2):
-        assert [readers.answer(asked(name), 0, "owner") for name in "abc"] == [{}, {"a": 1}, {"a": 1}]
+        assert [readers.answer(asked(name), 0, "owner") for name in "abc"] == [{}, {"a": 1}, {"b": 1}]
 
 
 def test_a_node_that_did_not_give_it_is_replaced_by_the_first_that_says_so() -> None:
@@ -59,7 +66,8 @@ def test_a_node_that_did_not_give_it_is_replaced_by_the_first_that_says_so() -> 
         readers.answer(asked(name), 0, "owner")
     assert readers.answer(asked("b", without="a"), 0, "owner") == {}
     assert readers.answer(asked("c", without="a"), 0, "owner") == {"b": 1}
-    assert readers.answer(asked("e"), 0, "owner") == {"c": 1}
+    assert readers.answer(asked("e"), 0, "owner") == {"d": 1}
+    assert readers.answer(asked("f", unit=1), 0, "owner") == {}
 
 
 def test_what_the_owner_has_itself_is_had_from_it() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from bootseer.fetch.schedule import Scheduler
 from bootseer.sim.engine import Engine
 from bootseer.sim.nodes import BlockFile, Job, Node, Store
-from bootseer.sim.scenario import read_scenario, shipped
+from bootseer.sim.scenario import Fault, read_scenario, shipped
 from bootseer.sim.start import ARMS, simulate
 
 pytestmark = pytest.mark.slow
@@ -131,6 +132,33 @@ def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
     warm, cold = simulate(scenario, 4, "warm"), simulate(scenario, 4, "bootseer")
     assert warm.registry_bytes == warm.peer_bytes == 0
     assert warm.began_s < cold.began_s
+
+
+def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None:
+    scenario = read_scenario("moe", SMALL)
+    first, after, each = (simulate(scenario, 4, arm) for arm in ("first", "bootseer", "without environment"))
+    stages = {node: {stage: end_s - begin_s for stage, begin_s, end_s in spans} for node, spans in first.spans.items()}
+    setups = sorted(stage["environment_setup"] for stage in stages.values())
+    assert setups[0] >= 4.0  # all of them: one installs, and the others have nothing to do before it is done
+    assert after.stages()["environment_setup"]["max_s"] < 1.5
+    assert first.began_s > after.began_s
+    assert first.peer_bytes > 0.5 * after.peer_bytes  # the snapshot comes from the node that built it
+    assert each.began_s > after.began_s
+
+
+def test_ranks_that_are_forked_do_not_import() -> None:
+    scenario = read_scenario("moe", SMALL)
+    stages = [simulate(scenario, 2, arm).stages()["model_initialization.imports"] for arm in ("warm", "restart")]
+    assert stages[1]["max_s"] < 1 < stages[0]["median_s"]
+
+
+def test_an_owner_whose_answers_are_all_slow_holds_nothing_up_though_none_is_late() -> None:
+    changes = ["image.gb=6", "environment.gb=0.1", "checkpoint.gb=0", "rest.import-s=1", "nodes=[8]"]
+    scenario = read_scenario("moe", changes)
+    slow = msgspec.structs.replace(scenario, fault=[Fault(node=3, upload_factor=0.05)])
+    healthy, outcome = simulate(scenario, 8, "bootseer"), simulate(slow, 8, "bootseer")
+    assert outcome.began_s < 1.5 * healthy.began_s
+    assert outcome.registry_bytes < 1.2 * healthy.registry_bytes
 
 
 def test_a_registry_that_refuses_is_asked_again() -> None:

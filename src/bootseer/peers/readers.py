@@ -6,8 +6,9 @@ fetched it. So the owner of a unit of chunks fetches nothing. It remembers which
 that asks reads the chunk where it lies, the others get it from those that asked before. A chunk that one node alone
 reads costs its share of one question.
 
-Of the nodes that asked before, the k-th that asks is sent to number (k-1)/2, so that none has to serve more than two,
-and a node never waits for one that asked after it: nodes cannot wait for each other in a circle.
+A node is sent to one of those that asked before it, so that nodes cannot wait for each other in a circle: to one of
+the later half of them, another one for each unit. So no node has to send much more than it gets: with a binary tree,
+the node that is ahead of all the others is the root of every unit and sends each of them twice.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Readers:
         before = [name for name in takewhile(lambda name: name != question.sender, nodes) if nodes[name]]
         if question.keeps and len(nodes) < _MAX_READERS:
             nodes.setdefault(question.sender, True)
-        return before[(len(before) - 1) // 2] if before else ""
+        late = max(len(before) // 2, 1)
+        return before[-1 - question.first // UNIT_BLOCKS % late] if before else ""
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -1,8 +1,10 @@
 """Reads of checkpoints from HDFS: which DataNode is asked, and what is read from parity, decide `hdfs.schedule`,
-`hdfs.choice`, `hdfs.placing` and `checkpoint.reading.settings` as they are. Modelled are DataNodes and links.
+`hdfs.choice`, `hdfs.placing` and `checkpoint.reading.settings` as they are; what is read ahead, `checkpoint.ahead`; and
+which node passes on what several read, `peers.readers`. Modelled are DataNodes and links.
 
-A reader has `direct_bytes` of a striped file under way, as a rank that loads its shard, and decides about each row.
-What has come is told to the schedule ten times a second and when a request ends; in reality each packet is.
+A reader has `direct_bytes` of a striped file under way, as a rank that loads its shard, or reads one row after the
+other, as through the mount, and decides about each row. What has come is told to the schedule ten times a second and
+when a request ends; in reality each packet is.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import partial
 from random import Random
 from typing import Final
 
+from bootseer.checkpoint.ahead import Ahead, AheadSettings
 from bootseer.checkpoint.layout import Policy, part_size
 from bootseer.checkpoint.reading.settings import (
     ReadingSettings,
@@ -25,6 +28,8 @@ from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.placing import has_own_nodes
 from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
+from bootseer.peers.protocol import Question
+from bootseer.peers.readers import UNIT_BLOCKS, Readers
 from bootseer.sim.engine import Engine, Flow, Link
 
 _TICK_S: Final = 0.1
@@ -32,6 +37,10 @@ _REQUEST_S: Final = 0.001
 _PACKET_BYTES: Final = 64 << 10
 _BLOCK_BYTES: Final = 128 << 20
 _DRAWS: Final = 24
+_UNITS: Final = 1024
+"""Of what all nodes read, at most so many;"""
+_UNIT_BYTES: Final = UNIT_BLOCKS << 20
+"""... each at least as large as in reality: 16 chunks."""
 _SETTINGS: Final = ReadingSettings()
 Way = Callable[[Link], tuple[Link, ...]]
 """The links from a DataNode to a node."""
@@ -122,31 +131,38 @@ class Reads:
         self._paces: list[Link] = []
         self._ticking = False
 
-    def read(self, num_bytes: int, done: Callable[[], None]) -> None:
-        """Read a striped file from its beginning to its end, `direct_bytes` of it at a time."""
+    def read(self, num_bytes: int, done: Callable[[], None], *, in_order: bool = False) -> None:
+        """Read a striped file from its beginning to its end, `direct_bytes` of it at a time; `in_order`: row after row,
+        and what is read ahead."""
         segment_bytes = self._policy.stripes * self._policy.part_bytes
         row_bytes = min(self._policy.stripes * self._piece_bytes, _SETTINGS.direct_bytes)
-        rows = iter(
-            [
-                (start, at)
-                for start in range(0, num_bytes, segment_bytes)
-                for at in range(0, min(segment_bytes, num_bytes - start), row_bytes)
-            ]
-        )
-        parts: list[HdfsSource] = []
+        rows = [
+            (start, at)
+            for start in range(0, num_bytes, segment_bytes)
+            for at in range(0, min(segment_bytes, num_bytes - start), row_bytes)
+        ]
+        parts: dict[int, list[HdfsSource]] = {}
+
+        def ask(number: int, here: Callable[[], None]) -> None:
+            start, at = rows[number]
+            if start not in parts:
+                parts[start] = self._cluster.segment(self._policy, min(segment_bytes, num_bytes - start))
+            _Row(self, parts[start], at, row_bytes, self._policy.parity, here)
+
+        if in_order:
+            _InOrder(len(rows), row_bytes, ask, done)
+            return
+        numbers = iter(range(len(rows)))
         left = [0]
 
         def step() -> None:
-            nonlocal parts
-            start, at = next(rows, (-1, -1))
-            if start < 0:
-                left[0] -= 1
-                if not left[0]:
-                    done()
+            number = next(numbers, None)
+            if number is not None:
+                ask(number, step)
                 return
-            if at == 0:
-                parts = self._cluster.segment(self._policy, min(segment_bytes, num_bytes - start))
-            _Row(self, parts, at, row_bytes, self._policy.parity, step)
+            left[0] -= 1
+            if not left[0]:
+                done()
 
         left[0] = max(_SETTINGS.direct_bytes // row_bytes, 1)
         for _ in range(left[0]):
@@ -298,3 +314,92 @@ class _Row:
             for ticket in missing:
                 self._reads.schedule.call_off(ticket, TransientError("not wanted any more"), self._reads.engine.now)
             self._done()
+
+
+class _InOrder:
+    """A reader that wants one row after the other. `checkpoint.ahead` decides which are asked for before."""
+
+    def __init__(
+        self, num_rows: int, row_bytes: int, ask: Callable[[int, Callable[[], None]], None], done: Callable[[], None]
+    ) -> None:
+        self._num_rows, self._row_bytes, self._ask, self._done = num_rows, row_bytes, ask, done
+        self._ahead = Ahead(num_rows * row_bytes, row_bytes=row_bytes)
+        self._here: dict[int, bool] = {}
+        """Of each row that was asked for, whether it has come."""
+        self._wanted = -1
+        self._next()
+
+    def _next(self) -> None:
+        while self._here.get(self._wanted, True):
+            self._wanted += 1
+            if self._wanted == self._num_rows:
+                self._done()
+                return
+            at = self._wanted * self._row_bytes
+            advice = self._ahead.note(at, self._row_bytes, AheadSettings().max_bytes)
+            for row in (self._wanted, *range(advice.start // self._row_bytes, advice.end // self._row_bytes)):
+                if row not in self._here:
+                    self._here[row] = False
+                    self._ask(row, partial(self._came, row))
+
+    def _came(self, row: int) -> None:
+        self._here[row] = True
+        if row == self._wanted:
+            self._next()
+
+
+class Shared:
+    """What all nodes of a job read: from HDFS once, then from each other. Which node passes what on, decides
+    `peers.readers`."""
+
+    def __init__(self, engine: Engine, num_bytes: float, latency_s: float) -> None:
+        """`latency_s`: of a question to the node that knows who read a unit."""
+        self._engine, self._latency_s = engine, latency_s
+        self._readers = Readers()
+        self._num = min(_UNITS, max(int(num_bytes) // _UNIT_BYTES, 1))
+        self._unit_bytes = int(num_bytes / self._num)
+        self._waiting: dict[tuple[str, int], list[Callable[[], None]] | None] = {}
+        """Who waits until a node has a unit; None: it has it."""
+
+    def read(
+        self, name: str, turn: float, width: int, reads: Reads, way: Callable[[str], Sequence[Link]],
+        done: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Read all of it on the node called `name`, beginning at the part `turn` of it, `width` units at a time.
+        `way`: the links from another node."""
+        first = int(turn * self._num)
+        units = iter([*range(first, self._num), *range(first)])
+        left = [width]
+
+        def step(read: int | None = None) -> None:
+            if read is not None:
+                waiting = self._waiting.get((name, read)) or []
+                self._waiting[name, read] = None
+                for begin in waiting:
+                    begin()
+            unit = next(units, None)
+            if unit is not None:
+                self._engine.after(self._latency_s, partial(ask, unit))
+                return
+            left[0] -= 1
+            if not left[0]:
+                done()
+
+        def ask(unit: int) -> None:
+            question = Question("checkpoint", unit * UNIT_BLOCKS, 1, name, True)
+            node = next(iter(self._readers.answer(question, 0, "")), None)
+            if node is None:
+                reads.read(self._unit_bytes, partial(step, unit))
+                return
+
+            def begin() -> None:
+                self._engine.start(way(node), self._unit_bytes, partial(step, unit))
+
+            waiting = self._waiting.setdefault((node, unit), [])
+            if waiting is None:
+                begin()
+            else:
+                waiting.append(begin)
+
+        for _ in range(width):
+            step()

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from hashlib import sha256
 from random import Random
 from typing import Any, Final
 
-from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Stripe
 from bootseer.cache.prune import Candidate, Watermarks, goal_bytes, plan
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Lookup, decide
 from bootseer.sim.scenario import Month, Scenario
-from bootseer.sim.start import simulate
-from bootseer.store.store import Stored
+from bootseer.sim.start import environment_document, simulate
 
 _DAY_S: Final = 86400.0
 Times = dict[tuple[int, int], tuple[float, float, float]]
@@ -115,7 +111,7 @@ def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Time
         restored += decision.action is Action.RESTORE
         if decision.action is Action.BUILD:
             max_age_s = policy.max_age_days * _DAY_S or None
-            documents[names["environment"]] = _document(names["environment"], scenario, time_s, max_age_s)
+            documents[names["environment"]] = environment_document(names["environment"], scenario, time_s, max_age_s)
         lost = 0.0
         for node in chosen:
             for part, gb in sizes.items():
@@ -168,14 +164,3 @@ def _starts(random: Random, month: Month, jobs: list[_Job]) -> Iterator[tuple[fl
 def _seconds(scenario: Scenario, nodes: int, seed: int) -> tuple[float, float, float]:
     cold, warm, today = (simulate(scenario, nodes, arm, seed).began_s for arm in ("bootseer", "warm", "today"))
     return cold, warm, today
-
-
-def _document(name: str, scenario: Scenario, built_s: float, max_age_s: float | None) -> EnvironmentDocument:
-    digest = sha256(name.encode()).hexdigest()
-    stored = Stored(f"sha256:{digest}", 1)
-    size = int(scenario.environment.gb * 1e9)
-    file = BlockFile(f"sha256:{digest}", 1, digest, size, size, (Stripe(f"sha256:{digest}", size),))
-    return EnvironmentDocument(
-        digest, {}, file, stored, f"sha256:{digest}", ("/opt/venv",), 0, 1, size, (), (), {}, "observed", (),
-        "simulated", "1.0", built_s, scenario.environment.install_s, max_age_s,
-    )  # fmt: skip

@@ -95,6 +95,8 @@ class Checkpoint(_Part, frozen=True):
     """Of a striped file, each on DataNodes of its own."""
     replicas: Annotated[int, Meta(ge=1, le=10)] = 3
     """Of each block."""
+    in_order: bool = False
+    """Whether each reader waits for one read after the other, as through the mount, and what is read ahead helps."""
     parity: bool = False
     """Whether striped files have a part more, from which a late one is rebuilt."""
 
@@ -104,6 +106,8 @@ class Rest(_Part, frozen=True):
 
     import_s: _NotNegative = 15.0
     """Computing between the reads of image and environment."""
+    warm_import_s: _NotNegative = 0.5
+    """The same in processes that are forked from one that has imported already."""
     connect_s: _NotNegative = 2.0
     connect_s_per_1000_ranks: _NotNegative = 5.0
     allocate_s: _NotNegative = 0.0

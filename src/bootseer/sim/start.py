@@ -7,20 +7,26 @@ imports and connections are times.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from math import ceil
 from random import Random
 from statistics import median
 from typing import Any, Final
 
+from bootseer.blocks import block_file
+from bootseer.blocks.index import Stripe
 from bootseer.checkpoint.layout import Policy
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.decide import Action, Decision, Lookup, decide, elected, waited
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.sim.engine import Engine, Link
-from bootseer.sim.hdfs import Cluster, Reads
+from bootseer.sim.hdfs import Cluster, Reads, Shared
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
 from bootseer.sim.scenario import Fault, Scenario
+from bootseer.store.store import Stored
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 
 _GBIT: Final = 1e9 / 8
@@ -47,6 +53,10 @@ class Techniques:
     peers: bool = True
     warm: bool = False
     """Whether the nodes have what an earlier start of the job read."""
+    forked: bool = False
+    """Whether the ranks are forked from a process that has imported already."""
+    first: bool = False
+    """Whether there is no snapshot of the environment yet."""
 
 
 ARMS: Final = {
@@ -60,7 +70,9 @@ ARMS: Final = {
 }
 """By name: what is compared, the ablation among them."""
 MORE_ARMS: Final = {
+    "first": Techniques(first=True),
     "warm": Techniques(warm=True),
+    "restart": Techniques(warm=True, forked=True),
     "only image": Techniques(environment=False, checkpoint=False, peers=False),
     "image and peers": Techniques(environment=False, checkpoint=False),
     "only environment": Techniques(image=False, checkpoint=False, peers=False),
@@ -151,7 +163,8 @@ class _Start:
         """How many nodes each of those simulated stands for: what they share gives it so much less."""
         asked = 1.0 if self._peers else self._each  # peers ask the registry once for all, folded or not
         links, image, environment = scenario.links, scenario.image, scenario.environment
-        self._index = engine.link("index", links.index_gbit * _GBIT / self._each)
+        installs = 1.0 if self._techniques.first else self._each
+        self._index = engine.link("index", links.index_gbit * _GBIT / installs)
         self._datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT / self._each, seed,
                                   scenario.checkpoint.replicas)  # fmt: skip
         store = Store(engine, links.registry_gbit * _GBIT / asked, links.registry_latency_ms / 1e3,
@@ -170,12 +183,22 @@ class _Start:
         self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
         self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
+        self.builder: Node | None = None
+        """The node that builds the snapshot of the environment,"""
+        self.waiting: list[Callable[[], None]] = []
+        """... and the nodes that wait for it."""
+        self.shared = Shared(engine, self._shared_bytes, links.peer_latency_ms / 1e3)
         if self._techniques.warm:
             for node in self._nodes:
                 node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
         self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
+
+    @property
+    def _shared_bytes(self) -> float:
+        """What each node reads whole of the checkpoint."""
+        return self._scenario.checkpoint.gb * 1e9 * self._scenario.checkpoint.replicated_share
 
     def _make_nodes(self, num_groups: int) -> Iterator[Node]:
         links, engine, load_mb_s = self._scenario.links, self._engine, self._scenario.processors.load_mb_s
@@ -250,7 +273,7 @@ class _NodeStart:
         techniques, image = self._techniques, self._scenario.image
         hot = []
         if techniques.record:
-            if techniques.environment:
+            if techniques.environment and not techniques.first:
                 hot = [(ENVIRONMENT, block) for block in self._start._hot[ENVIRONMENT]]
             if techniques.image:
                 hot += [(IMAGE, block) for block in self._start._hot[IMAGE]]
@@ -265,18 +288,53 @@ class _NodeStart:
 
     def _environment(self) -> None:
         self._stage("image_loading")
-        environment = self._scenario.environment
-        if self._techniques.environment:
-            self._engine.after(environment.fixed_s * self._factor, self._imports)
+        if not self._techniques.environment:
+            self._install(self._imports)
             return
+        found = Lookup("none")
+        if not self._techniques.first:
+            found = Lookup("found", environment_document("environment", self._scenario, -1.0))
+        self._decided(decide("auto", found, now_s=self._engine.now))
+
+    def _decided(self, decision: Decision) -> None:
+        """Go on as `env.life.decide` says."""
+        start, node, gb = self._start, self._node, self._scenario.environment.gb
+        if decision.action is Action.BUILD:
+            decision = elected(decision, "ours" if start.builder is None else "held")
+        if decision.action is Action.RESTORE:
+            self._engine.after(self._scenario.environment.fixed_s * self._factor, self._imports)
+        elif decision.action is Action.BUILD:
+            start.builder = node
+
+            def published() -> None:
+                for waiting in start.waiting:
+                    waiting()
+
+            def built() -> None:
+                self._engine.start((node.up,), max(gb * 1e9, 1.0), published)
+                node.here |= {(ENVIRONMENT, block) for block in range(start._job.files[ENVIRONMENT].num_blocks)}
+                self._imports()
+
+            self._install(built)
+        else:  # another node builds it
+            document = environment_document("environment", self._scenario, self._engine.now)
+
+            def there() -> None:
+                self._decided(waited(decision, "published", now_s=self._engine.now, document=document))
+
+            start.waiting.append(there)
+
+    def _install(self, done: Callable[[], None]) -> None:
+        environment = self._scenario.environment
         seconds = environment.install_s * self._factor + self._retry_s
         way = self._down(self._start._index)
-        self._engine.start(way, max(environment.gb * 1e9, 1.0), lambda: self._engine.after(seconds, self._imports))
+        self._engine.start(way, max(environment.gb * 1e9, 1.0), lambda: self._engine.after(seconds, done))
 
     def _imports(self) -> None:
         self._stage("environment_setup")
         files = [IMAGE] * self._techniques.image + [ENVIRONMENT] * self._techniques.environment
-        think_s = self._scenario.rest.import_s * self._factor / _IMPORTS
+        rest = self._scenario.rest
+        think_s = (rest.warm_import_s if self._techniques.forked else rest.import_s) * self._factor / _IMPORTS
         steps: list[Think] = []
         for at in range(_IMPORTS):
             reads = [(file, part) for file in files if (part := _part(self._start._hot[file], at))]
@@ -286,11 +344,12 @@ class _NodeStart:
     def _checkpoint(self) -> None:
         self._stage("model_initialization.imports")
         checkpoint, start = self._scenario.checkpoint, self._start
-        shared = checkpoint.gb * checkpoint.replicated_share
-        mine = shared + (checkpoint.gb - shared) / start._num_nodes
-        num_bytes = max(int(mine * 1e9 / checkpoint.readers), 1)
+        shared = start._shared_bytes
+        passed_on = bool(shared) and start._peers and self._techniques.checkpoint
+        mine = (0.0 if passed_on else shared) + (checkpoint.gb * 1e9 - shared) / start._num_nodes
+        num_bytes = int(mine / checkpoint.readers)
         stream_bytes_per_s = checkpoint.stream_mb_s * 1e6
-        left = [checkpoint.readers]
+        left = [passed_on + (checkpoint.readers if num_bytes or not passed_on else 0)]
 
         def ended() -> None:
             left[0] -= 1
@@ -299,13 +358,21 @@ class _NodeStart:
                 start.ready()
 
         policy = Policy(stripes=checkpoint.stripes, parity=checkpoint.parity)
-        piece_bytes = min(max(num_bytes // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
+        piece_bytes = min(max(int(mine or shared) // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
         reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
-        for _ in range(checkpoint.readers):
+        if passed_on:
+            turn, by_name = start._nodes.index(self._node) / len(start._nodes), start._job.by_name
+            start.shared.read(
+                self._node.name, turn, checkpoint.readers, reads,
+                lambda name: self._node.way_from(by_name[name])[:-1],  # written into the cache, not decompressed
+                ended,
+            )  # fmt: skip
+        for _ in range(left[0] - passed_on):
             if self._techniques.checkpoint:
-                reads.read(num_bytes, ended)
+                reads.read(max(num_bytes, 1), ended, in_order=checkpoint.in_order)
             else:
-                start._datanodes.plain(num_bytes, self._down, self._engine.link("stream", stream_bytes_per_s), ended)
+                pace = self._engine.link("stream", stream_bytes_per_s)
+                start._datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
 
     def _down(self, link: Link) -> tuple[Link, ...]:
         """The way of bytes from a server to this node."""
@@ -319,6 +386,8 @@ def _name(at: int) -> str:
 def _fold(scenario: Scenario, num_nodes: int) -> int:
     """How many nodes are simulated as one: those of a rack, whose states are equal but for chance."""
     fold, rack_nodes = 1, scenario.links.rack_nodes
+    if scenario.checkpoint.replicated_share:  # who passes on what is between single nodes
+        return 1
     if any(fault.node is not None and fault.upload_factor < 1 for fault in scenario.fault):
         return 1
     while num_nodes >= 2 * fold * scenario.fold and rack_nodes % (2 * fold) == 0:
@@ -360,3 +429,17 @@ def _hot(num_blocks: int, share: float) -> Sequence[int]:
 
 def _part(blocks: Sequence[int], at: int) -> Sequence[int]:
     return blocks[at * len(blocks) // _IMPORTS : (at + 1) * len(blocks) // _IMPORTS]
+
+
+def environment_document(
+    name: str, scenario: Scenario, built_s: float, max_age_s: float | None = None
+) -> EnvironmentDocument:
+    """What the store has of a snapshot that was built then."""
+    digest = sha256(name.encode()).hexdigest()
+    stored = Stored(f"sha256:{digest}", 1)
+    size = int(scenario.environment.gb * 1e9)
+    file = block_file.BlockFile(f"sha256:{digest}", 1, digest, size, size, (Stripe(f"sha256:{digest}", size),))
+    return EnvironmentDocument(
+        digest, {}, file, stored, f"sha256:{digest}", ("/opt/venv",), 0, 1, size, (), (), {}, "observed", (),
+        "simulated", "1.0", built_s, scenario.environment.install_s, max_age_s,
+    )  # fmt: skip
