@@ -10,7 +10,6 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +23,7 @@ pytest_plugins = [
     "postgres",
     "s3_server",
     "shared_hdfs",
+    "side_by_side",
     "ways_image",
 ]
 
@@ -54,7 +54,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # What a failed run leaves is looked at.
-    if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
+    base = None if hasattr(session.config, "workerinput") else session.config.stash.get(_base, None)
+    if base is not None and session.exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(base / "t", ignore_errors=True)
 
 
@@ -77,25 +78,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files, in the order of `pytest_collection_modifyitems`; one takes all that share a server."""
-    from xdist.scheduler import LoadFileScheduling
-
-    from s3_server import SHARES_S3
-    from shared_hdfs import SHARES_HDFS
-
-    shared = {**dict.fromkeys(SHARES_HDFS, "shared_hdfs"), **dict.fromkeys(SHARES_S3, "shared_s3")}
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return shared.get(file, file)
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs servers, the kernel or time comes first: a slow file at the end would keep one worker, others idle."""
     if settings.get_current_profile_name() == "fuzz":
@@ -104,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             own = getattr(test, "_hypothesis_internal_use_settings", None)
             if own is not None and own.max_examples < _FUZZ_EXAMPLES:
                 test._hypothesis_internal_use_settings = settings(own, max_examples=10 * own.max_examples)
-    if hasattr(config, "workerinput"):
+    if config.option.workers:
         from shared_hdfs import SHARES_HDFS
 
         slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _FIRST)}

@@ -16,7 +16,6 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from starlette.requests import Request
 from starlette.responses import Response
@@ -244,6 +243,8 @@ def test_what_makes_no_sense_is_said_so(service: RunningService, path: str) -> N
 
 
 def test_the_api_is_what_its_document_says(service: RunningService) -> None:
+    import schemathesis  # takes a second, which all runs that collect this file would wait
+
     api = schemathesis.openapi.from_url(f"{service.url}/api/v1/openapi.json")
     routes = {getattr(route, "path_format", "") for route in service.service.routes()}
     documented = set(get(service, "/api/v1/openapi.json").json()["paths"]) | {"/api/v1/openapi.json"}
