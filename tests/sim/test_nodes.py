@@ -134,6 +134,12 @@ def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
     assert warm.began_s < cold.began_s
 
 
+def test_of_larger_blocks_a_start_loads_more() -> None:
+    scenarios = [read_scenario("moe", [*SMALL, f"image.block-kib={kib}", "image.gb=4"]) for kib in (256, 2048)]
+    loaded = [simulate(scenario, 2, "only image").registry_bytes for scenario in scenarios]
+    assert 1.3 * loaded[0] < loaded[1] < 1.6 * loaded[0]
+
+
 def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None:
     scenario = read_scenario("moe", SMALL)
     first, after, each = (simulate(scenario, 4, arm) for arm in ("first", "bootseer", "without environment"))

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -61,6 +61,9 @@ class Image(_Part, frozen=True):
     """Bytes stored for each of the files."""
     hot_share: _Share = 0.2
     """What a start reads of it."""
+    block_kib: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 256
+    """Of the block files: smaller ones compress less, of larger ones a start loads more that it does not read. `gb` and
+    `hot_share` are those of 256 KiB."""
     fixed_s: _NotNegative = 1.0
     """A mount, or a container of an image that is there."""
 
