@@ -83,6 +83,8 @@ def test_nodes_that_come_later_get_it_from_those_that_came_first(cluster, nodes,
         node.begin("file", WHOLE)
         assert node.ended()["digest"] == digest_of(content, WHOLE)
     assert sent(cluster) - before < 1.5 * SIZE  # as above
+    ends = all_read(nodes, ranges=[(0, 1)])
+    assert max(end["sent_bytes"] for end in ends) < 1.5 * SIZE  # the first one is not asked by all the others
 
 
 def test_what_each_reads_alone_comes_to_it_straight(cluster, nodes, content):
