@@ -39,6 +39,13 @@ def missing() -> str:
     return "" if (FETCHED / "stamp").exists() else "Hadoop was not fetched; scripts/hadoop.sh does it"
 
 
+def router_missing() -> str:
+    """Why no router (RBF) can be started here, "" when one can: what scripts/hadoop.sh fetches has none."""
+    home = os.environ.get("HADOOP_HOME", "")
+    found = home and any(Path(home, "share/hadoop/hdfs").glob("hadoop-hdfs-rbf-*.jar"))
+    return missing() if found else "this Hadoop has no routers: set HADOOP_HOME to an installed one"
+
+
 def class_path() -> list[str]:
     """Where the classes are; the virtual machine expands the stars itself. Folders come last: an archive of classes is
     taken only where the class path begins with the jars that it was made from."""

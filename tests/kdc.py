@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from bootseer.hdfs.sasl import PROTECTIONS
 from registry import free_port
 
 REALM = "EXAMPLE.COM"
@@ -28,6 +29,31 @@ def kdc_missing() -> str:
     """Why no Kerberos can be started here, "" when one can."""
     gone = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
     return f"{', '.join(gone)} not installed (Debian: krb5-kdc krb5-admin-server krb5-user)" if gone else ""
+
+
+def secured(kdc: Kdc) -> dict[str, str]:
+    """Settings of an HDFS that wants Kerberos, and offers every protection; its NameNodes are nn/localhost."""
+    settings = {
+        "hadoop.security.authentication": "kerberos",
+        "hadoop.security.authorization": "true",
+        "dfs.permissions.enabled": "true",
+        "dfs.block.access.token.enable": "true",
+        "dfs.data.transfer.protection": ",".join(PROTECTIONS),
+        "dfs.encrypt.data.transfer.cipher.suites": "AES/CTR/NoPadding",
+        "hadoop.rpc.protection": ",".join(PROTECTIONS),
+        # Hadoop asks for TLS on its web pages or for ports below 1024, neither of which matters here.
+        "ignore.secure.ports.for.testing": "true",
+        "dfs.cluster.administrators": "*",
+    }
+    for server, name in (("namenode", "nn"), ("datanode", "dn"), ("web.authentication", "HTTP")):
+        keytab = "dfs.web.authentication.kerberos.keytab" if name == "HTTP" else f"dfs.{server}.keytab.file"
+        settings |= {f"dfs.{server}.kerberos.principal": f"{name}/localhost@{REALM}", keytab: str(kdc.keytab)}
+    return settings
+
+
+def java_options(kdc: Kdc) -> str:
+    """For the environment of Hadoop's servers and tools: `JAVA_TOOL_OPTIONS`."""
+    return f"-Djava.security.krb5.conf={kdc.conf} --add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
 
 
 class Kdc:
@@ -44,18 +70,18 @@ class Kdc:
         }
         """For whoever uses it."""
         self._principals = principals
+        self._port = free_port()
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Kdc:
         self.folder.mkdir()
-        port = free_port()
         self.conf.write_text(
             f"[libdefaults]\n default_realm = {REALM}\n dns_lookup_kdc = false\n dns_canonicalize_hostname = false\n"
-            f" rdns = false\n udp_preference_limit = 1\n[realms]\n {REALM} = {{\n  kdc = 127.0.0.1:{port}\n }}\n"
+            f" rdns = false\n udp_preference_limit = 1\n[realms]\n {REALM} = {{\n  kdc = 127.0.0.1:{self._port}\n }}\n"
             f"[domain_realm]\n localhost = {REALM}\n"
         )
         (self.folder / "kdc.conf").write_text(
-            f"[kdcdefaults]\n kdc_listen = 127.0.0.1:{port}\n kdc_tcp_listen = 127.0.0.1:{port}\n"
+            f"[kdcdefaults]\n kdc_listen = 127.0.0.1:{self._port}\n kdc_tcp_listen = 127.0.0.1:{self._port}\n"
             f"[realms]\n {REALM} = {{\n"
             f"  database_name = {self.folder}/principal\n  key_stash_file = {self.folder}/stash\n }}\n"
             f"[logging]\n kdc = FILE:{self.folder}/kdc.log\n"
@@ -63,27 +89,36 @@ class Kdc:
         self._run("kdb5_util", "create", "-s", "-P", "secret", "-r", REALM)
         for name in self._principals:
             self.rekey(name, self.keytab)
-        with (self.folder / "server.log").open("wb") as log:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Let it answer again after `kill`."""
+        with (self.folder / "server.log").open("ab") as log:
             self._server = subprocess.Popen(["krb5kdc", "-n"], stdout=log, stderr=log, env=self._environment())
         until = time.monotonic() + _START_S
         while True:
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-                return self
+                socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
+                return
             except OSError:
                 if time.monotonic() > until or self._server.poll() is not None:
-                    self.__exit__(None, None, None)
+                    self.kill()
                     raise
             time.sleep(0.05)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it with SIGKILL; tickets that are there stay."""
         if self._server is not None:
             self._server.kill()
             self._server.wait()
 
-    def log_in(self, name: str) -> None:
+    def log_in(self, name: str, *, lifetime: str = "1d") -> None:
         """Get a ticket."""
-        self._run("kinit", "-k", "-t", str(self.keytab), name)
+        self._run("kinit", "-l", lifetime, "-k", "-t", str(self.keytab), name)
 
     def rekey(self, name: str, keytab: Path) -> None:
         """Give a new key to a principal, which may be new: earlier keytabs are of no more use."""

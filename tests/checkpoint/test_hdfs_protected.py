@@ -35,7 +35,7 @@ from bootseer.places import open_place
 from bootseer.places.place import Place
 from hdfs.whole_files import read_ranges
 from hdfs_cluster import HdfsCluster, needs_hdfs
-from kdc import REALM, Kdc, kdc_missing
+from kdc import REALM, Kdc, java_options, kdc_missing, secured
 from registry import free_port
 
 pytestmark = needs_hdfs
@@ -63,31 +63,12 @@ def kdc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kdc]:
         yield running
 
 
-def _java_options(kdc: Kdc) -> str:
-    return f"-Djava.security.krb5.conf={kdc.conf} --add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
-
-
 @pytest.fixture(scope="module")
 def kerberized(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    settings = {
-        "hadoop.security.authentication": "kerberos",
-        "hadoop.security.authorization": "true",
-        "dfs.permissions.enabled": "true",
-        "dfs.block.access.token.enable": "true",
-        "dfs.data.transfer.protection": ",".join(PROTECTIONS),
-        "dfs.encrypt.data.transfer.cipher.suites": "AES/CTR/NoPadding",
-        "hadoop.rpc.protection": ",".join(PROTECTIONS),
-        # Hadoop asks for TLS on its web pages or for ports below 1024, neither of which matters here.
-        "ignore.secure.ports.for.testing": "true",
-        "dfs.cluster.administrators": "*",
-    }
-    for server, name in (("namenode", "nn"), ("datanode", "dn"), ("web.authentication", "HTTP")):
-        keytab = "dfs.web.authentication.kerberos.keytab" if name == "HTTP" else f"dfs.{server}.keytab.file"
-        settings |= {f"dfs.{server}.kerberos.principal": f"{name}/localhost@{REALM}", keytab: str(kdc.keytab)}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("JAVA_TOOL_OPTIONS", _java_options(kdc))
+        patched.setenv("JAVA_TOOL_OPTIONS", java_options(kdc))
         folder = tmp_path_factory.mktemp("kerberized")
-        with HdfsCluster(folder, num_datanodes=2, settings=settings) as running:
+        with HdfsCluster(folder, num_datanodes=2, settings=secured(kdc)) as running:
             yield running
 
 
@@ -190,7 +171,7 @@ def test_a_jobs_token_does_instead_of_a_ticket_until_it_is_cancelled(
     kdc: Kdc, kerberized: HdfsCluster, logged_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "tokens"
-    monkeypatch.setenv("JAVA_TOOL_OPTIONS", _java_options(kdc))
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", java_options(kdc))
     kerberized.tool("hdfs.tools.DelegationTokenFetcher", "--renewer", "alice", str(file))
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(file))
     monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")

@@ -1,5 +1,5 @@
 """Two NameNodes of Hadoop 3.3.6 that stand for one service, with their edits in a folder that both see. No ZooKeeper:
-the test says which one is active.
+the test says which one is active, or observes.
 
     with HaPair(tmp_path, num_datanodes=2) as pair:
         client = HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))
@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -27,23 +29,39 @@ from typing import Any
 
 import hadoop
 from bootseer.errors import BootseerError
+from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.protobuf import Message, field
-from bootseer.hdfs.rpc import RemoteError, RpcConnection
+from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection
+from hdfs.whole_files import read_all
 from registry import free_port
 
 _START_S = 90.0
 _CALL_S = 30.0
 _PROTOCOL = "org.apache.hadoop.ha.HAServiceProtocol"
 _NAMES = ("one", "two")
-_ACTIVE = 1
+_PRINCIPAL = "dfs.namenode.kerberos.principal"
+_ACTIVE, _OBSERVER = 1, 3
+DATA = random.Random(11).randbytes(5_000_003)
 
 
 class HaPair:
-    """The pair and its DataNodes. Number 0 is active at first."""
+    """The pair and its DataNodes. Number 0 is active at first.
+
+    `settings`: more for the servers' hdfs-site.xml, `client_settings` for the clients'. Where these name a principal,
+    the methods need a ticket of the NameNodes' own user.
+    """
 
     service = "checkpoints"
 
-    def __init__(self, folder: Path, *, num_datanodes: int = 2, replication: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_datanodes: int = 2,
+        replication: int = 1,
+        settings: Mapping[str, str] | None = None,
+        client_settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder / "pair"
         self.conf_dir = str(folder / "client")
         self.active = 0
@@ -53,6 +71,8 @@ class HaPair:
         self._http = [f"127.0.0.1:{free_port()}" for _ in _NAMES]
         self._num_datanodes = num_datanodes
         self._replication = replication
+        self._settings = settings or {}
+        self._client_settings = client_settings or {}
         # Servers are told to die with the thread that has started them, so all are started by one that stays.
         self._starter = ThreadPoolExecutor(1)
 
@@ -72,28 +92,29 @@ class HaPair:
 
     def activate(self, number: int) -> None:
         """Let this NameNode be the active one. The other one must not be active any more."""
-        host, _, port = self.addresses[number].rpartition(":")
-        connection = RpcConnection(host, int(port), _PROTOCOL, "root", timeout_s=_CALL_S)
-        try:
-            connection.call("transitionToActive", field(1, field(1, 0)), _CALL_S)
-        finally:
-            connection.close()
+        self._ask(number, "transitionToActive", field(1, field(1, 0)))
         self.active = number
         self._wait("the active NameNode", lambda: self._has_all(number))
 
     def stand_by(self, number: int) -> None:
-        """Let this NameNode be active no more."""
-        host, _, port = self.addresses[number].rpartition(":")
-        connection = RpcConnection(host, int(port), _PROTOCOL, "root", timeout_s=_CALL_S)
-        try:
-            connection.call("transitionToStandby", field(1, field(1, 0)), _CALL_S)
-        finally:
-            connection.close()
+        """Let this NameNode be neither active any more, nor observe."""
+        self._ask(number, "transitionToStandby", field(1, field(1, 0)))
+
+    def observe(self, number: int) -> None:
+        """Let this NameNode, which stands by, be an observer."""
+        self._ask(number, "transitionToObserver", field(1, field(1, 0)))
+        self._wait("the observer", lambda: self._state(number) == _OBSERVER)
 
     def kill(self, number: int) -> None:
         """End a NameNode with SIGKILL."""
         self.namenodes[number].kill()
         self.namenodes[number].wait()
+
+    def restart_killed(self) -> None:
+        """Start what was killed."""
+        for number, process in enumerate(self.namenodes):
+            if process.poll() is not None:
+                self.restart(number)
 
     def restart(self, number: int) -> None:
         """Start a NameNode that was killed; it comes up as the one that waits."""
@@ -121,7 +142,7 @@ class HaPair:
                 for name, address in zip(_NAMES, self.addresses, strict=True)
             },
         }
-        hadoop.write_conf(Path(self.conf_dir), {"hdfs-site.xml": service})
+        hadoop.write_conf(Path(self.conf_dir), {"hdfs-site.xml": {**service, **self._client_settings}})
         core = {
             "fs.defaultFS": f"hdfs://{self.service}",
             "hadoop.tmp.dir": f"{self.folder}/scratch",
@@ -140,6 +161,7 @@ class HaPair:
             "dfs.namenode.safemode.extension": "0",
             "dfs.heartbeat.interval": "1",
             "dfs.namenode.datanode.registration.ip-hostname-check": "false",
+            **self._settings,
         }
         for number, name in enumerate(_NAMES):
             hdfs[f"dfs.namenode.name.dir.{self.service}.{name}"] = f"file://{self.folder}/namenode{number}"
@@ -192,12 +214,19 @@ class HaPair:
         raise RuntimeError(f"{what} is not ready after {_START_S} s: {logs}")
 
     def _state(self, number: int) -> int | None:
-        host, _, port = self.addresses[number].rpartition(":")
-        connection = RpcConnection(host, int(port), _PROTOCOL, "root", timeout_s=5.0)
         try:
-            return Message(connection.call("getServiceStatus", b"", 5.0)).number(1)
+            return Message(self._ask(number, "getServiceStatus", b"", 5.0)).number(1)
         except RemoteError:
             return None
+
+    def _ask(self, number: int, method: str, request: bytes, timeout_s: float = _CALL_S) -> bytes:
+        host, _, port = self.addresses[number].rpartition(":")
+        secured = _PRINCIPAL in self._client_settings
+        login = Login(self._client_settings, None, principal=_PRINCIPAL) if secured else None
+        user = "" if secured else "root"
+        connection = RpcConnection(host, int(port), _PROTOCOL, user, timeout_s=timeout_s, login=login)
+        try:
+            return connection.call(method, request, timeout_s)
         finally:
             connection.close()
 
@@ -212,3 +241,59 @@ class HaPair:
             and state["FSState"] == "Operational"
             and state["NumLiveDataNodes"] == self._num_datanodes
         )
+
+
+class Busy:
+    """Uses a folder over and over, in a thread of its own, until the `with` block ends; an error ends it too."""
+
+    def __init__(self, client: HdfsClient, folder: str) -> None:
+        self._client = client
+        self._folder = folder
+        self._is_over = threading.Event()
+        self.rounds = 0
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Busy:
+        self._thread.start()
+        self.wait(2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, rounds: int) -> None:
+        """So many more rounds, each of which begins and ends."""
+        wanted = self.rounds + rounds
+        until = time.monotonic() + 90
+        while self.rounds < wanted and self.error is None:
+            assert time.monotonic() < until, "no answer"
+            time.sleep(0.02)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                self._round(f"{self._folder}/{self.rounds}")
+                self.rounds += 1
+        except BaseException as error:
+            self.error = error
+
+    def _round(self, path: str) -> None:
+        client = self._client
+        client.put(f"{path}.small", DATA[:1000])
+        writer = client.create(f"{path}.long")
+        writer.write(DATA)
+        writer.close()
+        (part,) = client.begin_apart([f"{path}.part"], block_size=8 << 20)
+        part.write(DATA)
+        part.close()
+        found = {entry.path: entry.size_bytes for entry in client.list(self._folder)}
+        assert (found[f"{path}.small"], found[f"{path}.long"], found[f"{path}.part"]) == (1000, len(DATA), len(DATA))
+        assert read_all(client, f"{path}.long") == read_all(client, f"{path}.part") == DATA
+        client.rename(f"{path}.part", f"{path}.renamed")
+        assert client.stat(f"{path}.renamed").size_bytes == len(DATA)
+        client.delete(f"{path}.long")

@@ -215,7 +215,10 @@ class FakeNameNode(Peer):
     def __init__(self, spoil: str = "") -> None:
         super().__init__()
         self.spoil = spoil
-        self.answers: dict[str, Callable[[Message], bytes | tuple[str, str]]] = {"getServerDefaults": _no_encryption}
+        self.answers: dict[str, Callable[[Message], bytes | tuple[str, str]]] = {
+            "getServerDefaults": _no_encryption,
+            "getHAServiceState": lambda _: field(1, 1),
+        }
         self.asked: list[str] = []
 
     def serve(self, connection: socket.socket) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import UnreachableError, UnsupportedError
 from hdfs.peers import FakeNameNode, block, located
@@ -82,6 +82,12 @@ def test_errors_of_the_server_are_ours(peer: FakeNameNode, kind: str, expected: 
     assert type(error) is expected
     assert "hdfs://job/f" in str(error)
     assert "Stack" not in str(error)
+
+
+@pytest.mark.parametrize("said", ["Cannot find locations for /f", "not allowed, no eligible destination was found"])
+def test_what_a_router_has_no_cluster_for_is_not_tried_again(peer: FakeNameNode, said: str) -> None:
+    peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)
+    assert isinstance(error_of(asked(peer.port)), PermanentError)
 
 
 def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode) -> None:
@@ -199,7 +205,7 @@ def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None
         for _ in range(3):
             assert namenode.locate("/f").size_bytes == MIB
         namenode.close()
-        assert len(standby.asked) == 1
+        assert standby.asked.count("getServerDefaults") == 1
 
 
 def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
@@ -214,7 +220,45 @@ def test_none_that_is_active_is_said_in_time() -> None:
         standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", "standby")
         error = error_of(asked(standby.port), timeout_s=3.0)
         assert "no NameNode is active" in str(error)
-        assert len(standby.asked) > 1, "it may become active"
+        assert standby.asked.count("getServerDefaults") > 1, "it may become active"
+
+
+def test_an_error_names_all_that_were_asked() -> None:
+    with FakeNameNode() as standby:
+        said = "a.b.NoNamenodesAvailableException: none under other. Visit https://s.apache.org/sbnn-error"
+        standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", said)
+        gone = free_port()
+        error = error_of(asked(standby.port, gone), timeout_s=1.0)
+    assert f"active: 127.0.0.1:{standby.port}: NoNamenodesAvailableException: none under other; 127" in str(error)
+    assert f"127.0.0.1:{gone} cannot be reached" in str(error)
+
+
+def test_a_login_that_is_refused_is_told_at_once_beside_one_that_is_gone(peer: FakeNameNode) -> None:
+    kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
+    peer.answers["getServerDefaults"] = lambda _: (kind, "token (token for me) can't be found in cache")
+    assert isinstance(error_of(asked(peer.port, free_port()), timeout_s=2.0), AccessError)
+
+
+def test_a_rename_whose_answer_was_lost_is_done_where_the_servers_do_not_know_it_again(peer: FakeNameNode) -> None:
+    names = {"/a"}
+
+    def rename(request: Message) -> bytes | tuple[str, str]:
+        if request.text(1) not in names:
+            return "java.io.FileNotFoundException", f"rename source {request.text(1)} is not found."
+        names.remove(request.text(1))
+        names.add(request.text(2))
+        raise EOFError
+
+    def status(request: Message) -> bytes:
+        told = field(1, 2) + field(3, 1) + field(4, field(1, 0o644)) + field(5, "me") + field(6, "us")
+        return field(1, told + field(7, 1) + field(8, 1)) if request.text(1) in names else b""
+
+    peer.answers |= {"rename2": rename, "getFileInfo": status}
+    with closing(asked(peer.port)) as namenode:
+        Names(namenode).rename("/a", "/b", overwrite=False)
+        assert names == {"/b"}
+        with pytest.raises(NotFoundError):
+            Names(namenode).rename("/a", "/b", overwrite=False)
 
 
 def test_a_connection_that_the_server_has_closed_is_made_anew(peer: FakeNameNode) -> None:

@@ -74,6 +74,9 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "is a directory or file under",
         "block size is less than",
         "equested replication",
+        # Routers': no mount covers the path, or a name would move to another cluster.
+        "Cannot find locations for",
+        "no eligible destination",
     ),
 }
 """Parts of answers that mean something to the caller. Only the text says what an error is."""

@@ -22,7 +22,7 @@ from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.errors import NoRoomError, TakenError
 from bootseer.hdfs.located import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.protobuf import MalformedError, Message, field
+from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError, UnsupportedError
 from bootseer.units import format_bytes
 
@@ -86,7 +86,7 @@ class NewBlock:
 
 def ask_defaults(namenode: NameNode) -> WriteDefaults:
     """The NameNode's defaults for new files; the client's `dfs.replication` overrides its own."""
-    try:
+    with namenode.parsing("/"):
         answer = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
         wanted = namenode.cluster.settings.get("dfs.replication", "")
         found = WriteDefaults(
@@ -95,8 +95,6 @@ def ask_defaults(namenode: NameNode) -> WriteDefaults:
             checksum_kind=answer.number(8, CRC32),
             chunk_bytes=answer.number(2),
         )
-    except MalformedError as error:
-        raise _malformed(namenode, "/", error) from error
     if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes & (found.chunk_bytes - 1):
         # Packets must end where the bytes of a checksum do.
         raise UnsupportedError(f"checksums of {found.chunk_bytes} bytes are not supported by BootSeer's HDFS client")
@@ -135,11 +133,9 @@ class Lease:
             + field(6, replication)
             + field(7, block_size)
         )
-        try:
+        with namenode.parsing(path):
             status = self._create(request).message(1)
             self._file_id = status.number(13, 0)
-        except MalformedError as error:
-            raise _malformed(namenode, path, error) from error
         if 15 in status or 17 in status:
             namenode.ask("delete", field(1, path) + field(2, False), path, None)
             raise UnsupportedError(
@@ -174,7 +170,7 @@ class Lease:
                 self.renew()
 
     def _added(self, request: bytes) -> NewBlock:
-        try:
+        with self._namenode.parsing(self.path):
             answer = self._ask("addBlock", request)
             data = answer.data(1)
             located = Message(data)
@@ -182,8 +178,6 @@ class Lease:
             node_ids = tuple(located.every(3))
             kinds = tuple(located.numbers(7))
             ids = tuple(storage.decode("ascii", "replace") for storage in located.every(8))
-        except MalformedError as error:
-            raise _malformed(self._namenode, self.path, error) from error
         if not block.nodes:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
         return NewBlock(block, node_ids, kinds, ids)
@@ -232,7 +226,7 @@ class Lease:
             request += field(3, identity(block))
         until = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
-        try:
+        with self._namenode.parsing(self.path):
             # A NameNode that restarts meanwhile has all the time, as DataNodes have.
             while not self._ask("complete", request, max(until - time.monotonic(), _FIRST_PAUSE_S)).number(1):
                 if time.monotonic() + pause_s >= until:
@@ -242,8 +236,6 @@ class Lease:
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 self.renew()
             status = parse_status(self.path, self._ask("getFileInfo", field(1, self.path)).message(1))
-        except MalformedError as error:
-            raise _malformed(self._namenode, self.path, error) from error
         if status.size_bytes != size_bytes:
             raise TransientError(f"{self.path} has {status.size_bytes} bytes after {size_bytes} were written")
         return status
@@ -288,7 +280,3 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
     if cause.kind == "UnknownCryptoProtocolVersionException":
         return UnsupportedError  # a folder whose files are encrypted by their writers
     return None
-
-
-def _malformed(namenode: NameNode, path: str, error: MalformedError) -> TransientError:
-    return TransientError(f"hdfs://{namenode.cluster.authority}{path}: the NameNode's answer is malformed: {error}")

@@ -1,7 +1,7 @@
 """RPCs to the NameNodes of a cluster: where blocks lie, names and folders, and (`ask`) whatever else a caller encodes.
 
 Several NameNodes stand for one cluster (HA): one is active, the others say that they are not, hang or are gone. The
-one that answered last is asked first.
+one that answered last is asked first. Observers are never asked: they may lack what was written just now.
 
 Safe to use from many threads; each question has a connection of its own, at most `_MAX_CONNECTIONS` at a time.
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
@@ -47,10 +48,17 @@ _PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 2.0
 _FIRST_S: Final = 0.5
 """So long after it was made, a client waits for NameNodes at addresses where none has ever answered it."""
-_LATER = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"})
+_LATER = frozenset(
+    {"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"}
+) | {
+    "StateStoreUnavailableException"  # a router's
+}
 """Another NameNode may answer, or the same one when it has come up."""
+_NOISE = re.compile(r"\b(?:[a-z]\w*\.){2,}(?=[A-Z])|\. Visit https:.*")
+"""Around what a NameNode says of its state: the packages of classes, and where to read more."""
 _EVERYTHING: Final = (1 << 63) - 1
 _LIVE: Final = 2
+_OBSERVER: Final = 3
 
 
 class NameNode:
@@ -99,13 +107,11 @@ class NameNode:
         """The blocks from `start` on."""
         request = field(1, path) + field(2, start) + field(3, _EVERYTHING - start)
         answer = self.ask("getBlockLocations", request, path, timeout_s)
-        try:
+        with self.parsing(path):
             message = Message(answer)
             if 1 not in message:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_located(path, message.data(1), self._known_nodes)
-        except MalformedError as error:
-            raise TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}") from error
 
     def with_open_block(self, file: LocatedFile, *, timeout_s: float = 2.0) -> LocatedFile:
         """A file that is being written, with the bytes that its DataNodes have of its open block by now."""
@@ -134,21 +140,25 @@ class NameNode:
 
     def space(self) -> tuple[int, int]:
         """Bytes of all DataNodes together, and how many of them are free."""
-        answer = self.ask("getFsStats", b"", "/", None)
-        try:
-            message = Message(answer)
+        with self.parsing("/"):
+            message = Message(self.ask("getFsStats", b"", "/", None))
             return message.number(1), message.number(3)
-        except MalformedError as error:
-            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
 
     def rooms(self) -> dict[str, int]:
         """Bytes free on each live DataNode, by `host:port`. Raises `AccessError` where only an operator may ask."""
-        answer = self.ask("getDatanodeReport", field(1, _LIVE), "/", None)
-        try:
-            nodes = [Message(node) for node in Message(answer).every(1)]
+        with self.parsing("/"):
+            nodes = [
+                Message(node) for node in Message(self.ask("getDatanodeReport", field(1, _LIVE), "/", None)).every(1)
+            ]
             return {parse_node(node.message(1)).host_port: node.number(4, 0) for node in nodes}
+
+    @contextlib.contextmanager
+    def parsing(self, path: str) -> Iterator[None]:
+        """Errors of an answer's form that pass through here become `TransientError`."""
+        try:
+            yield
         except MalformedError as error:
-            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
+            raise TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}") from error
 
     def close(self) -> None:
         """Close idle connections; others close after their question, as do those of later ones."""
@@ -176,13 +186,14 @@ class NameNode:
         call = next(self._numbers) & _MAX_NUMBER
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
         pause_s = _PAUSE_S
-        problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
+        failed: dict[int, Exception] = {}
+        is_lost = False
         while True:
             unreachable: list[str] = []
             refusals: list[AccessError] = []
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
-                    raise problem
+                    raise self._problem(path, failed)
                 number = self._active
                 try:
                     answer = self._ask_one(number, method, request, call, until)
@@ -190,9 +201,10 @@ class NameNode:
                     return answer
                 except RemoteError as error:
                     self._has_answered = True
+                    error.is_again |= is_lost
                     if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
-                    problem = TransientError(f"{self._named(path)}: no NameNode is active: {error}")
+                    failed[number] = error
                 except UnsupportedError:
                     self._supported = False
                     raise
@@ -200,18 +212,32 @@ class NameNode:
                     unreachable += [str(error)] if isinstance(error, UnreachableError) else []
                     # A login that one of them refuses may be its fault alone.
                     refusals += [error] if isinstance(error, AccessError) else []
-                    problem = TransientError(f"{self._named(path)}: no NameNode answers: {error}")
+                    is_lost |= not isinstance(error, UnreachableError)
+                    if number not in failed or time.monotonic() < until:  # not what the end of the time has cut short
+                        failed[number] = error
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
-            if len(refusals) == num_namenodes:
+            if refusals and len(refusals) + len(unreachable) == num_namenodes:
                 raise refusals[0]
             self._check_there(path, unreachable)
+            problem = self._problem(path, failed)
             if time.monotonic() + pause_s >= until:
                 raise problem
             # All have been asked: the NameNode is starting, or a standby becomes active.
             _LOG.info("%s: asked again in %.1f s: %s", method, pause_s, problem)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _problem(self, path: str, failed: Mapping[int, Exception]) -> BootseerError:
+        """What to say of a time in which these NameNodes have failed, each by its number."""
+        said, what = [], "answers"
+        for number, error in failed.items():
+            text = str(error)
+            if isinstance(error, RemoteError):  # which does not say whose it is
+                what = "is active"
+                text = f"{':'.join(map(str, self.cluster.namenodes[number]))}: {_NOISE.sub('', text)}"
+            said.append(text)
+        return TransientError(f"{self._named(path)}: no NameNode {what}: {'; '.join(said) or 'none was asked in time'}")
 
     def check_there(self, path: str) -> None:
         """Raise `UnreachableError` when no server is at any of the addresses; for callers that use another client."""
@@ -244,7 +270,11 @@ class NameNode:
                 # A restarted server has closed what lay idle here: that says nothing of it.
                 with contextlib.suppress(TransientError):
                     return self._ask_over(idle, number, method, request, call, until)
-            return self._ask_over(self._connect(number, until), number, method, request, call, until)
+            try:
+                return self._ask_over(self._connect(number, until), number, method, request, call, until)
+            except RemoteError as error:
+                error.is_again = idle is not None
+                raise
         finally:
             free.release()
 
@@ -256,8 +286,11 @@ class NameNode:
             if not self._knows_encryption:
                 self._check_encryption(connection, until)
             answer = connection.call(method, request, self._left_s(until), number=call)
-        except RemoteError:
-            self._give(number, connection)
+        except RemoteError as error:
+            if error.kind == "StandbyException":  # the next time it may observe
+                connection.close()
+            else:
+                self._give(number, connection)
             raise
         except BaseException:
             connection.close()
@@ -273,9 +306,22 @@ class NameNode:
             token = delegation_token(self._services(host, port))
             login = Login(self.cluster.settings, token, principal="dfs.namenode.kerberos.principal")
             user = os.environ.get("HADOOP_PROXY_USER", "")
-        return RpcConnection(
+        connection = RpcConnection(
             host, port, _PROTOCOL, user, timeout_s=timeout_s, client_id=self._client_id, login=login
         )  # fmt: skip
+        if len(self.cluster.namenodes) > 1:
+            self._check_state(connection, until)
+        return connection
+
+    def _check_state(self, connection: RpcConnection, until: float) -> None:
+        """Refuse one that observes. Only where `dfs.namenode.state.context.enabled` is set it would do so itself."""
+        number = next(self._numbers) & _MAX_NUMBER
+        state = 0
+        with contextlib.suppress(RemoteError, MalformedError):  # of servers that know no observers
+            state = Message(connection.call("getHAServiceState", b"", self._left_s(until), number=number)).number(1)
+        if state == _OBSERVER:
+            connection.close()
+            raise RemoteError("StandbyException", "it observes, and may lack what was written just now")
 
     def _services(self, host: str, port: int) -> Iterator[str]:
         """What a delegation token may call this NameNode."""
@@ -285,20 +331,16 @@ class NameNode:
 
     def _ask_key(self) -> bytes:
         """The key with which DataNodes of a cluster that encrypts its data are logged in to."""
-        try:
+        with self.parsing("/"):
             return Message(self.ask("getDataEncryptionKey", b"", "/", None)).data(1)
-        except MalformedError as error:
-            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
         """Whether DataNodes want their data encrypted, which only the servers' settings say."""
         answer = connection.call(
             "getServerDefaults", b"", self._left_s(until), number=next(self._numbers) & _MAX_NUMBER
         )
-        try:
+        with self.parsing("/"):
             self.protection.encrypts = bool(Message(answer).message(1).number(6, 0))
-        except MalformedError as error:
-            raise TransientError(f"the NameNode's answer is malformed: {error}") from error
         if self.protection.needs_ciphers and not has_ciphers():
             raise UnsupportedError(
                 f"{self.cluster.authority} encrypts data transfer, which needs the Python package cryptography"
@@ -355,13 +397,11 @@ class Names:
         self._namenode = namenode
 
     def stat(self, path: str) -> FileStatus:
-        answer = self._ask("getFileInfo", field(1, path), path)
-        try:
+        with self._namenode.parsing(path):
+            answer = self._ask("getFileInfo", field(1, path), path)
             if 1 not in answer:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_status(path, answer.message(1))
-        except MalformedError as error:
-            raise self._malformed(path, error) from error
 
     def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
         folders = deque([path])
@@ -377,15 +417,21 @@ class Names:
         self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
-        self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
+        try:
+            self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
+        except NotFoundError as error:
+            # A NameNode behind a router does not know a question that is asked again, and has done it already.
+            if not isinstance(error.__cause__, RemoteError) or not error.__cause__.is_again:
+                raise
+            try:
+                self.stat(target)
+            except NotFoundError:
+                raise error from error.__cause__
 
     def delete(self, path: str, *, recursive: bool) -> bool:
         """Remove: whether there was anything."""
-        answer = self._ask("delete", field(1, path) + field(2, recursive), path)
-        try:
-            return bool(answer.number(1))
-        except MalformedError as error:
-            raise self._malformed(path, error) from error
+        with self._namenode.parsing(path):
+            return bool(self._ask("delete", field(1, path) + field(2, recursive), path).number(1))
 
     def set_permission(self, path: str, mode: int) -> None:
         self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
@@ -408,7 +454,7 @@ class Names:
         is_more = True
         while is_more:
             answer = self._ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
-            try:
+            with self._namenode.parsing(path):
                 if 1 not in answer:
                     raise NotFoundError(f"{self._named(path)} is not there")
                 page = answer.message(1)
@@ -418,17 +464,10 @@ class Names:
                     yield parse_status(f"{path.rstrip('/')}/{name}" if name else path, entry)
                 is_more = bool(page.number(2)) and bool(found)
                 after = found[-1].data(2) if found else b""
-            except MalformedError as error:
-                raise self._malformed(path, error) from error
 
     def _ask(self, method: str, request: bytes, path: str) -> Message:
-        try:
+        with self._namenode.parsing(path):
             return Message(self._namenode.ask(method, request, path, None))
-        except MalformedError as error:
-            raise self._malformed(path, error) from error
 
     def _named(self, path: str) -> str:
         return f"hdfs://{self._namenode.cluster.authority}{path}"
-
-    def _malformed(self, path: str, error: MalformedError) -> TransientError:
-        return TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}")

@@ -7,6 +7,7 @@ configuration has none says so in its first answer: `UnsupportedError`, and the 
 from __future__ import annotations
 
 import errno
+import fnmatch
 import functools
 import os
 import socket
@@ -62,6 +63,8 @@ class RemoteError(Exception):
         # Behind the first line stands a stack trace, which tells a user nothing.
         super().__init__(message.partition("\n")[0][:600])
         self.kind = kind.rpartition(".")[2]
+        self.is_again = False
+        """Whether the question may have been answered before, and that answer was lost."""
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -90,6 +93,7 @@ class Login:
         """`principal`: the setting that names the server's own; "" where only the token may be used."""
         self._token = token
         self._principal = settings.get(principal, "")
+        self._pattern = settings.get(f"{principal}.pattern", "")
         self._uses_tickets = bool(principal)
         self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
 
@@ -109,15 +113,16 @@ class Login:
 
     def _target(self, peer: str, service: str, host: str) -> str:
         """The name that the server has to prove. It tells it itself, and may not tell another than is configured."""
-        wanted_service, slash, rest = self._principal.partition("/")
-        if not slash:
+        wanted = self._pattern or self._principal
+        name, _, realm = wanted.partition("@")
+        if "/" not in name and not self._pattern:
             return f"{service}@{host}"
-        wanted_host, _, realm = rest.partition("@")
-        if (service, host) != (wanted_service, host if wanted_host == "_HOST" else wanted_host):
+        said = f"{service}/{host}"
+        if not (fnmatch.fnmatchcase(said, name) if self._pattern else said == name.replace("/_HOST", f"/{host}")):
             raise AccessError(
-                f"{peer} calls itself {service}/{host}, not {self._principal}; check dfs.namenode.kerberos.principal"
+                f"{peer} calls itself {said}, not {wanted}; check dfs.namenode.kerberos.principal (and its .pattern)"
             )
-        return f"{service}/{host}@{realm}" if realm else f"{service}@{host}"
+        return f"{said}@{realm}" if realm and "*" not in realm else f"{service}@{host}"
 
 
 class RpcConnection:

@@ -1,0 +1,134 @@
+"""A service of two NameNodes that wants Kerberos: fail-over under load, observers, no active NameNode, and no KDC."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from hdfs_cluster import needs_hdfs
+from kdc import REALM, Kdc, java_options, kdc_missing, secured
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.errors import AccessError, TransientError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings
+from hdfs.ha_pair import DATA, Busy, HaPair
+from hdfs.whole_files import read_all, read_ranges
+
+pytestmark = [*needs_hdfs, pytest.mark.skipif(bool(kdc_missing()), reason=kdc_missing())]
+_USER = "nn/localhost"
+"""The NameNodes' own, who may also lead them."""
+_CLIENT = {
+    "hadoop.security.authentication": "kerberos",
+    "dfs.data.transfer.protection": "authentication",
+    "dfs.namenode.kerberos.principal": f"other/_HOST@{REALM}",
+    "dfs.namenode.kerberos.principal.pattern": f"nn/*@{REALM}",
+}
+_OBSERVED = {"dfs.namenode.state.context.enabled": "true", "dfs.ha.tail-edits.in-progress": "true"}
+_END_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def kdc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kdc]:
+    with Kdc(tmp_path_factory.mktemp("kerberos"), (_USER, "dn/localhost", "HTTP/localhost")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def running(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HaPair]:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {**kdc.environment, "JAVA_TOOL_OPTIONS": java_options(kdc)}.items():
+            patched.setenv(name, value)
+        kdc.log_in(_USER)
+        folder = tmp_path_factory.mktemp("ha")
+        settings = {**secured(kdc), **_OBSERVED}
+        with HaPair(folder, num_datanodes=1, settings=settings, client_settings=_CLIENT) as started:
+            yield started
+
+
+@pytest.fixture
+def pair(running: HaPair) -> HaPair:
+    running.restart_killed()
+    return running
+
+
+def _client(pair: HaPair, call_s: float = 60.0) -> HdfsClient:
+    return HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir, call_s=call_s, close_s=call_s))
+
+
+def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_killed(pair: HaPair) -> None:
+    with closing(_client(pair)) as client, contextlib.ExitStack() as all_busy:
+        client.put("/kept", DATA)
+        kept = client.reads().open("/kept")
+        several = [all_busy.enter_context(Busy(client, f"/busy/{number}")) for number in range(2)]
+        for kill in (False, True):
+            before = pair.active
+            if kill:
+                pair.kill(before)
+            else:
+                pair.stand_by(before)
+            assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
+            pair.activate(1 - before)
+            for busy in several:
+                busy.wait(1)
+        assert client.fallback == client.reads().facts()["fallback"] == ""
+
+
+def test_without_an_active_namenode_errors_name_all_and_reads_that_run_go_on(pair: HaPair) -> None:
+    observer = 1 - pair.active
+    pair.observe(observer)
+    with closing(_client(pair)) as client, closing(_client(pair, 2.0)) as hasty:
+        client.put("/written", DATA)
+        assert read_all(client, "/written") == DATA
+        writer = client.create("/long")
+        writer.write(DATA)
+        kept = hasty.reads().open("/written")
+        pair.kill(pair.active)
+        for ask in (
+            lambda: hasty.stat("/written"),
+            lambda: hasty.put("/other", b"x"),
+            lambda: hasty.reads().open("/written", deadline_s=2.0),
+        ):
+            with pytest.raises(TransientError, match="no NameNode is active") as error:
+                ask()
+            for address in pair.addresses:
+                assert address in str(error.value)
+        assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
+        pair.stand_by(observer)
+        pair.activate(observer)
+        writer.close()
+        assert read_all(client, "/long") == DATA
+
+
+def test_without_a_kdc_all_goes_on_until_the_ticket_ends(kdc: Kdc, running: HaPair) -> None:
+    def ask_anew() -> int:
+        with closing(_client(running)) as fresh:
+            return fresh.stat("/early").size_bytes
+
+    kdc.log_in(_USER, lifetime="6s")
+    with closing(_client(running)) as client:
+        client.put("/early", DATA)
+        kept = client.reads().open("/early")
+        writer = client.create("/late")
+        writer.write(DATA[:1000])
+        kdc.kill()
+        try:
+            assert ask_anew() == len(DATA)
+            until = time.monotonic() + _END_S
+            with pytest.raises(AccessError, match=r"Ticket expired; renew the ticket"):
+                while time.monotonic() < until:
+                    assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
+                    ask_anew()
+                    time.sleep(0.2)
+            assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
+            writer.write(DATA[1000:])
+        finally:
+            kdc.start()
+            kdc.log_in(_USER)
+        writer.close()
+        assert read_all(client, "/late") == DATA
