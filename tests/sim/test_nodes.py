@@ -134,6 +134,14 @@ def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
     assert warm.began_s < cold.began_s
 
 
+def test_an_image_nearly_all_of_which_is_needed_is_pulled_first() -> None:
+    lazy, pulled = (
+        simulate(read_scenario("moe", [*SMALL, f"image.hot-share={share}"]), 2, "bootseer") for share in (0.2, 0.9)
+    )
+    assert lazy.stages()["image_loading"]["max_s"] < 1.3 < pulled.stages()["image_loading"]["median_s"]
+    assert pulled.registry_bytes > 0.4e9 > lazy.registry_bytes
+
+
 def test_of_larger_blocks_a_start_loads_more() -> None:
     scenarios = [read_scenario("moe", [*SMALL, f"image.block-kib={kib}", "image.gb=4"]) for kib in (256, 2048)]
     loaded = [simulate(scenario, 2, "only image").registry_bytes for scenario in scenarios]

@@ -16,6 +16,7 @@ from random import Random
 from statistics import median
 from typing import Any, Final
 
+from bootseer.artifact.loading import PULL, Missing, predict
 from bootseer.blocks import block_file
 from bootseer.blocks.index import Stripe
 from bootseer.checkpoint.layout import Policy
@@ -287,11 +288,23 @@ class _NodeStart:
             self._node.loaders[0].prefetch(hot)
         fixed_s = image.fixed_s * self._factor
         if techniques.image:
-            self._engine.after(fixed_s, self._environment)
+            self._load(lambda: self._engine.after(fixed_s, self._environment))
             return
         unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
         way = (*self._down(self._start._pulls), unpack)
         self._engine.start(way, image.gb * 1e9, lambda: self._engine.after(fixed_s, self._environment))
+
+    def _load(self, mounted: Callable[[], None]) -> None:
+        """Lazily, or all of the image first, as `artifact.loading` predicts; without a record lazily, as asked for."""
+        file, hot, loader = self._start._job.files[IMAGE], self._start._hot[IMAGE], self._node.loaders[0]
+        missing = [block for block in range(file.num_blocks) if (IMAGE, block) not in self._node.here]
+        size = file.stored_block_bytes
+        predicted = predict(Missing(len(missing) * size, len(missing), len(hot) * size))
+        if predicted.mode == PULL and missing and self._techniques.record:
+            loader.pull(IMAGE)
+            loader.read(IMAGE, missing, lambda answer: mounted())
+        else:
+            mounted()
 
     def _environment(self) -> None:
         self._stage("image_loading")
