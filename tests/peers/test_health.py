@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bootseer.peers.health import Asked, Health
 
 MIB = 1 << 20
@@ -54,12 +56,59 @@ def test_requests_that_were_under_way_when_a_peer_was_late_do_not_count_again() 
     assert health.absent(4.0) == {"a"}
 
 
-def test_one_that_fills_is_not_late_however_long_it_takes() -> None:
-    health = Health()
-    asked = health.asked("a", 0.0)
-    for tenth in range(1, 600):
+def filling(health: Health, peer: str, since_s: float, until_s: float, *, moves: bool = False) -> Asked:
+    asked = health.asked(peer, since_s)
+    for tenth in range(round(since_s * 10) + 1, round(until_s * 10)):
         assert health.late_at(asked) > tenth / 10
-        health.filling(asked, tenth / 10)
+        health.filling(asked, tenth / 10, moves=moves)
+    return asked
+
+
+def test_one_that_fills_and_gets_something_meanwhile_is_not_late_before_a_minute() -> None:
+    health = Health()
+    asked = filling(health, "a", 0.0, 60.0, moves=True)
+    assert health.late_at(asked) == 60.0
+
+
+def test_one_that_fills_is_not_late_before_it_has_sent_nothing_at_all_for_20_seconds() -> None:
+    health = Health()
+    asked = filling(health, "a", 0.0, 20.0)
+    answered(health, "a", 100, 1.0, at_s=18.9)
+    assert health.late_at(asked) == 21.9  # by silence
+    health.filling(asked, 39.8, moves=False)
+    assert health.late_at(asked) == 39.9
+
+
+@pytest.mark.parametrize(("other_s", "is_out"), [(None, True), (5.0, True), (-5.0, False)])
+def test_one_that_fills_for_ever_is_left_alone_where_others_send_meanwhile(other_s: float | None, is_out: bool) -> None:
+    """Where none does, the origin hangs, and to ask it instead of the owners would be all nodes at once."""
+    health = Health()
+    if other_s is not None:
+        answered(health, "b", 100, 0.1, at_s=10.0 + other_s)
+    for _ in range(2):
+        health.ended(filling(health, "a", 10.0, 30.0), late=True, now_s=30.0)
+    assert health.absent(69.9) == ({"a"} if is_out else frozenset())
+    assert health.absent(70.0) == frozenset()
+
+
+def test_one_that_refuses_for_ever_is_left_alone() -> None:
+    health = Health()
+    for now_s in (0.0, 15.0, 19.9):
+        health.refused("a", now_s)
+    assert health.absent(19.9) == frozenset()
+    answered(health, "a", 100, 0.1, at_s=19.9)
+    health.refused("a", 39.9)
+    assert health.absent(39.9) == frozenset()
+    health.refused("a", 40.0)
+    assert health.absent(79.9) == {"a"}
+    assert health.absent(80.0) == frozenset()
+
+
+def test_bytes_that_drip_are_late_where_nothing_is_known_of_others() -> None:
+    health = Health()
+    hedged(health, 2)
+    assert health.late_at(receiving(health, 100, 17.0)) == 19.0  # by silence
+    assert 20.0 < health.late_at(receiving(health, 100, 19.9)) < 20.2
 
 
 def receiving(health: Health, rate: float, seconds: float, length: int = 4 * MIB) -> Asked:

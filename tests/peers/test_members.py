@@ -7,11 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bootseer.errors import AccessError, BootseerError, CorruptError, UsageError
+from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError, UsageError
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
 from bootseer.peers.interfaces import Interface, chosen
@@ -63,17 +64,53 @@ def test_lines_that_name_no_node(line: str) -> None:
     [
         [],
         {"name": "a", "addresses": [], "rack": ""},
-        {"name": "a\r\nX: y", "addresses": ["h:1"], "rack": ""},
-        {"name": "a", "addresses": ["h:1"] * 17, "rack": ""},
-        {"name": "a", "addresses": ["h:1 "], "rack": ""},
-        {"name": 7, "addresses": ["h:1"], "rack": ""},
+        {"name": "a\r\nX: y", "addresses": ["10.0.0.1:1"], "rack": ""},
+        {"name": "a", "addresses": ["10.0.0.1:1"] * 17, "rack": ""},
+        {"name": "a", "addresses": ["10.0.0.1:1 "], "rack": ""},
+        {"name": 7, "addresses": ["10.0.0.1:1"], "rack": ""},
         {"name": "a", "addresses": [1], "rack": ""},
-        {"name": "a", "addresses": ["h:1"]},
+        {"name": "a", "addresses": ["10.0.0.1:1"]},
     ],
 )
 def test_malformed_announcements_are_passed_over(said: object) -> None:
     with pytest.raises(CorruptError):
         parse_record(json.dumps(said).encode())
+
+
+def test_an_announcement_that_is_nested_too_deeply_is_passed_over() -> None:
+    with pytest.raises(CorruptError):
+        parse_record(b"[" * 4096)
+
+
+@pytest.mark.parametrize(
+    "address", ["metadata.google.internal:80", "169.254.169.254:80", "224.0.0.1:17507", "0.0.0.0:1", "[fe80::1]:17507"]
+)
+def test_an_announced_address_that_is_no_nodes_is_passed_over(address: str) -> None:
+    with pytest.raises(CorruptError):
+        parse_record(json.dumps({"name": "a", "addresses": [address], "rack": ""}).encode())
+
+
+def test_many_dead_nodes_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round asks for a second, and begins the next with those that were not asked yet."""
+    monkeypatch.setattr("bootseer.peers.members._ROUND_S", 0.05)
+    monkeypatch.setattr("bootseer.peers.members._RETRY_S", 0.0)
+    asked: list[str] = []
+
+    def probe(address: str) -> str:
+        asked.append(address)
+        time.sleep(0.1)
+        raise TransientError("silent")
+
+    dead = [Peer(name, (name,)) for name in (f"{number}:1" for number in range(200))]
+    members = Membership(Listed(SECRET, lambda: dead), probe)
+    rounds = 0
+    while len(set(asked)) < len(dead):
+        before = len(asked)
+        members.refresh()
+        rounds += 1
+        assert before < len(asked) < before + len(dead)
+    assert rounds >= 2
+    assert len(asked) < len(dead) + 64, "none was asked again before all had been asked"
 
 
 def probe(address: str, secret: bytes = SECRET) -> str:

@@ -33,7 +33,16 @@ def test_of_many_nodes_a_few_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"ready": 1}', b'{"ready": 1, "others": [1]}', b'{"ready": 1, "others": {"a": 2}}']
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"ready": 1}',
+        b'{"ready": 1, "others": [1]}',
+        b'{"ready": 1, "others": {"a": 2}}',
+        b'{"ready": Infinity, "others": {}}',
+        b"[" * (1 << 14),
+    ],
 )
 def test_a_malformed_answer_is_refused(body: bytes) -> None:
     with pytest.raises(CorruptError):

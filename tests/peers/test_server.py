@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ class File:
     """A whole file, or one whose second MiB comes when `arrive` is called."""
 
     size_bytes = len(DATA)
+    num_ready = 0
 
     def __init__(self, path: Path, *, is_whole: bool = True) -> None:
         path.write_bytes(DATA)
@@ -126,7 +128,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
     client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), heard=heard)
     client.close()
     assert into == DATA[2 << 20 : (2 << 20) + 4096]
-    assert signs[:5] == [0] * 5
+    assert signs[:5] == [0, 0, 0, -1, -1], "it lives, and gets nothing"
 
 
 def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
@@ -226,15 +228,66 @@ def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) 
         ask(server[1], 0, MAX_RANGE + 1)
 
 
-def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str]) -> None:
-    held = [socket.create_connection(server[1].rsplit(":", 1), 5) for _ in range(MAX_CONNECTIONS)]
-    while len(server[0]._connections) < MAX_CONNECTIONS:
+def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str], file: File) -> None:
+    held = [threading.Thread(target=ask, args=(server[1], 1 << 20, 4096)) for _ in range(MAX_CONNECTIONS)]
+    for thread in held:
+        thread.start()
+    while len(file.waiting) < MAX_CONNECTIONS:
         pass
     with pytest.raises(TransientError, match="too many connections") as caught:
         ask(server[1], 0, 4096)
     assert caught.value.retry_after_s == 1.0
+    for done in file.waiting:
+        done(None)
+    for thread in held:
+        thread.join()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /v1/hel"])
+def test_connections_that_say_nothing_keep_no_node_out(server: tuple[Server, str], said: bytes) -> None:
+    held = [socket.create_connection(server[1].rsplit(":", 1), 5) for _ in range(2 * MAX_CONNECTIONS)]
+    for sock in held:
+        sock.sendall(said)
+    assert ask(server[1], 0, 4096) == DATA[:4096]
     for sock in held:
         sock.close()
+
+
+def test_a_head_by_drops_ends_its_connection(server: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(TransientError, match="too slowly"):
+        dripping = threading.Thread(target=drip, args=(listening,))
+        dripping.start()
+        try:
+            ask(address_of(listening), 0, 4096, wait_s=0.3)
+        finally:
+            dripping.join()
+
+
+def drip(listening: socket.socket) -> None:
+    with listening.accept()[0] as sock, contextlib.suppress(OSError):
+        while True:
+            sock.sendall(b"x")
+            time.sleep(0.05)
+
+
+def test_a_server_that_was_out_of_descriptors_takes_connections_again(
+    file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(socket.socket):
+        refused = 3
+
+        def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+            self.refused -= 1
+            if self.refused >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    listening = Refusing()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    server = Server([listening], SECRET, {FILE: file}.get)
+    assert ask(address_of(listening), 0, 4096) == DATA[:4096]
+    server.close()
 
 
 def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -> None:

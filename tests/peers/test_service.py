@@ -146,8 +146,12 @@ def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
     node.job.register_blocks(source)
     monkeypatch.setattr("bootseer.cache.file._RESERVE_BYTES", 1 << 60)
     monkeypatch.setattr("bootseer.cache.file._RESERVE_SHARE", 1.0)
-    with pytest.raises(TransientError, match="could not get it"):
+    with pytest.raises(NotFoundError):
         node.ask(index, 2)
+    filled = node.blocks.figures()["filled_bytes"]
+    with pytest.raises(NotFoundError):
+        node.ask(index, 3)
+    assert node.blocks.figures()["filled_bytes"] == filled > 0, "it is not fetched for every node that asks"  # type: ignore[operator]
 
 
 def test_another_index_under_the_name_is_refused(node: Node, index: Index, source: BlockSource, tmp_path: Path) -> None:
@@ -177,3 +181,20 @@ def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -
         node.service._training_began()
         assert server._max_rate == 6_250_000
         assert '"limit": 6250000' in (tmp_path / "peers" / "members.json").read_text()
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:
+    """Something that cannot be replaced stands for it."""
+    told, state = tmp_path / "peers" / "members.json", tmp_path / "peers" / "state.json"
+    before = told.read_bytes()
+    for path in (told, state):
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    node.service._training_began()
+    node.run_until_ready()
+    for path in (told, state):
+        path.rmdir()
+    until = time.monotonic() + 300
+    while not told.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert b'"limit": 6250000' in told.read_bytes() != before

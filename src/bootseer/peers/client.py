@@ -21,6 +21,8 @@ from bootseer.peers.readiness import Readiness, StartReport
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
 _MAX_READERS: Final = 1 << 14
+_MAX_INTERIM: Final = 10_000
+"""Signs of life of one answer, of which there are ten in a second: more than can be waited for."""
 
 
 class UnreachableError(TransientError):
@@ -51,12 +53,12 @@ class Watch:
         """See `Client.stream`. Raises `TransientError` when the peer is late."""
         now_s, health, asked = time.monotonic(), self._health, self._asked
         with self._lock:
-            if num_bytes:
+            if num_bytes > 0:
                 health.received(asked, num_bytes, now_s)
             elif self._calls == 1:
                 health.connected(asked, now_s)
             elif self._calls:
-                health.filling(asked, now_s)
+                health.filling(asked, now_s, moves=num_bytes == 0)
             left_s = health.late_at(asked) - now_s
         self._calls += 1
         if left_s <= 0:
@@ -77,11 +79,15 @@ class Watch:
             match error:
                 case NotFoundError():
                     health.not_there(asked.peer, now_s, file)
-                case UnreachableError() | AccessError() | CorruptError():
+                case UnreachableError() | AccessError():
                     health.not_there(asked.peer, now_s)
+                case CorruptError():
+                    health.lied(asked.peer, str(error))
                 case TransientError(retry_after_s=None) if not isinstance(error, FillFailedError):
                     late = True
                     health.hedged()
+                case TransientError() if error.retry_after_s is not None:
+                    health.refused(asked.peer, now_s)
             health.ended(asked, late=late, now_s=now_s)
         return late
 
@@ -111,10 +117,11 @@ class Client:
         """Fill the parts of a range one after the other, and give each as soon as it is full.
 
         Closing the iterator ends the request. `heard` is called at the beginning, at each sign of life and after each
-        piece of the body, with the number of bytes that have come since the last call; it returns how many seconds to
-        wait for the next one, or raises. Raises `TransientError` when these pass, or the peer is gone or full (with
-        `retry_after_s`); `UnreachableError` where there is no connection, `FillFailedError` when it could not get it;
-        `NotFoundError` for what it does not serve, `AccessError` when it does not accept the secret.
+        piece of the body, with the number of bytes that have come since the last call, -1 where the peer has got
+        nothing itself since; it returns how many seconds to wait for the next one, or raises. Raises `TransientError`
+        when these pass, or the peer is gone or full (with `retry_after_s`); `UnreachableError` where there is no
+        connection, `FillFailedError` when it could not get it; `NotFoundError` for what it does not serve,
+        `AccessError` when it does not accept the secret.
         """
         connection, signer = self._connection(address, min(heard(0), _CONNECT_S))
         try:
@@ -161,9 +168,10 @@ class Client:
             length = head.fields.get("content-length", "")
             if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
                 raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
-            body = memoryview(bytearray(int(length)))
+            body, until_s = memoryview(bytearray(int(length))), connection.until_s()
             left = body
             while left:
+                connection.check(until_s)
                 left = left[connection.read_some(left) :]
         except BaseException:
             connection.sock.close()
@@ -180,11 +188,14 @@ class Client:
             connection.sock.close()
 
     def _read_head(self, connection: Connection, length: int, heard: Callable[[int], float]) -> None:
-        while True:
+        had = ""
+        for _ in range(_MAX_INTERIM):
             head = _checked(connection.read_head(), connection.peer)
             if head.first[0] != "102":
                 break
-            connection.sock.settimeout(heard(0))
+            has = head.fields.get("bootseer-ready", "")
+            connection.sock.settimeout(heard(0 if has != had else -1))
+            had = has
         if head.first[0] != "206" or head.fields.get("content-length") != str(length):
             raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 
@@ -229,6 +240,9 @@ class Client:
             if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
                 raise AccessError(f"{address} does not know this job's secret")
             return connection, signer, name
+        except CorruptError as error:  # another program's port, as long as it has not shown that it knows the secret
+            sock.close()
+            raise AccessError(f"{address} is no node of this job: {error}") from error
         except BaseException:
             sock.close()
             raise

@@ -6,6 +6,7 @@ import hmac
 import os
 import select
 import socket
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,8 @@ def tls_contexts(secret: bytes) -> tuple[SSLContext, SSLContext]:
 
 
 class Connection:
-    """Owns the socket. All methods raise `TransientError` when the other side is gone, or silent for `timeout_s`."""
+    """Owns the socket. All methods raise `TransientError` when the other side is gone, or silent for `timeout_s`; a
+    message that does not come to its end has no more than twice as long."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.sock = sock
@@ -72,10 +74,11 @@ class Connection:
 
     def read_head(self) -> Head | None:
         """The next head; None when the other side has closed the connection between two messages."""
-        data = self._received
+        data, until_s = self._received, self.until_s()
         while (end := data.find(_END)) < 0:
             if len(data) > MAX_HEAD:
                 raise CorruptError(f"{self.peer}: the head of a message is longer than {MAX_HEAD} bytes")
+            self.check(until_s)
             more = self._receive(MAX_HEAD)
             if not more:
                 if data:
@@ -84,6 +87,15 @@ class Connection:
             data += more
         self._received = data[end + len(_END) :]
         return parse_head(data[:end])
+
+    def until_s(self) -> float:
+        """When a message that begins now has to be here."""
+        return time.monotonic() + (self.sock.gettimeout() or 0.0)
+
+    def check(self, until_s: float) -> None:
+        """Raise `TransientError` for a message that comes too slowly: each of its bytes in time, and never all."""
+        if time.monotonic() > until_s:
+            raise TransientError(f"{self.peer} sends a message too slowly")
 
     def read_some(self, into: memoryview) -> int:
         """Bytes of a body: how many were written to the beginning of `into`, at least one."""

@@ -2,7 +2,8 @@
 
 An owner that waits for the origin is not late: it says so at once and again (`filling`), and to take that for
 silence would send the whole job to the origin, since all wait for the origin at the beginning of a start. Late is
-silence, or bytes that come at less than an eighth of the median peer's rate.
+silence, or bytes that come at less than an eighth of the median peer's rate; and a peer that promises for ever, which
+is left alone where others send meanwhile: then it is not the origin that hangs.
 
 Three bounds keep trouble small: hedged requests are at most 5 % of all, a peer that was late 2 times of its last 8 is
 not asked for 5 s (a circuit breaker), and one that sent a wrong block is not asked again by this job.
@@ -40,6 +41,15 @@ _SLOW_S: Final = 2.0
 _HEDGED: Final = 0.05
 _FIRST_HEDGES: Final = 2
 """Before twenty requests were made, so many may be hedged all the same."""
+STILL_S: Final = 20.0
+"""A peer that promises bytes, and for so long has neither sent any nor got any itself, is given up: a reader waits for
+30 s in all, and has the second in rank or the origin still before it."""
+_MOST_STILL: Final = 3
+"""Whatever it says, after so many times as long; one that is sound says after 30 s that it did not get them."""
+_FLOOR: Final = 1 << 14
+"""Bytes in a second that an answer brings in the long run, whatever is known of other peers."""
+_REST: Final = 2
+"""A peer that is left alone is so for at least so many times what was lost with it."""
 _LATE: Final = 2
 _LAST: Final = 8
 _OUT_S: Final = 5.0
@@ -58,6 +68,8 @@ class Asked:
     heard_s: float
     """Of the latest sign of life: that it fills, or bytes."""
     sent_s: float
+    moved_s: float
+    """Since when its peer has got nothing, as far as it says."""
     answered: bool = False
     body_s: float | None = None
     """Since when bytes come."""
@@ -73,6 +85,10 @@ class _Known:
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
     late_s: float = float("-inf")
     """When it was late most recently. Requests that were under way then belong to the same trouble."""
+    sent_s: float = float("-inf")
+    """When it sent bytes most recently."""
+    refused_s: float | None = None
+    """Since when it has too many connections."""
     lied: str = ""
 
 
@@ -94,15 +110,17 @@ class Health:
     def asked(self, peer: str, now_s: float, length: int = 1 << 20) -> Asked:
         """A request begins."""
         self.requests += 1
-        return Asked(peer, length, now_s, now_s, now_s)
+        return Asked(peer, length, now_s, now_s, now_s, now_s)
 
     def connected(self, asked: Asked, now_s: float) -> None:
         """There is a connection: the request is sent now."""
         asked.sent_s = asked.heard_s = now_s
 
-    def filling(self, asked: Asked, now_s: float) -> None:
-        """The peer says that it waits for the origin."""
+    def filling(self, asked: Asked, now_s: float, *, moves: bool = True) -> None:
+        """The peer says that it waits for the origin. `moves`: and that something has come there meanwhile."""
         self._heard(asked, now_s)
+        if moves:
+            asked.moved_s = now_s
 
     def received(self, asked: Asked, num_bytes: int, now_s: float) -> None:
         """Bytes of the answer came."""
@@ -110,15 +128,23 @@ class Health:
         if asked.body_s is None:
             asked.body_s = now_s
         asked.num_bytes += num_bytes
+        self._known.setdefault(asked.peer, _Known()).sent_s = now_s
         if now_s >= self._slow_at(asked):  # without a hedge left it goes on, but its peer counts as late
             self._note_late(asked, now_s)
 
     def late_at(self, asked: Asked) -> float:
         """When this request is late if nothing more comes. Where no hedge is left, only long silence is, and what one
         asked of a peer before it was known to be late."""
+        still_at = self._still_at(asked)
         if self._has_hedged_enough and asked.heard_s >= self._out.get((asked.peer, ""), asked.heard_s):
-            return asked.heard_s + _LONG_SILENCE_S
-        return min(asked.heard_s + self._silence_s, self._slow_at(asked))
+            return min(asked.heard_s + _LONG_SILENCE_S, still_at)
+        return min(asked.heard_s + self._silence_s, self._slow_at(asked), still_at)
+
+    def _still_at(self, asked: Asked) -> float:
+        if asked.body_s is not None:
+            return asked.body_s + STILL_S + asked.num_bytes / _FLOOR
+        sent_s = self._known[asked.peer].sent_s if asked.peer in self._known else float("-inf")
+        return min(max(asked.moved_s, sent_s) + STILL_S, max(asked.since_s, sent_s) + _MOST_STILL * STILL_S)
 
     def _usual_rate(self) -> float:
         return median([known.rate for known in self._known.values() if known.rate] or [0.0])
@@ -150,6 +176,15 @@ class Health:
     def not_there(self, peer: str, now_s: float, file: str = "") -> None:
         """The peer does not listen, or does not serve this file."""
         self._leave_alone(peer, file, now_s + _ABSENT_S)
+
+    def refused(self, peer: str, now_s: float) -> None:
+        """The peer has too many connections. It is to be asked again; not for ever."""
+        known = self._known.setdefault(peer, _Known())
+        since_s = max(known.refused_s or now_s, known.sent_s)
+        known.refused_s = since_s
+        if now_s >= since_s + STILL_S:
+            known.refused_s = None
+            self._leave_alone(peer, "", now_s + _REST * STILL_S)
 
     def lied(self, peer: str, what: str) -> None:
         """The peer sent a block that is not what its digest says: it is not asked again."""
@@ -195,6 +230,11 @@ class Health:
         if asked.since_s <= known.late_s:
             return
         known.late_s = now_s
+        if asked.answered and asked.body_s is None and now_s >= self._still_at(asked):
+            others = [other.sent_s for name, other in self._known.items() if name != asked.peer]
+            if not others or max(others) > asked.since_s:
+                self._leave_alone(asked.peer, "", now_s + _REST * (now_s - asked.since_s))
+            return
         known.late.append(True)
         if sum(known.late) >= _LATE:
             known.late.clear()

@@ -36,7 +36,9 @@ _SLOW_S, _PER_PEER_S = 2.0, 0.02
 _RETRY_S: Final = 2.0
 _AGAIN_S, _AGAIN_PER_PEER_S = 15.0, 0.05
 """One that answered is asked again after a while, since it may have died."""
-_PROBES: Final = 16
+_PROBES: Final = 64
+_ROUND_S: Final = 1.0
+"""Nodes that were not asked by then wait for the next round: what is known by now counts first."""
 _SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
@@ -129,9 +131,17 @@ class Membership:
         own = self._source.own
         listed = {peer for peer in self._source.poll() if own is None or peer.name != own.name}
         now = time.monotonic()
+        # Those that were silent come last: a list with hundreds of dead nodes must not hide the others.
         due = [peer for peer in listed if now >= self._again_s.get(peer, 0.0)]
+        due.sort(key=lambda peer: peer in self._answers and self._answers[peer] is None)
+        found: dict[Peer, Peer | None] = {}
+
+        def ask(peer: Peer) -> None:
+            if len(found) < _PROBES or time.monotonic() < now + _ROUND_S:
+                found[peer] = self._reached(peer)
+
         with Tasks("bootseer-probes", _PROBES) as tasks:
-            found = dict(zip(due, tasks.map(self._reached, due), strict=True))
+            list(tasks.map(ask, due))
         self._answers = {peer: answer for peer, answer in (self._answers | found).items() if peer in listed}
         good_s = _AGAIN_S + _AGAIN_PER_PEER_S * len(listed)
         for peer, answer in found.items():

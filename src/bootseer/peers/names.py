@@ -59,14 +59,15 @@ class HostsFile:
 
     def _append(self, address: str, name: str) -> None:
         word = re.sub(r"[^A-Za-z0-9-]" if name == address else r"[^A-Za-z0-9.-]", "-", name)
-        lines = ""
+        lines, new = "", set()
         for each in (address, f"::ffff:{address}" if ":" not in address else address):
             if each not in self._known:
                 leads = each == address and word == name and word not in self._known
                 lines += f"{each} {word}{'' if leads else _REVERSE}\n"
-                self._known |= {each, word}
+                new |= {each, word}
         if lines:
             os.write(self._file, lines.encode())
+            self._known |= new
 
 
 def own_addresses() -> tuple[str, ...]:

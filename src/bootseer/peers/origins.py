@@ -191,4 +191,5 @@ class PeerOrigin:
             with group.lock:
                 sent.bytes += watch.num_bytes
                 sent.late += is_late
+                sent.wrong += isinstance(problem, CorruptError)
                 sent.seconds += time.monotonic() - watch.begun_s

@@ -154,6 +154,11 @@ class CachedContent:
     def _cached(self) -> CachedFile:
         return self._files.lease(self._root, self._identity)
 
+    @property
+    def num_ready(self) -> int:
+        """See `Content.num_ready`."""
+        return self._cached.num_ready
+
     def open(self) -> int:
         """See `Content.open`."""
         return self._cached.descriptor()

@@ -65,7 +65,7 @@ class Readiness:
             said = json.loads(body)
             others = {str(name): (str(stage), float(silent_s)) for name, (stage, silent_s) in said["others"].items()}
             return cls(int(said["ready"]), others)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
     def missing(self, num_nodes: int) -> str:

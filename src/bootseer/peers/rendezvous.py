@@ -10,6 +10,7 @@ In a file system only the job's user can read and change the folder. What is ann
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -124,15 +125,25 @@ def parse_record(data: bytes) -> Peer:
             _NAME.fullmatch(peer.name)
             and RACK.fullmatch(peer.rack)
             and 0 < len(peer.addresses) <= _MAX_ADDRESSES
-            and all(is_address(address) for address in peer.addresses)
+            and all(_is_nodes(address) for address in peer.addresses)
             and len(peer.hosts) <= MAX_HOSTS
             and all(is_host(address) for address in peer.hosts)
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError("not the announcement of a node") from error
     if not good:
         raise CorruptError("not the announcement of a node")
     return peer
+
+
+def _is_nodes(address: object) -> bool:
+    """Whether this can be announced as the address of a node: no name, which others may know otherwise, and no group,
+    nor a link's own address, behind which clouds have the logins of a machine."""
+    try:
+        host = ipaddress.ip_address(str(address).rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return is_address(str(address)) and not (host.is_multicast or host.is_unspecified or host.is_link_local)
 
 
 def rendezvous_name(job: str, attempt: int | None) -> str:

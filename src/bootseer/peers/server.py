@@ -35,6 +35,7 @@ _FILLING_EVERY_S: Final = 0.1
 _SOON_S: Final = 3.0
 """So long after the first request for a file this node may still begin to read it. A job whose nodes read different
 files pays it once for each."""
+_AGAIN_S: Final = 0.2
 _MAX_UNKNOWN: Final = 4096
 _SO_MAX_PACING_RATE: Final = 47
 _UNLIMITED: Final = (1 << 64) - 1
@@ -46,6 +47,10 @@ class Content(Protocol):
     """One block file that peers may ask for."""
 
     size_bytes: int
+
+    @property
+    def num_ready(self) -> int:
+        """The number of blocks that are here."""
 
     def open(self) -> int:
         """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
@@ -140,8 +145,11 @@ class Server:
         while not self._closed:
             try:
                 sock, address = listening.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._closed:  # no descriptor is left for a moment, or it was gone before it was taken
+                    _LOG.warning("a connection cannot be taken: %s", error)
+                    time.sleep(_AGAIN_S)
+                continue
             if self._tls is not None:
                 try:  # the first one that reads or writes makes the handshake
                     sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -154,6 +162,7 @@ class Server:
                 is_full = len(self._connections) >= MAX_CONNECTIONS
                 if not is_full:
                     self._connections.add(sock)
+                    self._idle[sock] = None
                     self._pace()
             try:
                 if is_full:
@@ -169,6 +178,7 @@ class Server:
     def _refuse(self, sock: socket.socket) -> None:
         with self._lock:
             self._connections.discard(sock)
+            self._idle.pop(sock, None)
             self.served.refused += 1
         with sock, contextlib.suppress(OSError):
             sock.settimeout(0.1)
@@ -199,7 +209,7 @@ class Server:
                         self._answer(connection, request)
         except CorruptError as error:
             _LOG.warning("%s: %s", connection.peer, error)
-        except (TransientError, OSError) as error:
+        except (BootseerError, OSError) as error:  # what the cache says of a file that was deleted, too
             _LOG.debug("%s: %s", connection.peer, error)
         finally:
             with self._lock:
@@ -223,7 +233,7 @@ class Server:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connection: Connection) -> Signer | None:
-        head = connection.read_head()
+        head = self._next_head(connection)
         if head is None:
             return None
         if head.first != ("GET", HELLO):
@@ -286,7 +296,7 @@ class Server:
         if content.want(request.start, request.length, request.level, done):
             return None
         while True:
-            connection.send(encode_answer(102))
+            connection.send(encode_answer(102, fields=f"Bootseer-Ready: {content.num_ready}\r\n"))
             if ended.wait(_FILLING_EVERY_S):
                 return problems[0] if problems else None
             if self._closed:

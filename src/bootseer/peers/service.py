@@ -48,6 +48,8 @@ _RANDOM: Final = random.SystemRandom()
 _HOLDERS: Final = 8
 """So many nodes are asked whether they have a file from an earlier job."""
 _HOLDER_S: Final = 1.0
+_FULL_S: Final = 5.0
+"""A node without room fetches nothing for others for so long: each of them would have it fetched once more."""
 _READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
 _READY_SELDOM: Final = 10
 """A node that is ready tells it more seldom: another one may be the first by then, and has not heard of it."""
@@ -120,6 +122,11 @@ class _BlockFile:
         self._cached = cached
         self._fetcher = fetcher
         self._numbers = numbers
+        self._full_until_s = float("-inf")
+
+    @property
+    def num_ready(self) -> int:
+        return self._cached.num_ready
 
     def open(self) -> int:
         return self._cached.descriptor()
@@ -141,11 +148,15 @@ class _BlockFile:
         if level not in self._numbers:
             done(TransientError("it is not here"))
             return False
+        if time.monotonic() < self._full_until_s:
+            done(NotFoundError("there is no room for it"))
+            return False
 
         def fetched(answer: object) -> None:
             problem = answer if isinstance(answer, BootseerError) else None
             if problem is None and self._cached.missing(start, length):
-                problem = TransientError("it does not fit into the cache of this node")
+                self._full_until_s = time.monotonic() + _FULL_S
+                problem = NotFoundError("it does not fit into the cache of this node")
             done(problem)
 
         self._fetcher.read(self._numbers[level], start, length, fetched)
@@ -187,6 +198,8 @@ class Service:
         self._rate = limits.before
         """What this node may send per second, and each of its processes get."""
         self._training = False
+        self._is_told = False
+        """Whether the local processes know what this one does."""
         self._stopped = threading.Event()
         self._name = name
         self._written: dict[str, Any] = {}
@@ -221,7 +234,8 @@ class Service:
                 self._training_began()
             if now >= state_at:
                 state_at = now + _STATE_EVERY_S
-                self._write_state()
+                with contextlib.suppress(OSError):  # the disk may be full for a while
+                    self._write_state()
             time.sleep(_LOOK_EVERY_S if is_ready else 0.02)
 
     def close(self) -> None:
@@ -267,7 +281,7 @@ class Service:
             try:
                 if self._server is None and not self._training:
                     self._serve()
-                if self._membership.refresh():
+                if self._membership.refresh() or not self._is_told:
                     self._write_members()
             except BootseerError as error:
                 _LOG.warning("the job's nodes cannot be looked for: %s", error)
@@ -337,7 +351,8 @@ class Service:
         # Without an own limit, or where nothing is sent any more, for what this node's processes still get from others.
         self._rate = self._limits.after or int(self._source.link_bytes_s * _TRAINING_SHARE)
         _LOG.info("training began: at most %d bytes/s from now on", self._rate)
-        self._write_members()
+        with contextlib.suppress(OSError):
+            self._write_members()
         if self._server is not None and self._limits.after != 0:
             self._server.limit(self._rate)
         elif self._server is not None:
@@ -347,9 +362,11 @@ class Service:
 
     def _write_members(self) -> None:
         own = self._source.own
+        self._is_told = False
         self._seen.update(peer.name for peer in self._membership.peers)
         self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
+        self._is_told = True
 
     def _write_state(self) -> None:
         own, served = self._source.own, self._server.served if self._server is not None else None

@@ -1,0 +1,114 @@
+"""Members of a job that answer nonsense, for ever, or drop by drop: never a wrong byte, and a start that ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from bootseer.errors import TransientError
+from bootseer.peers.choice import Peer
+from bootseer.peers.connection import Connection
+from bootseer.peers.protocol import Signer, encode_answer
+from peers.nodes import SECRET
+from peers.test_origins import Job, job
+
+__all__ = ["job"]
+pytestmark = pytest.mark.slow
+
+Answer = Callable[[socket.socket, int], object]
+
+
+class Hostile:
+    """A member that knows the secret, greets as it should, and answers each request with `answer`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._taken: list[socket.socket] = []
+        self.peer = Peer("n3", (f"127.0.0.1:{self._listening.getsockname()[1]}",))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for sock in (self._listening, *self._taken):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listening.accept()
+                self._taken.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with suppress(OSError, TransientError):
+            link = Connection(sock, "asker", 60.0)
+            head = link.read_head()
+            assert head is not None
+            signer = Signer.of(SECRET, head.fields["bootseer-nonce"], "ab" * 16)
+            said = f"Bootseer-Nonce: {'ab' * 16}\r\nBootseer-Name: n3\r\nBootseer-Proof: {signer.proof('n3')}\r\n"
+            sock.sendall(encode_answer(200, 0, said))
+            while (asked := link.read_head()) is not None:
+                first, last = asked.fields["range"].removeprefix("bytes=").split("-")
+                self._answer(sock, int(last) - int(first) + 1)
+
+
+def head_of(length: int) -> bytes:
+    return f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def drip(sock: socket.socket, data: bytes, every_s: float) -> None:
+    for at in range(len(data)):
+        sock.sendall(data[at : at + 1])
+        time.sleep(every_s)
+
+
+def for_ever(sock: socket.socket, data: bytes, every_s: float) -> None:
+    while True:
+        sock.sendall(data)
+        time.sleep(every_s)
+
+
+ANSWERS: dict[str, Answer] = {
+    "garbage": lambda sock, length: sock.sendall(head_of(length) + os.urandom(length)),
+    "200 with bytes": lambda sock, length: sock.sendall(
+        f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode() + bytes(length)
+    ),
+    "redirect": lambda sock, _: sock.sendall(
+        b"HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/\r\nContent-Length: 0\r\n\r\n"
+    ),
+    "too long": lambda sock, length: sock.sendall(head_of(length + 1) + bytes(length + 1)),
+    "too short": lambda sock, length: (sock.sendall(head_of(length) + bytes(length // 2)), sock.close()),
+    "chunked": lambda sock, length: sock.sendall(
+        b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n\r\nzzzz\r\n" + bytes(length)
+    ),
+    "no HTTP": lambda sock, _: sock.sendall(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
+    "endless head": lambda sock, _: for_ever(sock, b"X-A: " + b"b" * 500 + b"\r\n", 0.0),
+    "head by drops": lambda sock, length: drip(sock, head_of(length), 0.4),
+    "body by drops": lambda sock, length: (sock.sendall(head_of(length)), drip(sock, bytes(length), 0.2)),
+    "filling for ever": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.1),
+    "filling without a pause": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.0),
+    "closes": lambda sock, _: sock.close(),
+    "403": lambda sock, _: sock.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"),
+    "429": lambda sock, _: sock.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("how", ANSWERS)
+def test_what_a_member_answers_does_no_harm_and_names_it(job: Job, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.peers.health.STILL_S", 2.0)
+    hostile = Hostile(ANSWERS[how])
+    for node in job.nodes[:3]:
+        node.meet([*job.peers[:3], hostile.peer])
+    job.read_all(job.nodes[:3])
+    hostile.close()
+    assert job.copies <= 1.25
+    told = [sent.get("late", 0) + sent.get("wrong", 0) for sent in job.sent_by("n3")]
+    assert sum(told) > 0 or how in ("403", "429")
