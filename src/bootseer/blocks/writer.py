@@ -62,7 +62,8 @@ class BlockWriter:
         self._uploads: list[Upload | None] = [None] * num_stripes
         self._stripe_bytes = [0] * num_stripes
         self._size_bytes = head_bytes
-        self._buffer = bytearray(head_bytes)
+        self._buffer = memoryview(bytearray(block_size))
+        self._filled = head_bytes
         self._kept_back: bytes | None = None  # block 0 while its head is unknown
         self._offsets = array("Q")
         self._lengths = array("Q")
@@ -94,11 +95,15 @@ class BlockWriter:
             rest = memoryview(data).cast("B")
             self._size_bytes += rest.nbytes
             while rest.nbytes:
-                taken = rest[: self._block_size - len(self._buffer)]
-                self._buffer += taken
+                taken = rest[: self._block_size - self._filled]
                 rest = rest[len(taken) :]
-                if len(self._buffer) == self._block_size:
-                    self._end_block()
+                if len(taken) == self._block_size:
+                    self._end_block(bytes(taken))
+                    continue
+                self._buffer[self._filled : self._filled + len(taken)] = taken
+                self._filled += len(taken)
+                if self._filled == self._block_size:
+                    self._end_block(bytes(self._buffer))
         except BaseException:
             self.abort()
             raise
@@ -109,8 +114,8 @@ class BlockWriter:
         try:
             if len(head) != self._head_bytes:
                 raise UsageError(f"a head of {len(head)} bytes", hint=f"{self._head_bytes} were announced")
-            if self._buffer:
-                self._end_block()
+            if self._filled:
+                self._end_block(bytes(self._buffer[: self._filled]))
             while self._in_flight:
                 self._store_oldest()
             if self._kept_back is not None:
@@ -137,9 +142,8 @@ class BlockWriter:
         if not self._open:
             raise PermanentError("this block file was finished or given up before")
 
-    def _end_block(self) -> None:
-        data = bytes(self._buffer)
-        self._buffer.clear()
+    def _end_block(self, data: bytes) -> None:
+        self._filled = 0
         if self._head_bytes and self._kept_back is None:
             self._kept_back = data
             self._record((0, b"", bytes(32)))  # holds its place in the columns
