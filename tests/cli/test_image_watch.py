@@ -19,6 +19,7 @@ from bootseer.image.catalog import images_in
 from bootseer.image.conversion.watch import woken
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
+from fault_proxy import Fault, FaultProxy
 from image_node import push
 from oci_images import file, layer, write_layout
 from registry import Registry, free_port, needs_registry
@@ -78,6 +79,30 @@ def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: 
         assert {logged.method for logged in registry.requests()[before:]} == {"GET", "HEAD"}
         state.write_text("{}")
         assert "not the state of a watch" in run(*words, "--once").stderr
+
+
+@needs_registry
+def test_a_tag_that_the_registry_refuses_holds_no_other_up(tmp_path: Path, run: Run) -> None:
+    with Registry(tmp_path) as registry, FaultProxy(registry.host) as proxy:
+        for tag in ("1", "2", "3"):
+            push_image(tmp_path, registry.host, tag, tag.encode())
+        state = tmp_path / "watch.json"
+        words = ["image", "convert", "--watch", "--once", "--json", "--state", str(state)]
+        words += [f"{proxy.host}/team/train", str(tmp_path / "store")]
+        assert run(*words).returncode == 0
+        kept = state.read_bytes()
+        push_image(tmp_path, registry.host, "4", b"4")
+        proxy.plan = lambda request: Fault(status=403) if request.path.endswith("manifests/2") else None
+        looked = run(*words)
+        refused, converted = map(json.loads, looked.stdout.splitlines())
+        assert (looked.returncode, refused["image"]) == (1, f"{proxy.host}/team/train:2")
+        assert "status 403" in refused["error"]
+        assert converted["image"] == f"{proxy.host}/team/train:4"
+        before = set(json.loads(kept)["converted"])
+        assert set(json.loads(state.read_bytes())["converted"]) == {*before, converted["tagged"]}
+        proxy.plan = lambda request: Fault(status=403) if "/manifests/" in request.path else None
+        assert "status 403" in run(*words).stderr
+        assert before < set(json.loads(state.read_bytes())["converted"])
 
 
 @pytest.mark.parametrize(

@@ -220,18 +220,24 @@ def _watch(
 
 
 def _convert_new(watched: Watch, reference: Reference, how: _How, output: Output, numbers: list[int]) -> None:
-    for tag, digest in watched.new():
+    def failed(tag: str, digest: str, error: BootseerError) -> None:
+        numbers[1] += 1
+        name, again_s = f"{reference.host}/{reference.repository}:{tag}", watched.failed(digest or tag)
+        output(
+            {"image": name, "tagged": digest, "error": str(error), "again_s": again_s},
+            f"{name}: {error}; tried again in {format_seconds(again_s)}",
+        )
+
+    new = watched.new()
+    for tag, error in watched.unknown.items():
+        failed(tag, "", error)
+    for tag, digest in new:
         name = f"{reference.host}/{reference.repository}:{tag}"
         try:
             # By its digest: the tag may move meanwhile.
             document, line = _convert(_at(reference, tag, digest), how)
         except BootseerError as error:
-            numbers[1] += 1
-            again_s = watched.failed(digest)
-            output(
-                {"image": name, "tagged": digest, "error": str(error), "again_s": again_s},
-                f"{name}: {error}; tried again in {format_seconds(again_s)}",
-            )
+            failed(tag, digest, error)
             continue
         numbers[0] += 1
         watched.converted(digest)

@@ -23,7 +23,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from bootseer.errors import NotFoundError, PermanentError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
 from bootseer.io.locks import flocked
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
@@ -51,23 +51,33 @@ class Watch:
         self._patterns = patterns or ("*",)
         self._converted = _read(state)
         self._failed: dict[str, tuple[int, float]] = {}
-        """By digest: how often, and when it may be tried again."""
+        """By digest, or by tag where that is unknown: how often, and when it may be tried again."""
+        self.unknown: dict[str, BootseerError] = {}
+        """Tags of which the registry did not tell the digest in the last look, and why."""
 
     def new(self) -> list[tuple[str, str]]:
-        """Tags and digests of what is to be converted now, each digest once. Raises what the registry raises."""
+        """Tags and digests of what is to be converted now, each digest once.
+
+        Raises what the registry raises when it tells nothing; where it tells of some tags, the others are in `unknown`.
+        """
         tags = sorted(
             tag
             for tag in retrying(lambda left_s: list(self._registry.tags(timeout_s=left_s)))
             if not _OTHERS.match(tag) and any(fnmatchcase(tag, pattern) for pattern in self._patterns)
         )
-        with Tasks("bootseer-watch", min(_THREADS, len(tags) or 1)) as pool:
-            digests = list(pool.map(self._digest, tags))
-        found = {digest: tag for tag, digest in reversed(list(zip(tags, digests, strict=True))) if digest}
-        self._failed = {digest: tried for digest, tried in self._failed.items() if digest in found}
-        if gone := self._converted - found.keys():
+        now_s = time.monotonic()
+        asked = [tag for tag in tags if self._failed.get(tag, (0, now_s))[1] <= now_s]
+        with Tasks("bootseer-watch", min(_THREADS, len(asked) or 1)) as pool:
+            answers = dict(zip(asked, pool.map(self._digest, asked), strict=True))
+        self.unknown = {tag: answer for tag, answer in answers.items() if isinstance(answer, BootseerError)}
+        if self.unknown and len(self.unknown) == len(tags):
+            raise self.unknown[tags[0]]
+        found = {answer: tag for tag, answer in reversed(answers.items()) if isinstance(answer, str) and answer}
+        self._failed = {name: tried for name, tried in self._failed.items() if name in found or name in tags}
+        gone = self._converted - found.keys()
+        if gone and len(asked) == len(tags) and not self.unknown:
             self._converted -= gone
             self._write()
-        now_s = time.monotonic()
         return [
             (tag, digest)
             for digest, tag in reversed(found.items())
@@ -80,18 +90,20 @@ class Watch:
         self._converted.add(digest)
         self._write()
 
-    def failed(self, digest: str) -> float:
-        """This one is to be tried again; in how many seconds."""
-        tries = self._failed.get(digest, (0, 0.0))[0] + 1
+    def failed(self, name: str) -> float:
+        """This digest, or tag that is `unknown`, is to be tried again; in how many seconds."""
+        tries = self._failed.get(name, (0, 0.0))[0] + 1
         pause_s = min(_PAUSE_S * 2.0 ** min(tries - 1, 10), _MAX_PAUSE_S)
-        self._failed[digest] = (tries, time.monotonic() + pause_s)
+        self._failed[name] = (tries, time.monotonic() + pause_s)
         return pause_s
 
-    def _digest(self, tag: str) -> str:
+    def _digest(self, tag: str) -> str | BootseerError:
         try:
             return retrying(partial(self._ask, tag))
         except NotFoundError:
             return ""  # removed since
+        except BootseerError as error:  # of this tag alone, perhaps
+            return error
 
     def _ask(self, tag: str, left_s: float) -> str:
         return self._registry.manifest_digest(tag, timeout_s=left_s)
