@@ -20,7 +20,7 @@ import pytest
 
 from bootseer.agent.agent import request_status
 from bootseer.cache.cache import Cache
-from bootseer.errors import TransientError
+from bootseer.errors import NotFoundError, TransientError
 from cached import content, index_of
 from fleet import Fleet
 from running_service import running_service
@@ -180,3 +180,24 @@ def test_the_agent_sends_spools_of_all_jobs_and_says_how_that_goes(start, env, t
     while not said(env)["service"]["problem"]:
         assert time.monotonic() < until
     assert said(env)["problem"] == ""
+
+
+def test_a_socket_that_cannot_be_made_or_used_is_one_line(start: Start, env: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "run" / "agent"
+    path.mkdir(parents=True, mode=0o700)
+    command = [sys.executable, "-m", "bootseer", "agent", "run"]
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+    assert f"{path}: no socket can be made here" in refused.stderr
+    path.rmdir()
+    start()
+    if os.geteuid() == 0:
+        child = os.fork()
+        if child == 0:  # another user, for whom the folder is closed
+            os.setuid(65534)
+            try:
+                request_status(tmp_path / "run")
+            except NotFoundError as error:
+                os._exit(0 if f"{path}: Permission denied" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0

@@ -219,6 +219,19 @@ def test_a_passed_socket_that_is_none_is_one_line(tmp_path: Path, number: str, w
     assert wrong in done.stderr.splitlines()[0]
 
 
+def test_a_folder_of_others_is_refused_with_the_option_that_names_it(tmp_path: Path) -> None:
+    for option, folder in (("--root", tmp_path / "root"), ("--socket", tmp_path / "sockets")):
+        folder.mkdir()
+        folder.chmod(0o777)
+        command = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--root", str(tmp_path / "root")]
+        command += ["--socket", str(tmp_path / "sockets" / "s.sock")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert f"chmod go-w {folder}, or name another" in done.stderr
+        assert option in done.stderr
+        folder.chmod(0o700)
+
+
 def test_the_protocol_is_answered_as_by_the_overlayfs_snapshotter(running: Containerd) -> None:
     assert protocol(running, "bootseer") == protocol(running, "overlayfs")
     running.collect()

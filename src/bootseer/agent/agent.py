@@ -313,9 +313,12 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
         unix.socket = activated_socket()
         yield unix
     else:
-        path.unlink(missing_ok=True)
-        with socket_path(runtime, SOCKET) as short:
-            unix = _UnixServer(short, _Handler)
+        try:
+            path.unlink(missing_ok=True)
+            with socket_path(runtime, SOCKET) as short:
+                unix = _UnixServer(short, _Handler)
+        except OSError as error:
+            raise PermanentError(f"{path}: no socket can be made here: {error.strerror}") from error
         path.chmod(0o600)
         yield unix
     if listen is not None:
@@ -382,7 +385,9 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
                 answer += more
         except TimeoutError as error:
             raise TransientError(f"the agent did not answer in {_PATIENCE_S:g} s") from error
-        except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
+        except PermissionError as error:
+            raise NotFoundError(f"no agent answers this user: {runtime / SOCKET}: {error.strerror}") from error
+        except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFoundError("no agent runs on this node") from error
         except OSError:  # it hung up, or its queue is full
             answer = b""

@@ -25,9 +25,10 @@ def cache_root(env: Mapping[str, str], uid: int) -> Path:
     return Path(home).absolute() / "bootseer"
 
 
-def own_folder(folder: Path, *, make: bool = True, private: bool = False) -> Path:
+def own_folder(
+    folder: Path, *, make: bool = True, private: bool = False, otherwise: str = f"set {CACHE} to another folder"
+) -> Path:
     """A folder of the cache, which only this user can change: see `trusted_folder`. Raises `PermanentError`."""
-    otherwise = f"set {CACHE} to another folder"
     try:
         return trusted_folder(folder, otherwise=otherwise, make=make, private=private)
     except OSError as error:

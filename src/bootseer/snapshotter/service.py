@@ -61,12 +61,12 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         socket = root / "grpc.sock"
     if len(os.fsencode(socket)) > _MAX_SOCKET:
         raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
-    own_folder(root)
+    own_folder(root, otherwise="name another folder with --root")
     lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if not try_flock(lock):
         raise UsageError(f"another snapshotter serves {root}", hint="name another folder with --root")
     snapshots = Snapshots(root, LazyImages(root, settings))
-    own_folder(socket.parent)
+    own_folder(socket.parent, otherwise="name another socket with --socket")
     if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):
         raise UsageError(f"{socket}: there is a file of this name", hint="name another socket with --socket")
     with network.socket(network.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
