@@ -105,6 +105,19 @@ def test_a_tag_that_the_registry_refuses_holds_no_other_up(tmp_path: Path, run: 
         assert before < set(json.loads(state.read_bytes())["converted"])
 
 
+@needs_registry
+def test_all_is_converted_where_the_state_cannot_be_kept(tmp_path: Path, run: Run) -> None:
+    with Registry(tmp_path) as registry:
+        for tag in ("1", "2"):
+            push_image(tmp_path, registry.host, tag, tag.encode())
+        (tmp_path / "watch.json.new").mkdir()  # as a full disk does
+        words = ["image", "convert", "--watch", "--once", "--json", "--state", str(tmp_path / "watch.json")]
+        looked = run(*words, f"{registry.host}/team/train", str(tmp_path / "store"))
+        images = [json.loads(line)["image"] for line in looked.stdout.splitlines()]
+        assert images == [f"{registry.host}/team/train:{tag}" for tag in ("1", "2")]
+        assert (looked.returncode, looked.stderr.count("what was converted cannot be kept")) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("body", "wakes"),
     [

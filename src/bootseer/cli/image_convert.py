@@ -15,7 +15,7 @@ from bootseer.cli.command import json_option, listen_address
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import parse_layer_limits, parse_size, signatures
 from bootseer.cli.output import Output, Progress
-from bootseer.errors import BootseerError, Interrupted, UsageError
+from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _convert_new(watched: Watch, reference: Reference, how: _How, output: Output
             f"{name}: {error}; tried again in {format_seconds(again_s)}",
         )
 
-    new = watched.new()
+    new, unkept = watched.new(), None
     for tag, error in watched.unknown.items():
         failed(tag, "", error)
     for tag, digest in new:
@@ -240,8 +240,13 @@ def _convert_new(watched: Watch, reference: Reference, how: _How, output: Output
             failed(tag, digest, error)
             continue
         numbers[0] += 1
-        watched.converted(digest)
         output({"image": name, "tagged": digest, **document}, f"{name}: {line}")
+        try:
+            watched.converted(digest)
+        except PermanentError as error:  # the others are converted all the same
+            unkept = error
+    if unkept is not None:
+        raise unkept
 
 
 def _at(reference: Reference, tag: str, digest: str) -> Reference:
