@@ -33,6 +33,8 @@ from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 _GBIT: Final = 1e9 / 8
 _BLOCK_BYTES: Final = 4 << 20
 """As large as the largest request of a prefetch: a request is what flows, whatever blocks it consists of."""
+_INDEX_BYTES: Final = 45
+"""Of a block, in the index of its file."""
 _IMPORTS: Final = 40
 """Imports read what they need in so many steps."""
 _QUANTUM_S: Final = 0.01
@@ -288,7 +290,10 @@ class _NodeStart:
             self._node.loaders[0].prefetch(hot)
         fixed_s = image.fixed_s * self._factor
         if techniques.image:
-            self._load(lambda: self._engine.after(fixed_s, self._environment))
+            # Each node gets the index of all blocks by itself, before it can mount, and keeps it.
+            num_blocks = 0 if techniques.warm else image.gb * 1e9 / image.ratio / (image.block_kib << 10)
+            mounted = partial(self._engine.after, fixed_s, self._environment)
+            self._engine.start(self._down(self._start._pulls), _INDEX_BYTES * num_blocks, partial(self._load, mounted))
             return
         unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
         way = (*self._down(self._start._pulls), unpack)
