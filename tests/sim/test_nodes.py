@@ -131,7 +131,7 @@ def test_nodes_that_started_the_job_before_ask_for_nothing() -> None:
     scenario = read_scenario("moe", SMALL)
     warm, cold = simulate(scenario, 4, "warm"), simulate(scenario, 4, "bootseer")
     assert warm.registry_bytes == warm.peer_bytes == 0
-    assert warm.began_s < cold.began_s
+    assert warm.began_s <= cold.began_s
 
 
 def test_an_image_nearly_all_of_which_is_needed_is_pulled_first() -> None:
