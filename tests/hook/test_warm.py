@@ -167,6 +167,13 @@ os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
     assert found["ours"]
 
 
+def test_a_program_that_python_would_start_by_posix_spawn_is_warm_too(launcher: Launcher):
+    """With Python 3.13 and a new C library these are nearly all programs."""
+    launcher.remember(launcher.write("child.py", "import sys\nprint('decimal' in sys.modules)"))
+    assert launcher.run((["child.py"], {"close_fds": False})) == [(0, "True\n", "")]
+    assert launcher.reasons() == [""]
+
+
 _ENDS = {
     "exit code": "sys.exit(7)",
     "exit text": "sys.exit('no data')",

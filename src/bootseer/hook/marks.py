@@ -76,16 +76,24 @@ def before_import(name: str) -> None:
 
 
 @guarded
-def after_import(name: str, *, failed: bool = False) -> None:
+def after_import(name: str, *, failed: bool = False, now_ns: int | None = None) -> None:
     """A watched module has run."""
     state = active()
     span = state.importing.pop(name, "") if state is not None else ""
     if state is not None and span:
         version = str(getattr(sys.modules.get(name), "__version__", ""))
         outcome = FAILED if failed else OK
-        state.tracer.emit(
-            f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs={"version": version} if version else {}
-        )
+        attrs = {"version": version} if version else {}
+        state.tracer.emit(f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs=attrs, mono_ns=now_ns)
+
+
+@guarded
+def imported_before(name: str, began_ns: int, ended_ns: int) -> None:
+    """A framework was imported at these times, before this process was marked."""
+    state = active()
+    if state is not None:
+        state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN, mono_ns=began_ns)
+        after_import(name, now_ns=ended_ns)
 
 
 @guarded

@@ -96,6 +96,16 @@ def read_known(folder: str) -> dict[str, Any]:
         return {}
 
 
+def parent_command(known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """How a warm parent for these programs is started: by which words, and with which variables.
+
+    Its libraries are loaded with the launcher's variables and those that this sets for its programs.
+    """
+    server = os.path.join(os.path.dirname(os.path.abspath(__file__)), PARENT)
+    native = {str(name): str(value) for name, value in known["native"].items()}
+    return [sys.executable, *map(str, known["flags"]), server], {**os.environ, **native}
+
+
 def open_files() -> list[int]:
     """The descriptors of this process."""
     found = []

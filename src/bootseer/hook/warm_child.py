@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bootseer.hook.warm_parent import Imports
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_PR_SET_NAME = 15
 _PR_GET_TID_ADDRESS = 40
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 # clone, get_robust_list, set_robust_list; whether the TLS argument comes before that of the thread's number
@@ -87,9 +88,9 @@ def become(
     """
     started_ns = time.monotonic_ns()
     try:
-        printed = [_contents(target) for target in (1, 2)]
+        text = printed()
         answer = _kernel(request, answer, fds, launcher, heir)
-        program = _interpreter(imports, request, launches=heir is not None)
+        program = interpreter(imports, request, launches=heir is not None)
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
         if answer.recv(2) != b"go":  # the launcher has started the program by exec
             os._exit(0)
@@ -98,20 +99,34 @@ def become(
             answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     answer.close()
-    for number, text in zip((1, 2), printed, strict=True):
-        with contextlib.suppress(OSError):
-            os.write(number, text)
+    show(text)
+    mark(started_ns)
+    return program
+
+
+def mark(started_ns: int) -> None:
+    """Have the hook mark this process, which began at this time."""
     hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
     if hook is not None:
         with contextlib.suppress(Exception):
             hook.begin(started_ns)
-    return program
 
 
-def _contents(number: int) -> bytes:
-    with contextlib.suppress(OSError, ValueError):
-        (sys.stdout, sys.stderr)[number - 1].flush()
-    return os.pread(number, 1 << 20, 0)
+def printed() -> list[bytes]:
+    """What imports have printed, as output and as errors."""
+    found = []
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+        found.append(os.pread(number, 1 << 20, 0))
+    return found
+
+
+def show(texts: Sequence[bytes]) -> None:
+    """Print it where the program prints."""
+    for number, text in zip((1, 2), texts, strict=True):
+        with contextlib.suppress(OSError):
+            os.write(number, text)
 
 
 def _kernel(
@@ -172,8 +187,8 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
     return ours
 
 
-def _interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
-    """What the interpreter keeps of its start."""
+def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
+    """Give this process what an interpreter has from its start; what runs the program. Raises what fails."""
     words = [os.fsdecode(word) for word in request["words"]]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(words)
@@ -182,6 +197,8 @@ def _interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -
     flags, _, rest = parsed
     with contextlib.suppress(Exception):
         _name([os.fsencode(word) for word in words], env)
+        if "comm" in request:
+            libc.prctl(_PR_SET_NAME, ctypes.c_char_p(request["comm"]), 0, 0, 0)
     for name in os.environb.keys() - env.keys():
         del os.environb[name]
     for name, value in env.items():

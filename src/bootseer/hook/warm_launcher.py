@@ -48,7 +48,8 @@ class WarmLauncher:
         import socket
 
         self._program = str(known["program"])
-        self._flags = [str(flag) for flag in known["flags"]]
+        command, env = programs.parent_command(known)
+        self._flags = command[1:-1]
         self._lock = threading.Lock()
         self._undo: list[Callable[[], None]] = []
         self._pid = os.getpid()
@@ -58,10 +59,7 @@ class WarmLauncher:
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             other.set_inheritable(True)
-            server = os.path.join(os.path.dirname(os.path.abspath(__file__)), programs.PARENT)
-            env = {**os.environ, **{str(name): str(value) for name, value in known["native"].items()}}
-            argv = [sys.executable, *self._flags, server, str(other.fileno()), folder, launcher]
-            self.parent = _spawn(argv, env)
+            self.parent = _spawn([*command, str(other.fileno()), folder, launcher], env)
         finally:
             other.close()
 
@@ -70,6 +68,7 @@ class WarmLauncher:
         import subprocess
 
         self._replace(subprocess, "_fork_exec", self._starting)
+        self._replace(subprocess, "_USE_POSIX_SPAWN", lambda _: False)  # its other way, since Python 3.13 the usual one
         for name, any_child in (
             ("wait", lambda args: True),
             ("wait3", lambda args: True),
@@ -118,9 +117,9 @@ class WarmLauncher:
             except Exception as error:  # nothing may keep the program from starting
                 reason = f"{type(error).__name__}: {error}"
             else:
-                _tell({"program": self._program, "child": pid, **facts}, began_s)
+                tell({"program": self._program, "child": pid, **facts}, began_s)
                 return pid
-            _tell({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
+            tell({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
             return original(*args)
 
         return fork_exec
@@ -181,7 +180,7 @@ class WarmLauncher:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if why:
-            _tell({"program": self._program, "why_not": why})
+            tell({"program": self._program, "why_not": why})
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -222,7 +221,7 @@ def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any],
     return request, list(wanted.values())
 
 
-def _tell(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
+def tell(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
     """One event; the time since `began_s` is a stage of its own where it is long: the warm parent was not ready."""
     with contextlib.suppress(Exception):
         tracer = process_tracer()
@@ -235,11 +234,17 @@ def _tell(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
             tracer.emit(f"{STAGE}warm_parent", END, span=span, outcome=OK)
 
 
-def start(folder: str) -> None:
+def start(folder: str, started_ns: int) -> None:
     """Start the warm parent of this process, if earlier starts recorded it as a launcher. Raises what fails."""
     own = programs.parse(sys.orig_argv)
     if own is None:
         return
     known = programs.read_known(folder).get(own[1])
-    if known is not None and not known.get("never"):
-        WarmLauncher(folder, own[1], known).watch()
+    if known is None or known.get("never"):
+        return
+    if inherited is None:
+        from bootseer.hook import warm_lead
+
+        if warm_lead.may(own[1], known):
+            warm_lead.begin(folder, own[1], known, started_ns)
+    WarmLauncher(folder, own[1], known).watch()

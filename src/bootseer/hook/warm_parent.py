@@ -83,26 +83,39 @@ class Imports:
 
     def __init__(self, known: dict[str, Any]) -> None:
         self.unseeded: list[weakref.ref[random.Random]] = []
-        before = dict(os.environ)
-        self.variables = before
+        self.variables = dict(os.environ)
+        self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
+        self.took_s, self.cpu_s = 0.0, 0.0
+        watch.prepare()
+
+    def load(self, names: list[str]) -> None:
+        """Import these. Raises `UnfitError`."""
+        before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         self._note_generators()
-        watch.prepare()
         os.environ.__class__ = _Watched
         gc.disable()  # nearly all that imports make stays
         try:
-            self._import(known["modules"])
+            self._import(names)
         finally:
             gc.enable()
             os.environ.__class__ = _Watched.__base__
             random.Random.seed = self._seed  # type: ignore[method-assign]
-        self.took_s, self.cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+        # A collection in a copy, above all the one when it ends, would write to each of these objects and by that
+        # copy its page: 0.5 s of processor time for each rank of the demo.
+        gc.freeze()
+        self.took_s += time.monotonic() - began_s
+        self.cpu_s += time.process_time() - cpu_s
         self.changed = {
             name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
         }
+
+    def finish(self) -> None:
+        """Import the rest, and note what copies are compared with. Raises `UnfitError`."""
+        self.load(self.known["modules"])
         self.reads = dict(_Watched.reads)
-        self._check(known)
+        self._check(self.known)
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
@@ -309,7 +322,7 @@ def _link(path: str) -> str:
         return ""
 
 
-def _prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
+def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     """Let go of all that came from the launcher, and end with it, or with the `bootseer run --restarts` above it.
 
     The sockets to both. Raises `UnfitError` for another process's socket.
@@ -327,11 +340,15 @@ def _prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
-    for target in (1, 2):  # what imports print is printed by each copy
+    return end, run
+
+
+def keep_printed() -> None:
+    """What imports print is printed by each copy."""
+    for target in (1, 2):
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
         os.close(memory)
-    return end, run
 
 
 def _peer(end: socket.socket) -> tuple[int, int]:
@@ -358,18 +375,17 @@ def _run(launcher: int) -> socket.socket | None:
 class Server:
     """Answers one launcher, and behind it the `bootseer run --restarts` that starts it again."""
 
-    def __init__(self, end: socket.socket, run: socket.socket | None, known: dict[str, Any]) -> None:
-        self._end, self._run, self._known = end, run, known
+    def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
+        """`imports` that are to be finished, and how the launcher began: `words` and `comm`."""
+        self._end, self._run, self._known = end, run, imports.known
         self._launcher = os.getppid()
-        self._words = [word for word in _read(f"/proc/{self._launcher}/cmdline").split("\0")[:-1] if run is not None]
+        self._began = {name: began[name] for name in ("words", "comm")}
         self._reason, self._module = "", ""
         self._imports: Imports | None = None
         self._cloner: warm_child.Cloner | None = None
         try:
-            self._imports, self._cloner = Imports(known), warm_child.Cloner()
-            # A collection in a copy, above all the one when it ends, would write to each of these objects and by that
-            # copy its page: 0.5 s of processor time for each rank of the demo.
-            gc.freeze()
+            imports.finish()
+            self._imports, self._cloner = imports, warm_child.Cloner()
             self._reason = unfit()
         except UnfitError as error:
             self._reason, self._module = str(error), error.module
@@ -399,7 +415,7 @@ class Server:
             file.seek(0)
             request = marshal.load(file)  # noqa: S302 - from our launcher
         if again:
-            request["words"] = self._words
+            request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # where the launcher began
         try:
             why = self._reason or self._differs(request, fds[2], again=again)
@@ -461,12 +477,20 @@ class Server:
 def serve(number: int, folder: str, launcher: str) -> Any:
     """Import, then answer until the launcher ends; returns only in copies, with what they are to run."""
     try:
-        end, run = _prepare(number)
+        end, run = prepare(number)
+        keep_printed()
     except (UnfitError, OSError):
         os._exit(1)
-    return Server(end, run, programs.read_known(folder).get(launcher, {})).serve()
+    above = os.getppid()
+    began = {
+        "words": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
+        "comm": os.fsencode(_read(f"/proc/{above}/comm").strip()),
+    }
+    return Server(end, run, Imports(programs.read_known(folder).get(launcher, {})), began).serve()
 
 
 if __name__ == "__main__":
+    if sys.argv[4:]:
+        from bootseer.hook.warm_lead import lead as serve
     program = serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])
     program()

@@ -95,7 +95,7 @@ def _watch_imports() -> None:
             Package.install()
             from bootseer.hook import warm_launcher
 
-            warm_launcher.start(warm)
+            warm_launcher.start(warm, started_ns)
 
     def is_launcher() -> bool:
         """Whether programs that this one starts are known; a look at the text, because most programs start none."""

@@ -1,0 +1,127 @@
+"""A launcher that imports what its programs import: the process that does it for all is the launcher itself.
+
+Two processes that import the same at the same time take two cores, or twice the time. So the launcher begins anew as
+`warm_parent.py ... lead`, imports what is shared, leaves a copy of itself as the warm parent, which imports the rest,
+and becomes the launcher's program, as copies of a warm parent become theirs: the same process, with one warm parent.
+Whatever is not certain is as without it: the warm parent is a process of its own, or the launcher begins once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bootseer.hook import programs
+
+_LAUNCHERS = ("torchrun", "-m torch.distributed.run")
+"""They import it first of all and compute nothing."""
+_SHARED = "torch"
+
+
+def may(launcher: str, known: Mapping[str, Any]) -> bool:
+    """Whether this launcher shares its imports, and has what a program begins with: no children, standard files."""
+    if launcher not in _LAUNCHERS or _SHARED not in known["modules"] or _SHARED in known.get("cold", {}):
+        return False
+    if not {0, 1, 2} <= set(programs.open_files()):
+        return False
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:  # of a shell that became this program
+        return not file.read().strip()
+
+
+def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int) -> None:
+    """Begin anew. Returns never; raises what fails."""
+    with open("/proc/self/comm", "rb") as file:
+        comm = file.read().rstrip(b"\n")
+    request = {"words": list(sys.orig_argv), "env": dict(os.environb), "comm": comm, "started_ns": started_ns}
+    with open(os.memfd_create("bootseer-request", 0), "wb") as out:
+        marshal.dump(request, out)
+        out.flush()
+        command, env = programs.parent_command(known)
+        os.execve(command[0], [*command, str(out.fileno()), folder, launcher, "lead"], env)
+
+
+def lead(number: int, folder: str, launcher: str) -> Any:
+    """Import, and leave a warm parent; what runs the launcher, or in copies of the warm parent their programs."""
+    from bootseer.hook import warm_parent
+
+    with open(number, "rb") as file:
+        file.seek(0)
+        request = marshal.load(file)  # noqa: S302 - from this process, before it began anew
+    known: dict[str, Any] = {}
+    kept = [os.dup(1), os.dup(2)]
+    pid, began_ns = 0, time.monotonic_ns()
+    try:
+        known = programs.read_known(folder)[launcher]
+        warm_parent.keep_printed()
+        imports = warm_parent.Imports(known)
+        imports.load([_SHARED])
+        why = warm_parent.unfit()
+        if why:
+            raise warm_parent.UnfitError(why)
+        ended_ns = time.monotonic_ns()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            program = _become(imports, request, kept)
+            _mark(request["started_ns"], (pid, ours), began_ns, ended_ns)
+            return program
+    except Exception as error:
+        _begin_without(known, request, pid, kept, error)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ours.close()
+    try:
+        end, run = warm_parent.prepare(theirs.detach())
+    except (warm_parent.UnfitError, OSError):
+        os._exit(1)
+    return warm_parent.Server(end, run, imports, request).serve()
+
+
+def _become(imports: Any, request: dict[str, Any], kept: list[int]) -> Callable[[], None]:
+    from bootseer.hook import warm_child
+
+    text = warm_child.printed()
+    for target, number in zip((1, 2), kept, strict=True):
+        os.dup2(number, target)
+    program = warm_child.interpreter(imports, request, launches=False)
+    with open("/proc/self/cmdline", "rb") as file:
+        if file.read() != b"".join(os.fsencode(word) + b"\0" for word in request["words"]):
+            raise OSError("the kernel does not let a process change its command line")
+    for number in kept:
+        os.close(number)
+    warm_child.show(text)
+    return program
+
+
+def _mark(started_ns: int, parent: tuple[int, socket.socket], began_ns: int, ended_ns: int) -> None:
+    from bootseer.hook import marks, warm_child, warm_launcher
+
+    warm_launcher.inherited = parent
+    with contextlib.suppress(Exception):
+        warm_child.mark(started_ns)
+        marks.imported_before(_SHARED, began_ns, ended_ns)
+
+
+def _begin_without(
+    known: Mapping[str, Any], request: dict[str, Any], pid: int, kept: list[int], error: Exception
+) -> None:
+    """Begin the launcher once more, without a warm parent. The next start is spared it: this tells the reason."""
+    from bootseer.hook import warm_launcher
+
+    module = getattr(error, "module", None)
+    why = f"{type(error).__name__}: {error}" if module is None else str(error)
+    warm_launcher.tell({"program": known.get("program", ""), "why_not": why, "module": module or "", "unfit": True})
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for target, number in zip((1, 2), kept, strict=True):
+        os.dup2(number, target)
+    env = {name: value for name, value in request["env"].items() if name != os.fsencode(programs.VARIABLE)}
+    os.execve(sys.executable, request["words"], env)
