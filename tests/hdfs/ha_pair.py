@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 import hadoop
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection
@@ -244,10 +244,14 @@ class HaPair:
 
 
 class Busy:
-    """Uses a folder over and over, in a thread of its own, until the `with` block ends; an error ends it too."""
+    """Uses a folder over and over, in a thread of its own, until the `with` block ends; an error ends it too.
 
-    def __init__(self, client: HdfsClient, folder: str) -> None:
+    `by_router`: a file that was removed may be called missing, because the router asks again where an answer was lost.
+    """
+
+    def __init__(self, client: HdfsClient, folder: str, *, by_router: bool = False) -> None:
         self._client = client
+        self._missing = (NotFoundError,) if by_router else ()
         self._folder = folder
         self._is_over = threading.Event()
         self.rounds = 0
@@ -296,4 +300,5 @@ class Busy:
         assert read_all(client, f"{path}.long") == read_all(client, f"{path}.part") == DATA
         client.rename(f"{path}.part", f"{path}.renamed")
         assert client.stat(f"{path}.renamed").size_bytes == len(DATA)
-        client.delete(f"{path}.long")
+        with contextlib.suppress(*self._missing):
+            client.delete(f"{path}.long")

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 from bootseer.errors import AccessError, TransientError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
+from bootseer.hdfs.protobuf import Message, delimited, field
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all, read_ranges
 
@@ -77,6 +79,30 @@ def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_ki
             for busy in several:
                 busy.wait(1)
         assert client.fallback == client.reads().facts()["fallback"] == ""
+
+
+def test_a_jobs_token_serves_after_a_hand_over_and_its_end_is_told_at_once(pair: HaPair, tmp_path: Path) -> None:
+    service, kind = field(4, f"ha-hdfs:{pair.service}"), field(3, "HDFS_DELEGATION_TOKEN")
+    with closing(_client(pair)) as client, pytest.MonkeyPatch.context() as as_job:
+        answer = client._namenode.ask("getDelegationToken", field(1, "nn"), "/", None)
+        given = Message(answer).message(1)
+        token = field(1, given.data(1)) + field(2, given.data(2)) + kind + service
+        file = tmp_path / "tokens"
+        file.write_bytes(b"HDTS\1" + delimited(field(1, field(1, "any") + field(2, token))))
+        pair.stand_by(pair.active)
+        pair.activate(1 - pair.active)
+        as_job.setenv("HADOOP_TOKEN_FILE_LOCATION", str(file))
+        as_job.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
+        for first in range(2):
+            with closing(_client(pair)) as job:
+                job._namenode._active = first
+                job.put(f"/of-job-{first}", DATA)
+                assert read_all(job, f"/of-job-{first}") == DATA
+        client._namenode.ask("cancelDelegationToken", field(1, token), "/", None)
+        for first in range(2):
+            with closing(_client(pair)) as job, pytest.raises(AccessError, match="token is not valid"):
+                job._namenode._active = first
+                job.stat("/")
 
 
 def test_without_an_active_namenode_errors_name_all_and_reads_that_run_go_on(pair: HaPair) -> None:

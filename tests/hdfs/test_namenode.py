@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -239,26 +240,24 @@ def test_a_login_that_is_refused_is_told_at_once_beside_one_that_is_gone(peer: F
     assert isinstance(error_of(asked(peer.port, free_port()), timeout_s=2.0), AccessError)
 
 
-def test_a_rename_whose_answer_was_lost_is_done_where_the_servers_do_not_know_it_again(peer: FakeNameNode) -> None:
-    names = {"/a"}
-
-    def rename(request: Message) -> bytes | tuple[str, str]:
-        if request.text(1) not in names:
-            return "java.io.FileNotFoundException", f"rename source {request.text(1)} is not found."
-        names.remove(request.text(1))
-        names.add(request.text(2))
-        raise EOFError
+@pytest.mark.parametrize("by_router", [False, True])
+def test_a_rename_that_a_router_has_asked_for_twice_is_done(peer: FakeNameNode, by_router: bool) -> None:
+    missing = "java.io.FileNotFoundException", "rename source /a is not found."
+    kind = (
+        "java.lang.UnsupportedOperationException" if by_router else "org.apache.hadoop.security.AccessControlException"
+    )
 
     def status(request: Message) -> bytes:
         told = field(1, 2) + field(3, 1) + field(4, field(1, 0o644)) + field(5, "me") + field(6, "us")
-        return field(1, told + field(7, 1) + field(8, 1)) if request.text(1) in names else b""
+        return field(1, told + field(7, 1) + field(8, 1)) if request.text(1) == "/b" else b""
 
-    peer.answers |= {"rename2": rename, "getFileInfo": status}
+    peer.answers |= {"rename2": lambda _: missing, "getFileInfo": status, "getEditsFromTxid": lambda _: (kind, "no")}
     with closing(asked(peer.port)) as namenode:
-        Names(namenode).rename("/a", "/b", overwrite=False)
-        assert names == {"/b"}
+        names = Names(namenode)
+        with contextlib.nullcontext() if by_router else pytest.raises(NotFoundError):
+            names.rename("/a", "/b", overwrite=False)
         with pytest.raises(NotFoundError):
-            Names(namenode).rename("/a", "/b", overwrite=False)
+            names.rename("/a", "/c", overwrite=False)
 
 
 def test_a_connection_that_the_server_has_closed_is_made_anew(peer: FakeNameNode) -> None:

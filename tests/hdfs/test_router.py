@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from registry import free_port
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
 from hdfs.ha_pair import DATA, Busy, HaPair
@@ -24,6 +25,7 @@ from hdfs.test_names import LosesAnswer
 from hdfs.whole_files import read_all
 
 pytestmark = [*needs_hdfs, pytest.mark.skipif(bool(hadoop.router_missing()), reason=hadoop.router_missing())]
+_START_S = 120.0
 _SERVICE = "federation"
 _STORE = "org.apache.hadoop.hdfs.server.federation.store.driver.impl.StateStoreFileImpl"
 _ADMIN = "hdfs.tools.federation.RouterAdmin"
@@ -78,9 +80,10 @@ class Routers:
         try:
             for path, cluster in (("/pair", HaPair.service), ("/other", "other")):
                 command = hadoop.tool(self._conf(0), _ADMIN, "-add", path, cluster, path)
-                for tries_left in range(20, -1, -1):  # while it starts
-                    if subprocess.run(command, capture_output=True, check=not tries_left).returncode == 0:
-                        break
+                _wait(lambda command=command: subprocess.run(command, check=False, capture_output=True).returncode == 0)
+            for address in self.addresses:
+                with closing(HdfsClient(address)) as client:
+                    _wait(lambda client=client: len(list(client.list("/"))) == 2)
         except BaseException:
             self.__exit__()
             raise
@@ -97,6 +100,16 @@ class Routers:
 
     def _conf(self, number: int) -> Path:
         return self._folder / f"router{number}"
+
+
+def _wait(is_ready: Callable[[], bool]) -> None:
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until:
+        with contextlib.suppress(BootseerError):
+            if is_ready():
+                return
+        time.sleep(0.5)
+    raise RuntimeError("the routers do not start")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +156,7 @@ def test_all_goes_on_when_a_namenode_hands_over_and_when_a_router_is_killed(
     pair: HaPair, routers: Routers, client: HdfsClient
 ) -> None:
     with contextlib.ExitStack() as all_busy:
-        several = [all_busy.enter_context(Busy(client, f"/{name}/busy")) for name in ("pair", "other")]
+        several = [all_busy.enter_context(Busy(client, f"/{name}/busy", by_router=True)) for name in ("pair", "other")]
         for kill in (False, True):
             if kill:
                 routers.kill(client._namenode._active)

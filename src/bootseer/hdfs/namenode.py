@@ -187,10 +187,10 @@ class NameNode:
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
         pause_s = _PAUSE_S
         failed: dict[int, Exception] = {}
-        is_lost = False
         while True:
             unreachable: list[str] = []
             refusals: list[AccessError] = []
+            num_standby = 0
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
                     raise self._problem(path, failed)
@@ -201,10 +201,10 @@ class NameNode:
                     return answer
                 except RemoteError as error:
                     self._has_answered = True
-                    error.is_again |= is_lost
                     if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
                     failed[number] = error
+                    num_standby += error.kind == "StandbyException"
                 except UnsupportedError:
                     self._supported = False
                     raise
@@ -212,12 +212,11 @@ class NameNode:
                     unreachable += [str(error)] if isinstance(error, UnreachableError) else []
                     # A login that one of them refuses may be its fault alone.
                     refusals += [error] if isinstance(error, AccessError) else []
-                    is_lost |= not isinstance(error, UnreachableError)
                     if number not in failed or time.monotonic() < until:  # not what the end of the time has cut short
                         failed[number] = error
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
-            if refusals and len(refusals) + len(unreachable) == num_namenodes:
+            if refusals and len(refusals) + len(unreachable) + num_standby == num_namenodes:
                 raise refusals[0]
             self._check_there(path, unreachable)
             problem = self._problem(path, failed)
@@ -270,11 +269,7 @@ class NameNode:
                 # A restarted server has closed what lay idle here: that says nothing of it.
                 with contextlib.suppress(TransientError):
                     return self._ask_over(idle, number, method, request, call, until)
-            try:
-                return self._ask_over(self._connect(number, until), number, method, request, call, until)
-            except RemoteError as error:
-                error.is_again = idle is not None
-                raise
+            return self._ask_over(self._connect(number, until), number, method, request, call, until)
         finally:
             free.release()
 
@@ -419,14 +414,13 @@ class Names:
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
         try:
             self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
-        except NotFoundError as error:
-            # A NameNode behind a router does not know a question that is asked again, and has done it already.
-            if not isinstance(error.__cause__, RemoteError) or not error.__cause__.is_again:
-                raise
-            try:
+        except NotFoundError:
+            # A router asks by numbers of its own: a NameNode that is asked again does not know that it is done already.
+            with contextlib.suppress(NotFoundError):
                 self.stat(target)
-            except NotFoundError:
-                raise error from error.__cause__
+                if self._is_router():
+                    return
+            raise
 
     def delete(self, path: str, *, recursive: bool) -> bool:
         """Remove: whether there was anything."""
@@ -437,12 +431,8 @@ class Names:
         self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        request = field(1, path)
-        if owner is not None:
-            request += field(2, owner)
-        if group is not None:
-            request += field(3, group)
-        self._ask("setOwner", request, path)
+        told = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
+        self._ask("setOwner", field(1, path) + told, path)
 
     def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
         atime = _UNCHANGED if atime_ms is None else atime_ms
@@ -468,6 +458,14 @@ class Names:
     def _ask(self, method: str, request: bytes, path: str) -> Message:
         with self._namenode.parsing(path):
             return Message(self._namenode.ask(method, request, path, None))
+
+    def _is_router(self) -> bool:
+        """Whether a router answers, by a question that these do not pass on."""
+        try:
+            self._namenode.ask("getEditsFromTxid", field(1, 1 << 62), "/", None)
+        except BootseerError as error:
+            return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
+        return False
 
     def _named(self, path: str) -> str:
         return f"hdfs://{self._namenode.cluster.authority}{path}"

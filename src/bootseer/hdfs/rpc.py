@@ -63,8 +63,6 @@ class RemoteError(Exception):
         # Behind the first line stands a stack trace, which tells a user nothing.
         super().__init__(message.partition("\n")[0][:600])
         self.kind = kind.rpartition(".")[2]
-        self.is_again = False
-        """Whether the question may have been answered before, and that answer was lost."""
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -253,6 +251,9 @@ class RpcConnection:
                 raise login_error(self._peer, str(RemoteError(kind, message)))
             if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
                 raise _unsupported(self._peer)
+            if kind.endswith("StandbyException"):  # one that stands by takes no token
+                self.close()
+                raise RemoteError(kind, message)
             raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
         if kind.endswith("RpcNoSuchProtocolException"):
             raise UnreachableError(f"{self._peer} is the address of another server of Hadoop, not of a NameNode")
