@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import queue
+import random
+import re
 import secrets
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import obstore
@@ -21,12 +30,21 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY, Place, TakenError
-from fault_proxy import Fault, FaultProxy, once
+from bootseer.places.uploads import Uploads
+from fault_proxy import Fault, FaultProxy, Plan, once
 from places.contract import PlaceContract, names, opened, read
 from s3_server import S3Server, environment_for
 
@@ -143,7 +161,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
     wanted = content(place, "old")
     killed = ObjectPlace(uri)
     left = [cut]
-    call = killed._call
+    call = killed._bucket.insist
 
     def count(*arguments: object) -> object:
         left[0] -= 1
@@ -151,7 +169,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
             raise SystemExit
         return call(*arguments)
 
-    killed._call = count  # type: ignore[method-assign]
+    killed._bucket.insist = count  # type: ignore[method-assign, assignment]
     with suppress(SystemExit):
         killed.rename("old", "new")
     killed.close()
@@ -296,6 +314,151 @@ def test_a_server_without_conditional_writes_is_a_clear_error(
     proxy.plan = lambda request: fault if "if-none-match" in request.headers else None
     with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="conditional writes"):
         put_checkpoint(place, source, "step-1", settings=_STRIPED)
+
+
+def some(fault: Fault, share: float) -> Plan:
+    """Spoils this share of all requests, whichever they are."""
+    chance, lock = random.Random(7), threading.Lock()
+
+    def plan(request: object) -> Fault | None:
+        with lock:
+            return fault if chance.random() < share else None
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=503), Fault(status=429, headers={"retry-after": "1"}), Fault(drop=True), Fault(cut_after=100)],
+    ids=["slow-down", "too-many", "dropped", "cut"],
+)
+def test_a_server_that_fails_every_fifth_request_of_whatever_kind_is_asked_again(
+    proxy: FaultProxy, uri: str, source: Path, tmp_path: Path, fault: Fault
+) -> None:
+    proxy.plan = some(fault, 0.2)
+    with closing(open_place(uri)) as place:
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)
+        assert not verify(Files(place), "step-1").problems
+        with closing(Reading(place)) as reading:
+            get_checkpoint(Files(place), reading, "step-1", tmp_path / "out")
+    assert (tmp_path / "out" / "model").read_bytes() == (source / "model").read_bytes()
+
+
+def test_a_name_that_is_asked_for_in_vain_is_asked_for_again_soon(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.plan = once(Fault(hang=True), "", "HEAD")
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x")
+        assert place.stat("file").size_bytes == 1
+
+
+def test_of_what_was_made_though_its_answer_was_lost_it_is_known_who_made_it(proxy: FaultProxy, uri: str) -> None:
+    with closing(open_place(uri)) as place:
+        assert place.create_bytes("first", b"")
+        for name, there in (("own", b"own"), ("others", b"another's")):
+            if name == "others":
+                place.write_bytes(name, there)
+            proxy.plan = once(Fault(headers={"content-length": "?"}), f"/{name}", "PUT")
+            assert place.create_bytes(name, b"own") == (name == "own")
+            assert place.read_bytes(name, 100) == there
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (400, "ExpiredToken", "credentials have expired"),
+        (403, "RequestTimeTooSkewed", "clocks of this machine and of the server"),
+        (403, "InvalidAccessKeyId", "does not know AWS_ACCESS_KEY_ID"),
+        (403, "AccessDenied", "AccessDenied; check the credentials"),
+    ],
+)
+def test_a_refused_login_is_said_in_the_servers_words(
+    proxy: FaultProxy, uri: str, status: int, code: str, said: str
+) -> None:
+    answer = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code></Error>".encode()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x" * 100)
+        file = place.open("file")
+        proxy.plan = lambda _: Fault(status=status, body=answer)
+        with pytest.raises(AccessError, match=said):
+            place.stat("file")  # by HEAD, whose answers have no body
+        with pytest.raises(AccessError, match=said):
+            read(file, 0, 50)
+        with pytest.raises(AccessError, match=said):
+            place.write_bytes("other", b"x")
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(send={"range": ""}), Fault(headers={"content-range": "bytes 5-1000/2000"})], ids=["whole", "other"]
+)
+def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for_ever(
+    proxy: FaultProxy, uri: str, fault: Fault
+) -> None:
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x" * 2000)
+        proxy.plan = lambda request: fault if request.method == "GET" else None
+        with opened(place, "file") as file, pytest.raises(TransientError, match="other bytes than it is asked for"):
+            read(file, 0, 1000)
+        assert len(proxy.requests) < 20
+
+
+_KILLED = """
+import os, sys
+from bootseer.places import open_place
+(part,) = open_place(sys.argv[1]).begin_parts(["killed & gone"], part_bytes=64 << 20)
+for _ in range(3):
+    part.write(bytes(8 << 20))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_has_sent_is_found_and_ended_but_not_what_is_young(
+    proxy: FaultProxy, server: S3Server, uri: str
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "sent\n"
+        while not server.uploads("jobs"):
+            time.sleep(0.05)
+        writer.kill()
+    left = server.uploads("jobs")
+    begun = f"<Initiated>{datetime.now(UTC) - timedelta(hours=2):%Y-%m-%dT%H:%M:%S.000Z}</Initiated>"
+    listed = re.sub("<Initiated>.*?</Initiated>", begun, server.ask("GET", "/jobs?uploads")[1].decode())
+    proxy.plan = lambda request: (
+        Fault(status=200, body=listed.encode()) if request.method == "GET" and "uploads" in request.path else None
+    )
+    clean = [sys.executable, "-m", "bootseer", "ckpt", "clean", uri, "--json"]
+    assert json.loads(subprocess.run(clean, check=True, capture_output=True).stdout)["uploads"] == []
+    assert server.uploads("jobs") == left
+    ended = json.loads(subprocess.run([*clean, "--older-than", "1"], check=True, capture_output=True).stdout)
+    assert ended["uploads"] == [f"{uri.rpartition('/')[2]}/killed & gone"]
+    assert server.uploads("jobs") == []
+
+
+def test_uploads_are_asked_for_as_amazons_own_library_signs(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of the tests verifies no signature."""
+    signing = pytest.importorskip("botocore.auth")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    uploads = Uploads(uri)
+    path, query = "/jobs/a%20%26%20b", "prefix=a%2Fb&uploads="
+    own = uploads._signed("GET", path, query)
+    when = datetime.strptime(own["x-amz-date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    monkeypatch.setattr(signing, "get_current_datetime", lambda **_: when)
+    request = importlib.import_module("botocore.awsrequest").AWSRequest("GET", f"http://{own['host']}{path}?{query}")
+    login = importlib.import_module("botocore.credentials").Credentials("tests", "tests", "token")
+    signing.S3SigV4Auth(login, "s3", "us-east-1").add_auth(request)
+    assert own["authorization"] == request.headers["Authorization"]
+
+
+def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(uri: str) -> None:
+    with pytest.raises(UsageError, match="only S3"):
+        Uploads("gs://bucket/x")
+    with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
+        Uploads(uri, {})
 
 
 def test_a_bucket_that_is_not_there_is_called_so(uri: str) -> None:

@@ -38,6 +38,7 @@ _VERBS = {
     "stat": ("ckpt_jobs", "What a file consists of, and on which nodes it lies."),
     "verify": ("ckpt", "Read a checkpoint and compare it with its digests."),
     "remove": ("ckpt_jobs", "Remove checkpoints."),
+    "clean": ("ckpt_jobs", "Remove what killed writers have left."),
     "policy": ("ckpt_jobs", "Show or set how new files of a folder are striped."),
 }
 

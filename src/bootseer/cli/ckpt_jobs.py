@@ -1,4 +1,4 @@
-"""`bootseer ckpt list`, `latest`, `stat`, `remove` and `policy`: what a job has, and how it is kept."""
+"""`bootseer ckpt list`, `latest`, `stat`, `remove`, `clean` and `policy`: what a job has, and how it is kept."""
 
 from __future__ import annotations
 
@@ -241,6 +241,36 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
             output({}, f"{uri}: removed, {format_bytes(freed)}")
     if output.as_json:
         output({"removed": removed})
+
+
+@click.command("clean")
+@click.argument("job", metavar="JOB")
+@click.option("--older-than", type=click.FloatRange(min=0), default=24.0, metavar="HOURS", show_default=True,
+              help="Uploads that began later stay: a writer may still be at them.")  # fmt: skip
+@json_option("bootseer.checkpoint-clean/1")
+def clean_command(job: str, older_than: float, output: Output) -> None:
+    """Remove what killed writers have left in the folder JOB.
+
+    In S3 these are also uploads in parts below JOB, which nothing else shows, and which are paid for. Whatever else was
+    left goes 10 minutes after the last sign of life of its writer, as with each `put` and `remove`.
+
+    \b
+    bootseer ckpt clean s3://checkpoints/moe --older-than 24
+    """
+    from bootseer.checkpoint.attempts import collect
+
+    ended: list[str] = []
+    with files_at(job) as files:
+        leftovers = collect(files.place, "")
+    if job.startswith("s3://"):
+        from bootseer.places.uploads import Uploads
+
+        uploads = Uploads(job)
+        for upload in uploads.left(older_than * 3600):
+            uploads.end(upload)
+            ended.append(upload.key)
+    said = f"{plural(leftovers, 'leftover')} removed, {plural(len(ended), 'upload')} ended"
+    output({"job": job, "leftovers": leftovers, "uploads": ended}, f"{job}: {said}")
 
 
 @click.command("policy")

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
 
@@ -37,7 +48,24 @@ _CLIENT = {
     "connect_timeout": "10s",
     "pool_max_idle_per_host": "64",
 }
+_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
+_AT_ONCE = 1000
+"""Objects that are removed by one request."""
 _STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
+_ABOUT_LOGINS = {
+    "ExpiredToken": "the credentials have expired; get new ones",
+    "InvalidToken": "the server does not know AWS_SESSION_TOKEN",
+    "InvalidAccessKeyId": "the server does not know AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY is wrong",
+    "RequestTimeTooSkewed": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
+    "RequestExpired": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
+}
+
+
+class OtherRangeError(TransientError):
+    """The server sends other bytes than it is asked for: it may never do otherwise."""
 
 
 class _Runtime:
@@ -77,6 +105,26 @@ class Bucket:
         with self.mapping(name):
             return within(timeout_s, f"{self.uri}: {name}", call)
 
+    def insist(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+        """As `call`, made again after errors that pass, as of a server that is asked too much, and when there is no
+        answer: the first time soon. For requests that may be made twice."""
+        until_s, try_s, pause_s = time.monotonic() + timeout_s, timeout_s / 20, _PAUSE_S
+        while True:
+            try:
+                return self.call(name, call, max(min(try_s, until_s - time.monotonic()), 0.1))
+            except TransientError:
+                if time.monotonic() + pause_s > until_s:
+                    raise
+            time.sleep(random.uniform(pause_s / 2, pause_s))  # noqa: S311 - spreads requests, keeps no secret
+            try_s, pause_s = 2 * try_s, min(2 * pause_s, _MAX_PAUSE_S)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects, also those that are not there any more."""
+        for first in range(0, len(keys), _AT_ONCE):
+            some = list(keys[first : first + _AT_ONCE])
+            with contextlib.suppress(NotFoundError):
+                self.insist(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
+
     @contextlib.contextmanager
     def mapping(self, name: str) -> Iterator[None]:
         """Errors of obstore that pass through here become ours. Refuses the child of a fork."""
@@ -92,16 +140,21 @@ class Bucket:
         except Exception as error:
             raise self._mapped(error, name) from error
 
-    def _mapped(self, error: Exception, name: str) -> BootseerError:
+    def _mapped(self, error: Exception, name: str) -> BootseerError:  # noqa: PLR0911
         said = f"{self.uri}: {name}: {_first_line(error)}"
         status = status_of(error)
         is_no_bucket = "NoSuchBucket" in str(error)
         if is_no_bucket or isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
+        refusal = _CODE.search(str(error))
+        if refusal is not None and refusal[1] in _ABOUT_LOGINS:
+            return AccessError(f"{self.uri}: {name}: {refusal[1]}: {_ABOUT_LOGINS[refusal[1]]}")
         if "169.254.169.254" in said:
             # Without any credentials, obstore asks the machine's own cloud for some.
             names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             return AccessError(f"{self.uri}: no credentials; set {names}")
+        if _OTHER_RANGE.search(str(error)):
+            return OtherRangeError(f"{said}; the server sends other bytes than it is asked for")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
         if "builder error" in said:
@@ -118,5 +171,6 @@ def status_of(error: Exception) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Without what stands behind a question mark in an address: it may be a signature."""
-    return re.sub(r"\?\S+", "?…", str(error).partition("\n")[0])[:300]
+    """Without what stands behind a question mark in an address: it may be a signature; with the code of the answer."""
+    line, code = re.sub(r"\?\S+", "?…", str(error).partition("\n")[0]).partition("<")[0], _CODE.search(str(error))
+    return f"{line[:300].rstrip(': ')}{f': {code[1]}' if code else ''}"

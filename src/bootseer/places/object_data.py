@@ -22,7 +22,7 @@ from obstore.exceptions import PreconditionError
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.timer import Timer
-from bootseer.places.bucket import PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, status_of
+from bootseer.places.bucket import PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, OtherRangeError, status_of
 
 if TYPE_CHECKING:
     from bootseer.hdfs.requests import ReadOutcome
@@ -39,6 +39,8 @@ _MOST_BYTES = 8 << 20
 """Of one request: what costs a server little more than a small one."""
 _PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
+_LIAR_S = 1.0
+"""A server that sends other bytes than it is asked for is asked again until pauses are so long."""
 _MAX_AHEAD = 2
 """Pieces of a part that wait for being sent."""
 
@@ -269,6 +271,7 @@ class ObjectReads:
         """Ask again later, unless another request for the same is under way."""
         pause_s, request.pause_s = request.pause_s, min(2 * request.pause_s, _MAX_PAUSE_S)
         can_wait = isinstance(error, TransientError) and not isinstance(error, ChangedError)
+        can_wait = can_wait and not (isinstance(error, OtherRangeError) and pause_s >= _LIAR_S)
         with self._lock:
             self._counts["failures"] += 1
         if request.num_running > 1:

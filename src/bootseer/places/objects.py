@@ -60,8 +60,6 @@ _MANY_BYTES = 1 << 60
 """A bucket is never full."""
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 _SMALL_BYTES = 8 << 20
-_AT_ONCE = 1000
-"""Objects that are removed by one request."""
 _LINKS_AT_ONCE = 16
 
 
@@ -182,7 +180,7 @@ class ObjectPlace(SmallReads):
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
         if not self.stat(path).is_folder:
-            self._remove([self._key(path)])
+            self._bucket.remove([self._key(path)])
             return
         folder = self._folder(path, fresh=True)
         self._forget(path)
@@ -193,7 +191,7 @@ class ObjectPlace(SmallReads):
             raise NotEmptyError(f"{self._what(path)} is not empty")
         self._erase(folder.prefix)
         if folder.link != _plain_link(folder.prefix):
-            self._remove([folder.link])
+            self._bucket.remove([folder.link])
 
     def make_folder(self, path: str, *, mode: int = _FOLDER_MODE, parents: bool = False) -> None:
         _check_path(path)
@@ -242,7 +240,7 @@ class ObjectPlace(SmallReads):
             try:
                 self._put(key, b"")
                 now_s = self._head(key)["last_modified"].timestamp()
-                self._remove([key])
+                self._bucket.remove([key])
             except AccessError:
                 return time.time()  # a caller that may not write there has no lease there
             clock = (now_s, time.monotonic())
@@ -331,7 +329,7 @@ class ObjectPlace(SmallReads):
             raise TakenError(f"{self._what(target)} is there already")
         self._forget(source, target)
         if self._read_owner(folder.prefix)[0] != new:  # another process took the folder before its link was there
-            self._remove([new])
+            self._bucket.remove([new])
             raise NotFoundError(f"{self._what(source)} is not there")
         self._take_away(folder)
 
@@ -340,7 +338,7 @@ class ObjectPlace(SmallReads):
         if folder.link == _plain_link(folder.prefix):
             self._put(folder.link, b"")
         else:
-            self._remove([folder.link])
+            self._bucket.remove([folder.link])
 
     def _owner(self, folder: _Folder) -> str | None:
         """The entity tag of what says that this name owns the folder's objects, "" where nothing says anything; None
@@ -372,7 +370,7 @@ class ObjectPlace(SmallReads):
     def _read_link(self, key: str) -> tuple[str, str | None, int]:
         """What a link says, its entity tag, and its time; "" and None where there is none."""
         try:
-            found = self._call(key, lambda: obstore.get(self._store, key))
+            found = self._bucket.insist(key, lambda: obstore.get(self._store, key))
         except NotFoundError:
             return "", None, 0
         return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], _time_ns(found.meta)
@@ -380,7 +378,7 @@ class ObjectPlace(SmallReads):
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
         listed = partial(obstore.list, self._store, prefix)
-        keys = [one["path"] for one in self._call(prefix, lambda: [one for page in listed() for one in page])]
+        keys = [one["path"] for one in self._bucket.insist(prefix, lambda: [one for page in listed() for one in page])]
         moved = []
 
         def look(key: str) -> None:
@@ -398,35 +396,39 @@ class ObjectPlace(SmallReads):
             list(threads.map(look, links))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
         keys.sort(key=lambda key: key == f"{prefix}{_OWNER}")
-        self._remove([key for key in keys if not key.startswith(tuple(moved))])
+        self._bucket.remove([key for key in keys if not key.startswith(tuple(moved))])
         if moved:
             self._put(_plain_link(prefix), b"")
         else:
-            self._remove([_plain_link(prefix)])
+            self._bucket.remove([_plain_link(prefix)])
 
     # Requests
 
-    def _call(self, what: str, call: Any, timeout_s: float = 60.0) -> Any:
-        return self._bucket.call(what, call, timeout_s)
-
     def _head(self, key: str) -> Any:
-        return self._call(key, lambda: obstore.head(self._store, key))
+        try:
+            return self._bucket.insist(key, lambda: obstore.head(self._store, key))
+        except PermanentError as error:
+            if not isinstance(error, NotFoundError):  # an answer to HEAD has no reason in it, this one does
+                self._has_any(f"{key}/")
+            raise
 
     def _listed(self, prefix: str) -> Any:
-        return self._call(prefix, lambda: obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None))
+        return self._bucket.insist(prefix, lambda: obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None))
 
     def _has_any(self, prefix: str) -> bool:
         def look() -> bool:
             return any(page for page in obstore.list(self._store, prefix.rstrip("/"), chunk_size=1))
 
-        return bool(self._call(prefix, look))
+        return bool(self._bucket.insist(prefix, look))
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
         """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or
         None when there is another one."""
         mode: Any = {"e_tag": e_tag} if e_tag else "create" if create else "overwrite"
+        asked: list[str] = []
 
         def put(key: str) -> str | None:
+            asked.append(key)
             try:
                 return str(obstore.put(self._store, key, data, mode=mode, use_multipart=False)["e_tag"])
             except (AlreadyExistsError, PreconditionError):
@@ -439,12 +441,15 @@ class ObjectPlace(SmallReads):
         if mode == "create" and not self._is_conditional:
             # There are servers that do not refuse a condition, but overlook it.
             probe = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
-            made = [self._call(probe, partial(put, probe), WRITE_S) for _ in range(2)]
-            self._remove([probe])
+            made = [self._bucket.insist(probe, partial(put, probe), WRITE_S) for _ in range(2)]
+            self._bucket.remove([probe])
             if made[1] is not None:
                 raise self._unconditional()
             self._is_conditional = True
-        found: str | None = self._call(key, partial(put, key), WRITE_S)
+        found: str | None = self._bucket.insist(key, partial(put, key), WRITE_S)
+        if found is None and asked.count(key) > 1:  # an answer was lost: what is there may be our own
+            there, tag, _ = self._read_link(key)
+            found = tag if there == data.decode("utf-8", "replace") else None
         return found
 
     def _unconditional(self) -> PermanentError:
@@ -452,12 +457,6 @@ class ObjectPlace(SmallReads):
             f"{self.uri}: the server does not know conditional writes (If-None-Match, If-Match), by which a checkpoint "
             "is shown in one step; reading works"
         )
-
-    def _remove(self, keys: Sequence[str]) -> None:
-        for first in range(0, len(keys), _AT_ONCE):
-            some = list(keys[first : first + _AT_ONCE])
-            with suppress(NotFoundError):
-                self._call(some[0], lambda some=some: obstore.delete(self._store, some), WRITE_S)
 
     def _rename_file(self, source: str, entry: Entry, target: str, *, replace: bool) -> None:
         key, new = self._key(source), self._key(target)
@@ -470,8 +469,8 @@ class ObjectPlace(SmallReads):
         else:
             if entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
                 raise PermanentError(f"{self._what(source)} is larger than what the server copies: stripe it")
-            self._call(key, lambda: obstore.copy(self._store, key, new), WRITE_S)
-        self._remove([key])
+            self._bucket.insist(key, lambda: obstore.copy(self._store, key, new), WRITE_S)
+        self._bucket.remove([key])
 
     def _what(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri
