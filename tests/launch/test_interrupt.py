@@ -37,6 +37,22 @@ def wait():
         time.sleep(1)
         print("clean", flush=True)
 """
+LATE = """
+import ctypes, signal, threading
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+left, told, kill = threading.Event(), threading.Event(), signal.pthread_kill
+def tell(thread, number):
+    libc.pthread_mutex_unlock(mutex)
+    left.wait(1)
+    kill(thread, number)
+    told.set()
+signal.pthread_kill = tell
+def wait():
+    print("waits", flush=True)
+    libc.pthread_mutex_lock(mutex)
+"""
 BLOCK = """
 import sys
 from bootseer.errors import Interrupted
@@ -103,6 +119,18 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_told_again() -> None:
         thread.start()
         threading.Event().wait()
     thread.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_hears_the_signal_while_it_is_told_again_is_not_told_after_its_block(number: signal.Signals) -> None:
+    """There the signal would end the process by itself."""
+    outside = BLOCK.replace('    print("ended"', '    left.set()\n    told.wait(60)\n    print("ended"')
+    with subprocess.Popen([sys.executable, "-c", LATE + outside, "60"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=100)
+    assert (process.returncode, out) == (3, "ended\n")
 
 
 def test_a_block_leaves_nothing_behind() -> None:

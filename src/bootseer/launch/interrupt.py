@@ -31,17 +31,21 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
     becomes of what was not undone. Further signals do not hurry it then. Such a block must not fork.
     """
     heard = threading.Event()
+    telling = threading.RLock()  # this handler may interrupt itself
+    """Held while the main thread is told again: it may be outside of the block, without our handlers, right after it
+    has heard."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if patience_s is not None and heard.is_set():
             return
-        heard.set()
+        with telling:
+            heard.set()
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in ENDING}
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, heard):
+    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, heard, telling):
         for number in ours:
             signal.signal(number, interrupt)
         try:
@@ -57,7 +61,7 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
 
 @contextmanager
 def _ended_after(
-    patience_s: float, rests: str, numbers: Sequence[signal.Signals], heard: threading.Event
+    patience_s: float, rests: str, numbers: Sequence[signal.Signals], heard: threading.Event, telling: threading.RLock
 ) -> Iterator[None]:
     """End the process when the block lasts so long after one of these signals.
 
@@ -81,8 +85,9 @@ def _ended_after(
                 with suppress(OSError):  # standard error is closed
                     os.write(2, f"\nbootseer: ended while servers did not answer; {rests}\n".encode())
                 os._exit(128 + number)
-            if not heard.is_set():
-                signal.pthread_kill(main, number)
+            with telling:
+                if not heard.is_set():
+                    signal.pthread_kill(main, number)
 
     main = threading.get_ident()
     watching = threading.Thread(target=watch, name="bootseer-patience", daemon=True)
