@@ -54,3 +54,18 @@ def python_with_pip() -> Path:
 def secret_rules() -> Path:
     """Where the rules for secrets are kept compiled, for all starts of the tests: that takes 3 s of processor time."""
     return once("rules", Path.mkdir)
+
+
+def compiled_secret_rules() -> Path:
+    """The same, with the rules in it. Snapshots are written at a low priority: beside other tests, a start that
+    compiled them itself would take minutes."""
+
+    def compile_rules(done: Path) -> None:
+        from bootseer.env.capturing.exclude import Exclusions
+        from bootseer.env.snapshot.secret_check import SecretCheck
+
+        SecretCheck(Exclusions(), cache=secret_rules())
+        done.mkdir()
+
+    once("rules-compiled", compile_rules)
+    return secret_rules()
