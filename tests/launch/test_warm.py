@@ -35,6 +35,12 @@ def test_a_module_that_did_more_than_define_is_left_out_from_then_on():
     assert merged(known, [RECORDED], []).launchers["torchrun"].cold == {"json": "it opens files"}
 
 
+def test_a_package_of_which_two_modules_are_left_out_is_left_out_as_a_whole_unless_it_is_a_framework():
+    known = merged(Known(), [RECORDED], [_refused(why_not="x", module=name) for name in ("rich.style", "torch.a")])
+    known = merged(known, [], [_refused(why_not="y", module=name) for name in ("rich.theme", "torch.b", "yaml.c")])
+    assert list(known.launchers["torchrun"].cold) == ["rich.style", "torch.a", "rich", "torch.b", "yaml.c"]
+
+
 def test_a_parent_that_cannot_be_copied_is_not_started_again_until_its_modules_change():
     known = merged(Known(), [RECORDED], [_refused(why_not="threads", module="", unfit=True)])
     assert known.launchers["torchrun"].never == "threads"

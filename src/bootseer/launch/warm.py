@@ -36,6 +36,8 @@ _MAX_RECORDS = 16
 _MAX_KEPT = 400
 """Documents, two for a job; the oldest ones go."""
 _MAX_COLD = 64
+_NEVER_WHOLE = ("torch", "jax")
+"""Packages without which a warm start is none."""
 _KEEP_S = 5.0
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
 """Variables that other nodes may see and take: their values are numbers and names, no paths, nothing that could be a
@@ -91,6 +93,10 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
             if one.program != refusal.get("program"):
                 continue
             if module and len(one.cold) < _MAX_COLD:
+                # What others of the package import too would be learnt one start after the other.
+                package = module.partition(".")[0]
+                if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
+                    module = package
                 launchers[name] = msgspec.structs.replace(one, cold={**one.cold, module: why})
             elif refusal.get("unfit") is True and not module:
                 launchers[name] = msgspec.structs.replace(one, never=why)
