@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,7 @@ from bootseer.image.catalog import images_in
 from bootseer.image.conversion.watch import woken
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
-from fault_proxy import Fault, FaultProxy
+from fault_proxy import Fault, FaultProxy, Request
 from image_node import push
 from oci_images import file, layer, write_layout
 from registry import Registry, free_port, needs_registry
@@ -116,6 +117,33 @@ def test_all_is_converted_where_the_state_cannot_be_kept(tmp_path: Path, run: Ru
         images = [json.loads(line)["image"] for line in looked.stdout.splitlines()]
         assert images == [f"{registry.host}/team/train:{tag}" for tag in ("1", "2")]
         assert (looked.returncode, looked.stderr.count("what was converted cannot be kept")) == (1, 1)
+
+
+@needs_registry
+def test_a_signal_ends_it_while_a_layer_hangs(tmp_path: Path, env: dict[str, str]) -> None:
+    with Registry(tmp_path) as registry, FaultProxy(registry.host) as proxy:
+        push_image(tmp_path, registry.host, "1", b"one")
+        hung = threading.Event()
+
+        def plan(request: Request) -> Fault | None:
+            if request.method != "GET" or "/blobs/" not in request.path:
+                return None
+            if len([each for each in proxy.requests if "/blobs/" in each.path]) > 1:  # behind the configuration
+                hung.set()
+                return Fault(hang=True)
+            return None
+
+        proxy.plan = plan
+        words = ["image", "convert", "--watch", f"{proxy.host}/team/train", str(tmp_path / "store")]
+        with subprocess.Popen([*BOOTSEER, *words], env={**env, **os.environ}, stderr=subprocess.PIPE) as process:
+            assert hung.wait(300)
+            process.send_signal(signal.SIGTERM)
+            try:
+                assert process.wait(90) == 0  # what a service manager gives it
+            finally:
+                process.kill()
+            assert process.stderr is not None
+            assert process.stderr.read().startswith(b"bootseer: SIGTERM: 0 images converted")
 
 
 @pytest.mark.parametrize(

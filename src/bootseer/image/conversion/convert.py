@@ -40,6 +40,8 @@ from bootseer.store.store import Store
 Progress = Callable[[int, int, int], None]
 """Layer (from 0, bottom first), bytes of its source that are done, bytes in all. Called from several threads."""
 _MAX_JOBS = 4
+_LEAVE_S = 5.0
+"""A layer that is given up ends with its next bytes; where its source hangs, it is left to the source's deadline."""
 
 
 def convert(
@@ -100,7 +102,7 @@ class _Conversion:
 
     def run(self, jobs: int) -> list[ConvertedLayer]:
         # Layers start in their order, so that a thread that waits for lower layers waits for threads that run.
-        with Tasks("bootseer-convert", jobs) as pool:
+        with Tasks("bootseer-convert", jobs, leave_s=_LEAVE_S) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
@@ -110,7 +112,6 @@ class _Conversion:
                 return [result.result() for result in self._results]
             except BaseException:
                 self._stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
     def _run_layer(self, number: int) -> ConvertedLayer:
