@@ -80,7 +80,9 @@ class Records:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
         except sqlite3.Error as error:
-            raise PermanentError(f"{path}: {error}; it is not the state of a snapshotter, or its disk fails") from error
+            full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+            why = "make room" if full else "it is not the state of a snapshotter, or its disk fails"
+            raise PermanentError(f"{path}: {error}; {why}") from error
 
     def close(self) -> None:
         """Write it out."""
