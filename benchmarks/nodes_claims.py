@@ -31,7 +31,6 @@ class Faults:
     STARVED = "the origin at a quarter"
     UNHEDGED = f"{SLOW}, no second request"
     UNBROKEN = f"{SLOW}, no circuit breaker"
-    UNSUMMED = f"{SLOW}, answers judged one by one"
     NAIVE = f"{STARVED}, who waits gives up"
 
 

@@ -55,7 +55,6 @@ def _arms(lab: Lab) -> list[Arm]:
         arm(Faults.STARVED, starved),
         arm(Faults.UNHEDGED, slow, "second request"),
         arm(Faults.UNBROKEN, slow, "breaker"),
-        arm(Faults.UNSUMMED, slow, "sum"),
         arm(Faults.NAIVE, starved, "patience"),
     ]
 

@@ -20,11 +20,6 @@ def without_second_request() -> None:
 def without_breaker() -> None:
     """A node that was late, or is slow, is asked again at once."""
     health._LATE = health._LAST + 1  # type: ignore[misc]
-    without_sum()
-
-
-def without_sum() -> None:
-    """Each answer is judged by itself."""
     health._SLOW_S = float("inf")  # type: ignore[misc]
 
 
@@ -39,12 +34,7 @@ def without_patience() -> None:
     choice.Members.route = routed  # type: ignore[method-assign]
 
 
-GUARDS = {
-    "second request": without_second_request,
-    "breaker": without_breaker,
-    "sum": without_sum,
-    "patience": without_patience,
-}
+GUARDS = {"second request": without_second_request, "breaker": without_breaker, "patience": without_patience}
 
 if __name__ == "__main__":
     GUARDS[sys.argv.pop(1)]()

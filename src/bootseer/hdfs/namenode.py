@@ -49,10 +49,14 @@ _MAX_PAUSE_S: Final = 2.0
 _FIRST_S: Final = 0.5
 """So long after it was made, a client waits for NameNodes at addresses where none has ever answered it."""
 _LATER = frozenset(
-    {"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"}
-) | {
-    "StateStoreUnavailableException"  # a router's
-}
+    {
+        "StandbyException",
+        "RetriableException",
+        "ObserverRetryOnActiveException",
+        "SafeModeException",
+        "StateStoreUnavailableException",  # a router's
+    }
+)
 """Another NameNode may answer, or the same one when it has come up."""
 _NOISE = re.compile(r"\b(?:[a-z]\w*\.){2,}(?=[A-Z])|\. Visit https:.*")
 """Around what a NameNode says of its state: the packages of classes, and where to read more."""

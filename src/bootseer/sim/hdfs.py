@@ -359,7 +359,7 @@ class Shared:
         self._num = min(_UNITS, max(int(num_bytes) // _UNIT_BYTES, 1))
         self._unit_bytes = int(num_bytes / self._num)
         self._waiting: dict[tuple[str, int], list[Callable[[], None]] | None] = {}
-        """Who waits until a node has a unit; None: it has it."""
+        """Reads that wait until a node has a unit; None: it has it."""
 
     def read(
         self, name: str, turn: float, width: int, reads: Reads, way: Callable[[str], Sequence[Link]],

@@ -193,10 +193,10 @@ class _Start:
         self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
         self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
-        self.builder: Node | None = None
-        """The node that builds the snapshot of the environment,"""
+        self.is_leased = False
+        """Whether a node has the lease to build the snapshot of the environment."""
         self.waiting: list[Callable[[], None]] = []
-        """... and the nodes that wait for it."""
+        """Nodes that wait for it."""
         self.shared = Shared(engine, self._shared_bytes, links.peer_latency_ms / 1e3)
         if self._techniques.warm:
             for node in self._nodes:
@@ -325,11 +325,11 @@ class _NodeStart:
         """Go on as `env.life.decide` says."""
         start, node, gb = self._start, self._node, self._scenario.environment.gb
         if decision.action is Action.BUILD:
-            decision = elected(decision, "ours" if start.builder is None else "held")
+            decision = elected(decision, "held" if start.is_leased else "ours")
         if decision.action is Action.RESTORE:
             self._engine.after(self._scenario.environment.fixed_s * self._factor, self._imports)
         elif decision.action is Action.BUILD:
-            start.builder = node
+            start.is_leased = True
 
             def published() -> None:
                 for waiting in start.waiting:
