@@ -20,14 +20,7 @@ import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from bootseer.errors import (
-    AccessError,
-    BootseerError,
-    NotFoundError,
-    PermanentError,
-    TransientError,
-    UsageError,
-)
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
 
