@@ -143,7 +143,7 @@ def test_each_line_counts_once_whatever_happens(place: Place, steps: list[tuple[
     if whole:
         analysis = Analysis(whole, Options(job="fleet"))
         for startup in analysis.startups:
-            made = rows_of(analysis.report(startup), startup, is_closed=False, told="")
+            made = rows_of(analysis.report(startup), startup, is_closed=False, report_json="")
             model.update((row["node"], row["rank"], row["begin_ns"], row["dur_ns"]) for row in made.spans)
     with place.database.read() as connection:
         span, start, node = schema.span, schema.start, schema.node

@@ -153,12 +153,12 @@ class Agent:
         found: dict[str, Any] = {"target": state.target, "what": state.what, "health": self._runtime.health(state)}
         if state.daemon is not None and found["health"] == "mounted" and time.monotonic() < until:
             with contextlib.suppress(BootseerError, OSError):
-                said: dict[str, Any] = ask(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
-                fetch = said.get("fetch", {})
+                status: dict[str, Any] = ask(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
+                fetch = status.get("fetch", {})
                 found |= {
-                    "restarts": said.get("restarts", 0),
-                    "waiting": said.get("waiting", 0),
-                    "read_bytes": said.get("read_bytes", 0),
+                    "restarts": status.get("restarts", 0),
+                    "waiting": status.get("waiting", 0),
+                    "read_bytes": status.get("read_bytes", 0),
                     "fetched_bytes": sum(fetch.get("bytes_by_purpose", {}).values()),
                     "peer_bytes": fetch.get("peer_bytes", 0),
                     "corrupt_blocks": fetch.get("corrupt_blocks", 0),
@@ -167,27 +167,27 @@ class Agent:
 
     def metrics(self) -> str:
         """The same as numbers, for Prometheus."""
-        said = self.status()
-        cache, mounts = said["cache"], said["mounts"]
+        status = self.status()
+        cache, mounts = status["cache"], status["mounts"]
         health = Counter(mount["health"] for mount in mounts)
         rows: list[tuple[str, str, str, dict[str, float]]] = [
-            ("up", "gauge", "Whether the node is looked after.", {"": float(not said["problem"])}),
-            ("uptime_seconds", "gauge", "Since the agent began.", {"": said["uptime_s"]}),
+            ("up", "gauge", "Whether the node is looked after.", {"": float(not status["problem"])}),
+            ("uptime_seconds", "gauge", "Since the agent began.", {"": status["uptime_s"]}),
             ("cache_bytes", "gauge", "What the cache takes on the disk.", {"": cache["disk_bytes"]}),
             ("cache_files", "gauge", "Files in the cache.", {"": cache["files"]}),
             ("cache_files_in_use", "gauge", "Those that a process uses.", {"": cache["in_use"]}),
             ("cache_files_damaged", "gauge", "Those that are replaced at their next use.", {"": cache["damaged"]}),
-            ("cache_freed_bytes_total", "counter", "What the agent evicted.", {"": said["freed_bytes"]}),
-            ("failures_total", "counter", "Times that the cache could not be looked after.", {"": said["failures"]}),
-            ("peer_jobs", "gauge", "Ended jobs whose files are served.", {"": float(len(said["peers"]))}),
+            ("cache_freed_bytes_total", "counter", "What the agent evicted.", {"": status["freed_bytes"]}),
+            ("failures_total", "counter", "Times that the cache could not be looked after.", {"": status["failures"]}),
+            ("peer_jobs", "gauge", "Ended jobs whose files are served.", {"": float(len(status["peers"]))}),
             ("mounts", "gauge", "Mounts by health.",
              {name: float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
             *(
                 [("shipped_batches_total", "counter", "Batches of events that the service took.",
-                  {"": said["service"]["batches"]}),
+                  {"": status["service"]["batches"]}),
                  ("ship_up", "gauge", "Whether the service took the last one.",
-                  {"": float(not said["service"]["problem"])})]
-                if "service" in said else []
+                  {"": float(not status["service"]["problem"])})]
+                if "service" in status else []
             ),
             *(
                 (f"mounts_{name}", "gauge", f"{what} of the mounts that there are now.",
@@ -238,8 +238,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif not (length.isascii() and length.isdecimal() and int(length) <= _MAX_BODY):
                 self._answer(413, "text/plain", f"at most {_MAX_BODY} bytes\n")
             else:
-                said = json.loads(self.rfile.read(int(length)))
-                todo(said if isinstance(said, dict) else {})
+                request = json.loads(self.rfile.read(int(length)))
+                todo(request if isinstance(request, dict) else {})
                 self._answer(200, "application/json", "{}\n")
         except (BootseerError, ValueError) as error:
             self._answer(400, "application/json", json.dumps({"error": str(error)}) + "\n")
@@ -394,14 +394,14 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
     if not answer:
         raise TransientError(f"the agent answers {_MAX_REQUESTS} requests already; try again")
     try:
-        said = json.loads(answer.partition(b"\r\n\r\n")[2])
+        document = json.loads(answer.partition(b"\r\n\r\n")[2])
     except ValueError as error:
         raise PermanentError("the agent sent a malformed response") from error
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         raise PermanentError("the agent sent a malformed response")
-    if "error" in said:
-        raise PermanentError(f"the agent refuses: {said['error']}")
-    return said
+    if "error" in document:
+        raise PermanentError(f"the agent refuses: {document['error']}")
+    return document
 
 
 def is_activated() -> bool:

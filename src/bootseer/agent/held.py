@@ -51,13 +51,13 @@ class HeldJobs:
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}
 
-    def take(self, said: Mapping[str, Any]) -> None:
+    def take(self, request: Mapping[str, Any]) -> None:
         """Serve the files of a job that ends now. Raises `UsageError` for what is malformed, `PermanentError` where
         nothing is served, or it cannot listen there."""
         try:
-            secret, name, rate = bytes.fromhex(said["secret"]), str(said["name"]), int(said["rate"])
-            addresses = tuple(str(address) for address in said["addresses"])
-            files = {str(identity): Path(root) for identity, root in said["files"].items()}
+            secret, name, rate = bytes.fromhex(request["secret"]), str(request["name"]), int(request["rate"])
+            addresses = tuple(str(address) for address in request["addresses"])
+            files = {str(identity): Path(root) for identity, root in request["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError("a job must say its secret, name, rate, addresses and files") from error
         if len(secret) != SECRET_BYTES or rate <= 0 or not addresses or not all(map(is_address, addresses)):
@@ -67,7 +67,7 @@ class HeldJobs:
         if not self._keep_s:
             raise PermanentError("this agent serves nothing of ended jobs")
         with self._lock:
-            self._serve(secret, name, rate, addresses, files, tls=said.get("tls") is True)
+            self._serve(secret, name, rate, addresses, files, tls=request.get("tls") is True)
 
     def _serve(
         self, secret: bytes, name: str, rate: int, addresses: tuple[str, ...], files: dict[str, Path], *, tls: bool
@@ -91,9 +91,9 @@ class HeldJobs:
             self._drop(other)
         _LOG.info("serves %d files of ended jobs at %s", len(held.files), ", ".join(addresses))
 
-    def release(self, said: Mapping[str, Any]) -> None:
+    def release(self, request: Mapping[str, Any]) -> None:
         """A job begins that listens at these addresses: it serves there itself, until it ends."""
-        wanted = said.get("addresses")
+        wanted = request.get("addresses")
         with self._lock:
             for held in self._held.values():
                 if isinstance(wanted, list) and not set(held.addresses).isdisjoint(map(str, wanted)):

@@ -87,12 +87,12 @@ def status_command(output: Output) -> None:
     from bootseer.agent.agent import request_status
     from bootseer.artifact.places import runtime_root
 
-    said = request_status(runtime_root(os.environ, os.getuid()))
-    cache = said["cache"]
+    status = request_status(runtime_root(os.environ, os.getuid()))
+    cache = status["cache"]
     rows = table(
         "mount", "what", "state", "restarts", "fetched", "from peers", right=("restarts", "fetched", "from peers")
     )
-    for mount in said["mounts"]:
+    for mount in status["mounts"]:
         rows.add_row(
             mount["target"],
             mount["what"],
@@ -102,19 +102,19 @@ def status_command(output: Output) -> None:
         )
     limit = f" of {format_bytes(cache['max_bytes'])}" if cache["max_bytes"] else ""
     output(
-        said,
+        status,
         rows,
-        f"agent {said['pid']} runs for {format_seconds(said['uptime_s'])}: {cache['files']} files, "
-        f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(said['freed_bytes'])} freed",
+        f"agent {status['pid']} runs for {format_seconds(status['uptime_s'])}: {cache['files']} files, "
+        f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(status['freed_bytes'])} freed",
         *(
             f"{held['files']} files of ended jobs are served at {', '.join(held['addresses'])} for another "
             f"{format_seconds(held['left_s'])}: {format_bytes(held['sent_bytes'])} sent"
-            for held in said["peers"]
+            for held in status["peers"]
         ),
-        *([_shipped(said["service"])] if "service" in said else []),
-        *([said["problem"]] if said["problem"] else []),
+        *([_shipped(status["service"])] if "service" in status else []),
+        *([status["problem"]] if status["problem"] else []),
     )
-    if said["problem"]:
+    if status["problem"]:
         raise SystemExit(1)
 
 

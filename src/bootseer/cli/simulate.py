@@ -130,11 +130,11 @@ def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]
     from bootseer.sim.start import simulate
 
     done = []
-    for at, (said, variant, number, arm, seed) in enumerate(plan):
+    for at, (label, variant, number, arm, seed) in enumerate(plan):
         if sys.stderr.isatty():
             click.echo(f"\r\033[K{at + 1} of {len(plan)}: {arm}, {number} nodes ", nl=False, err=True)
         done.append(outcome := simulate(variant, number, arm, seed))
-        outcome.arm += f", {said}" if said else ""
+        outcome.arm += f", {label}" if label else ""
     if sys.stderr.isatty():
         click.echo("\r\033[K", nl=False, err=True)
     return done
@@ -156,20 +156,20 @@ def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> No
                          str(found["starts"]), f"{100 * found['hit_rate']:.1f}", f"{100 * found['snapshot_rate']:.1f}",
                          f"{stored:,.1f}", f"{hours['bootseer']:,.0f}", f"{100 * shares['bootseer']:.2f}",
                          f"{hours['today']:,.0f}", f"{100 * shares['today']:.2f}")  # fmt: skip
-    said = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_said(seeds)}. "
-    said += "Days: of snapshots. GPU-hours of starts, and their share of all."
+    caption = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_said(seeds)}. "
+    caption += "Days: of snapshots. GPU-hours of starts, and their share of all."
     document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
-    output(document, rows, said)
+    output(document, rows, caption)
 
 
 def _figures(folder: Path, seeds: range, output: Output) -> None:
     from bootseer.sim.evaluation import write
 
     written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
-    said = [f"{path}" for path in written]
+    lines = [f"{path}" for path in written]
     if len(written) == 1:
-        said.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
-    output({"simulated": True, "figures": said[: len(written)]}, *said)
+        lines.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
+    output({"simulated": True, "figures": lines[: len(written)]}, *lines)
 
 
 def _said(seeds: range) -> str:

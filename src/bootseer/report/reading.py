@@ -162,11 +162,11 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
     root = spools.default_root(env)
     job = spools.find_job(root, place)
     if job is None:
-        said = addresses.shown(place) if "://" in place else place
+        shown = addresses.shown(place) if "://" in place else place
         names = spools.job_names(root)
         near = get_close_matches(place, names, _NEAR) or names[:_NEAR]
         raise NoSuchJobError(
-            f"{said}: no such file, and no job of this name has run on this machine",
+            f"{shown}: no such file, and no job of this name has run on this machine",
             hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}"
             if near
             else "give log files, a folder, - for standard input, or the name that `bootseer run --job` got",

@@ -240,11 +240,11 @@ class Gate:
         Raises `PermissionError` for one that is refused whatever it wants.
         """
         headers, rules = connection.headers, self._rules
-        said = headers.get(rules.proxy_header, "").strip() if rules.proxies else ""
-        if said:
+        name = headers.get(rules.proxy_header, "").strip() if rules.proxies else ""
+        if name:
             if not self._from_proxy(connection):
                 raise PermissionError(f"{rules.proxy_header} from an address that is no trusted proxy's")
-            return Grant(READ, user=said[:256]), False
+            return Grant(READ, user=name[:256]), False
         word, _, secret = headers.get("authorization", "").partition(" ")
         if word.lower() == "bearer":
             return self._tokens.grant(secret.strip()), True

@@ -105,8 +105,8 @@ def urgent(
         found.append(Finding("silent", "", f"no line for {silent}, while {len(open_starts)} starts are open"))
     heard = seen["heard_share"]
     if heard is not None and heard < limits.heard_share:
-        told = f"{seen['nodes_heard']:,} of {seen['nodes_expected']:,} nodes were heard today"
-        found.append(Finding("nodes_not_heard", "", told))
+        text = f"{seen['nodes_heard']:,} of {seen['nodes_expected']:,} nodes were heard today"
+        found.append(Finding("nodes_not_heard", "", text))
     return found
 
 
@@ -118,8 +118,8 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
     whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*recent, ran)
     lost, used = connection.execute(whole).one()
     if lost and used and lost / used > limits.share:
-        told = f"starting took {lost / used:.1%} of the GPU time of commands that ended within six hours"
-        found.append(Finding("share", "", told))
+        text = f"starting took {lost / used:.1%} of the GPU time of commands that ended within six hours"
+        found.append(Finding("share", "", text))
     for row in connection.execute(select(start.c.job).where(*recent).distinct().limit(_MOST)):
         newest = over_time.history(connection, row.job, Filter(today - 90))["starts"][:1]
         for one in newest:
@@ -127,17 +127,17 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
                 usual = f"{format_seconds(one['own_s'])} instead of {format_seconds(one['baseline_s'])}"
                 found.append(Finding("slower", row.job, f"{row.job}, attempt {one['attempt']}: {usual}"))
     for node in over_time.lemons(connection, Filter(today - _WEEK))[:_MOST]:
-        told = (
+        text = (
             f"{node['node']} was last in {node['last']} of {node['starts']} starts of the last week, in {node['stage']}"
         )
-        found.append(Finding("node_often_last", node["node"], told))
+        found.append(Finding("node_often_last", node["node"], text))
     of = technique_start
     uses = select(of.c.technique, func.sum(of.c.hits).label("hits"), func.sum(of.c.misses).label("misses"))
     for row in connection.execute(uses.where(of.c.day >= today).group_by(of.c.technique)):
         hits, num = int(row.hits), int(row.hits) + int(row.misses)
         if num >= limits.least_uses and hits / num < limits.hit_share:
-            told = f"{row.technique}: ready on {hits / num:.0%} of {num:,} nodes that started today"
-            found.append(Finding("cache_misses", row.technique, told))
+            text = f"{row.technique}: ready on {hits / num:.0%} of {num:,} nodes that started today"
+            found.append(Finding("cache_misses", row.technique, text))
     return found
 
 
@@ -169,8 +169,8 @@ def body(form: str, rows: Sequence[Any], now_ns: int) -> bytes:
         lines = [f"{'over' if row.ended_ns is not None else 'alert'} ({row.rule}): {row.text}" for row in rows[:_SHOWN]]
         lines += [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
         # Names come from outside: they must be no links or calls for a channel.
-        told = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        return json.dumps({"text": told}).encode()
+        text = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return json.dumps({"text": text}).encode()
     alerts = [
         {
             "labels": {"alertname": f"bootseer_{row.rule}", "key": row.key, "source": "bootseer"},
@@ -217,7 +217,7 @@ class Alerts:
         limits: Limits,
         seen: Callable[[Sequence[Mapping[str, Any]]], None] = lambda open_starts: None,
     ) -> None:
-        """`seen` is told of the open starts at each look."""
+        """`seen` gets the open starts at each look."""
         self._database = database
         self._seen = seen
         self._known = known
@@ -227,7 +227,7 @@ class Alerts:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-alerts", daemon=True)
         self.problem = ""
-        """Why webhooks are not told at the moment."""
+        """Why the last message to a webhook was not delivered."""
 
     def start(self) -> None:
         """Begin."""
@@ -271,13 +271,13 @@ class Alerts:
         changed = [row for row in rows if row.sent_ns is None or row.ended_ns is not None]
         self.problem = ""
         for to in self._to:
-            told = rows if to.form == ALERTMANAGER else changed
-            if not told:
+            sent = rows if to.form == ALERTMANAGER else changed
+            if not sent:
                 continue
             try:
-                send(to, body(to.form, told, now_ns))
+                send(to, body(to.form, sent, now_ns))
             except (OSError, HTTPException) as error:
-                self.problem = f"the webhook of {to.form} was not told: {error}"
+                self.problem = f"the webhook of {to.form} was not reached: {error}"
                 _LOG.warning("alerts: %s", self.problem)
         if changed and not self.problem:
             with self._database.write() as connection:

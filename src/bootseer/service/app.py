@@ -178,13 +178,13 @@ class Service:
         """200 while lines are taken. A database that is away for a while stops nothing that a sender would notice."""
         from bootseer import __version__
 
-        said = {
+        health = {
             "version": __version__,
             "uptime_s": round(time.monotonic() - self.began, 1),
             "problem": self.ingest.problem,
             "ingest_lag_s": round(self.ingest.lag_s, 1),
         }
-        return JSONResponse(said, 503 if self.ingest.problem else 200)
+        return JSONResponse(health, 503 if self.ingest.problem else 200)
 
 
 def _bracketed(host: str) -> str:

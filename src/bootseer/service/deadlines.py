@@ -88,8 +88,8 @@ def words(moment: Mapping[str, Any], late: Iterable[Late]) -> str:
     """A line for people: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
     where = {"": "seen", TRAINING_BEGAN: "began to train"}.get(moment["barrier"], f"at {moment['barrier']}")
     line = f"{moment['arrived']:,} of {moment['expected']:,} {where}"
-    told = list(late)
-    if told:
-        more = f", {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
-        line += f"; {'missing' if moment['barrier'] else 'late'}: {', '.join(map(str, told[:_SHOWN]))}{more}"
+    names = list(late)
+    if names:
+        more = f", {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        line += f"; {'missing' if moment['barrier'] else 'late'}: {', '.join(map(str, names[:_SHOWN]))}{more}"
     return line

@@ -175,7 +175,7 @@ def _analysed(
         report = analysis.report(startup)
         over_ns = closes_ns(_seen(report, startup, arrived_ns))
         is_closed = now_ns >= over_ns
-        rows.append(rows_of(report, startup, is_closed=is_closed, told=report.to_text()))
+        rows.append(rows_of(report, startup, is_closed=is_closed, report_json=report.to_text()))
         open_until += [] if is_closed else [over_ns]
     return rows, max(open_until, default=None)
 

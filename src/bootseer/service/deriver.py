@@ -99,50 +99,50 @@ class _Worker:
     def __init__(
         self, raw_uri: str, database_url: str, patterns: Patterns, attempt: Attempt, batches: list[tuple[str, int]]
     ) -> None:
-        self.said, says = _processes.Pipe(duplex=False)
+        self.results, results = _processes.Pipe(duplex=False)
         self._process = _processes.Process(
-            target=_work, args=(says, raw_uri, database_url, patterns, attempt, batches), daemon=True
+            target=_work, args=(results, raw_uri, database_url, patterns, attempt, batches), daemon=True
         )
         try:
             self._process.start()
         finally:
-            says.close()
+            results.close()
 
     def end(self) -> tuple[str, Derived | str]:
-        """What it said: `derived`, `transient` or `error`, or `killed` when it could say nothing."""
+        """Its result: `derived`, `transient` or `error`; `killed` when it sent none."""
         try:
-            said: tuple[str, Derived | str] = self.said.recv()
+            result: tuple[str, Derived | str] = self.results.recv()
         except EOFError:
-            said = ("killed", "its process was killed")
-        return said
+            result = ("killed", "its process was killed")
+        return result
 
     def kill(self) -> None:
         """End it if it has not ended."""
-        self.said.close()
+        self.results.close()
         self._process.kill()
         self._process.join()
         self._process.close()
 
 
 def _work(
-    says: multiprocessing.connection.Connection,
+    results: multiprocessing.connection.Connection,
     raw_uri: str,
     database_url: str,
     patterns: Patterns,
     attempt: Attempt,
     batches: list[tuple[str, int]],
 ) -> None:
-    told: tuple[str, Derived | str]
+    result: tuple[str, Derived | str]
     gc.disable()  # its life is shorter than what a collection gains
     try:
         raw, database = RawStore(open_store(raw_uri)), Database(database_url)
-        told = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns))
+        result = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns))
         database.close()
     except TransientError as error:
-        told = ("transient", str(error))
+        result = ("transient", str(error))
     except Exception as error:  # lines that the analysis fails for must not stop all others
-        told = ("error", "".join(traceback.format_exception(error)))
-    says.send(told)
+        result = ("error", "".join(traceback.format_exception(error)))
+    results.send(result)
 
 
 @dataclass(slots=True)
@@ -387,20 +387,20 @@ class Deriver:
                 continue
             # A worker that was killed leaves the end of its pipe.
             late = time.monotonic() - state.began_s > _WORKER_S
-            if not late and not worker.said.poll():
+            if not late and not worker.results.poll():
                 continue
-            what, told = ("late", f"took longer than {_WORKER_S} s") if late else worker.end()
+            what, result = ("late", f"took longer than {_WORKER_S} s") if late else worker.end()
             worker.kill()
             state.running, state.ended_s = None, time.monotonic()
             state.took_s = state.ended_s - state.began_s
-            if isinstance(told, Derived):
-                state.failures, state.closes_ns = 0, told.closes_ns
-                self._on_derived(attempt, told)
+            if isinstance(result, Derived):
+                state.failures, state.closes_ns = 0, result.closes_ns
+                self._on_derived(attempt, result)
                 continue
             state.is_changed = True
-            _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, told)
+            _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, result)
             if what == "transient":
-                self.problem = told
+                self.problem = result
             elif what != "killed":
                 state.failures += 1
                 if state.failures >= _TRIES:

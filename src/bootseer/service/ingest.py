@@ -258,9 +258,9 @@ class Ingest:
             outcome, stacks = await self.take(request, work)
         except Refused as refused:
             return self.refuse(refused)
-        told = {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new}
+        answer = {"accepted": outcome.accepted, "rejected": outcome.rejected, "duplicate": not outcome.is_new}
         return JSONResponse(
-            told | ({"stacks": stacks} if stacks else {}),
+            answer | ({"stacks": stacks} if stacks else {}),
             202,
             {NEXT: f"{self._next_s(sender):.1f}"},
         )

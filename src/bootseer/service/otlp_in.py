@@ -90,10 +90,10 @@ def _parsed(data: bytes, media: str, kind: str) -> Any:
         if media == _PROTOBUF:
             made.ParseFromString(data)
         else:
-            said = json.loads(data)
-            if not isinstance(said, dict):
+            document = json.loads(data)
+            if not isinstance(document, dict):
                 raise ParseError("no object")
-            ParseDict(_with_base64(said, _DEPTH), made, ignore_unknown_fields=True)
+            ParseDict(_with_base64(document, _DEPTH), made, ignore_unknown_fields=True)
     except (DecodeError, ParseError, ValueError, RecursionError) as error:
         raise Refused(400, f"no OTLP request: {str(error)[:200]}") from None
     return made

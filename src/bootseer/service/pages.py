@@ -255,11 +255,11 @@ class Pages:
         return self._guarded(shown, of_weeks=name != "now")
 
     def _said(self, answer: _Find) -> _Endpoint:
-        def said(request: Request) -> Response:
+        def content(request: Request) -> Response:
             with self._service.database.read() as connection:
                 return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
 
-        return self._guarded(said, of_weeks=answer != self._now)
+        return self._guarded(content, of_weeks=answer != self._now)
 
     def _guarded(self, answer: Callable[[Request], Response], *, of_weeks: bool = False) -> _Endpoint:
         """The answer, or an error that says why there is none: as JSON where JSON was asked for."""
@@ -337,7 +337,7 @@ class Pages:
     async def _events(self, request: Request) -> Response:
         """Server-sent events: `changed` when a start has moved on."""
 
-        async def told() -> AsyncIterator[str]:
+        async def moments() -> AsyncIterator[str]:
             seen, quiet_s = self._changes, 0.0
             yield "retry: 3000\n\n"
             while not getattr(request.app.state, "ending", False) and not await request.is_disconnected():
@@ -349,7 +349,7 @@ class Pages:
                     seen, quiet_s = self._changes, 0.0
                     yield "event: changed\ndata: 1\n\n"
 
-        return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(moments(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
 def filter_of(

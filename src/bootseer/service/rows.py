@@ -42,8 +42,8 @@ class Rows:
     """Rack by node, where it is known."""
 
 
-def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str) -> Rows:
-    """The rows of a start. `told`: its report as `bootseer report --json` prints it."""
+def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_json: str) -> Rows:
+    """The rows of a start. `report_json`: its report as `bootseer report --json` prints it."""
     techniques = _techniques(report)
     start = _start(report, startup, techniques)
     start["state"] = CLOSED if is_closed else OPEN
@@ -92,7 +92,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, told: str
     spans = [_span(span, day) for node in startup.nodes.values() for span in node.spans]
     places = {node.node: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
     racks = {name: str(place) for name, place in places.items() if place}
-    return Rows(start, zstandard.compress(told.encode(), 6), stages, nodes, techniques, spans, racks)
+    return Rows(start, zstandard.compress(report_json.encode(), 6), stages, nodes, techniques, spans, racks)
 
 
 def day_of(ns: int) -> int:
@@ -101,7 +101,7 @@ def day_of(ns: int) -> int:
 
 
 def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    told, overhead = report.startup, report.overhead
+    start, overhead = report.startup, report.overhead
     run = next(iter(sorted(startup.run_attrs.items())), ("", {}))[1]
     took_s = overhead.startup_s or 0.0
     # Of the nodes that came last to a barrier, the one that kept the others waiting longest.
@@ -111,38 +111,38 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
     checkpoint = report.checkpoints[0] if report.checkpoints else None
     queue = [segment for segment in report.scheduler if segment.stage == "queue"]
     job_level_s = overhead.job_level_s
-    told_of = {
+    fingerprint = {
         "image": image.digest if image else "",
         "environment": environment.key if environment else "",
         "checkpoint": checkpoint.uri if checkpoint else "",
-        "nodes": told.num_nodes,
-        "gpus": told.num_gpus,
+        "nodes": start.num_nodes,
+        "gpus": start.num_gpus,
         **{name: _text(run, name) for name in _VERSIONS if run.get(name)},
     }
     return {
-        "job": told.job,
-        "attempt": told.attempt,
-        "restart": told.restart,
-        "kind": told.kind,
+        "job": start.job,
+        "attempt": start.attempt,
+        "restart": start.restart,
+        "kind": start.kind,
         **{name: _text(run, name) for name in ("team", "queue", "user", "cluster")},
-        "outcome": told.outcome,
-        "submitted_ns": told.zero_ns if queue and queue[0].start_s == 0 else None,
-        "began_ns": told.zero_ns,
-        "ended_ns": told.zero_ns + round(took_s * NS_PER_S),
-        "day": day_of(told.zero_ns),
-        "bucket": next((number for number, (limit, *_) in enumerate(BUCKETS) if (told.num_gpus or 0) <= limit), -1)
-        if told.num_gpus
+        "outcome": start.outcome,
+        "submitted_ns": start.zero_ns if queue and queue[0].start_s == 0 else None,
+        "began_ns": start.zero_ns,
+        "ended_ns": start.zero_ns + round(took_s * NS_PER_S),
+        "day": day_of(start.zero_ns),
+        "bucket": next((number for number, (limit, *_) in enumerate(BUCKETS) if (start.num_gpus or 0) <= limit), -1)
+        if start.num_gpus
         else -1,
         "nodes_expected": report.coverage.nodes_expected,
         "nodes_heard": report.coverage.nodes_heard,
-        "ranks": told.num_ranks,
-        "gpus": told.num_gpus,
+        "ranks": start.num_ranks,
+        "gpus": start.num_gpus,
         "cache_state": _cache_state(techniques),
         "image": image.image if image else "",
         "image_digest": image.digest if image else "",
         "env_key": environment.key if environment else "",
         "checkpoint": checkpoint.uri if checkpoint else "",
-        "fingerprint": json.dumps(told_of, sort_keys=True),
+        "fingerprint": json.dumps(fingerprint, sort_keys=True),
         "overhead_s": took_s,
         "job_level_s": job_level_s,
         "queue_s": sum(segment.end_s - segment.start_s for segment in queue) if queue else None,
@@ -158,7 +158,7 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "lines_lost": report.coverage.events_lost,
         "clock_error_s": report.clock.max_error_s,
         "last_node": worst.node if worst else None,
-        "last_stage": (worst.stage if worst and told.outcome == BEGAN else _stopped_in(report)) or None,
+        "last_stage": (worst.stage if worst and start.outcome == BEGAN else _stopped_in(report)) or None,
     }
 
 

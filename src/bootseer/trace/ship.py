@@ -133,7 +133,7 @@ class Link:
         if self._where.token:
             headers["Authorization"] = f"Bearer {self._where.token}"
         try:
-            status, retry_after, said = self._post(body, headers)
+            status, retry_after, message = self._post(body, headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.is_refused = False
             self._failed(str(error) or type(error).__name__, None)
@@ -144,7 +144,7 @@ class Link:
             self.batches += 1
             return True
         self.is_refused = status < 500 and status not in (408, 429)
-        self._failed(f"HTTP {status}{': ' if said else ''}{said}", retry_after)
+        self._failed(f"HTTP {status}{': ' if message else ''}{message}", retry_after)
         return False
 
     def _post(self, body: bytes, headers: Mapping[str, str]) -> tuple[int, float | None, str]:
@@ -153,15 +153,15 @@ class Link:
             connection = self._connection = self._connection or self._connected()
             connection.request("POST", self._where.path + LINES, body, dict(headers))
             with connection.getresponse() as response:
-                said = response.read(65_536)
+                content = response.read(65_536)
                 wait = response.getheader("Retry-After", "")
                 with contextlib.suppress(ValueError):
                     self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
                 if response.will_close or response.read(1):
                     self.close()
-                told = _decoded(said)
-                self._asked = told.get("stacks")
-                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(told)
+                answer = _decoded(content)
+                self._asked = answer.get("stacks")
+                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(answer)
         except (ConnectionError, http.client.BadStatusLine):
             self.close()
             if is_new:
@@ -206,14 +206,14 @@ class Link:
 
 def _decoded(body: bytes) -> dict[str, object]:
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(body)
-        if isinstance(said, dict):
-            return said
+        document = json.loads(body)
+        if isinstance(document, dict):
+            return document
     return {}
 
 
-def _error(said: Mapping[str, object]) -> str:
-    error = said.get("error")
+def _error(answer: Mapping[str, object]) -> str:
+    error = answer.get("error")
     return "".join(letter for letter in error[:200] if letter.isprintable()) if isinstance(error, str) else ""
 
 
@@ -313,12 +313,12 @@ class Shipper:
             return
         try:
             data = os.pread(self._positions, min(os.fstat(self._positions).st_size, _MAX_POSITIONS), 0)
-            said = json.loads(data.partition(b"\n")[0])
-            if said["version"] != _VERSION:
+            state = json.loads(data.partition(b"\n")[0])
+            if state["version"] != _VERSION:
                 return
-            sender, sequence = str(said["sender"]), int(said["sequence"])
-            files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in said["files"].items()}
-            pending = [_Part(str(n), int(i), int(b), int(e)) for n, i, b, e in said["pending"]]
+            sender, sequence = str(state["sender"]), int(state["sequence"])
+            files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in state["files"].items()}
+            pending = [_Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return  # new, or torn: what is sent again is known by its events
         if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
@@ -328,9 +328,9 @@ class Shipper:
         """Write in place: a new name would change the folder's time, by which the latest attempt is known."""
         if self._positions < 0:
             return
-        said = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,
+        state = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,
                 "pending": self._pending}  # fmt: skip
-        data = json.dumps(said).encode() + b"\n"
+        data = json.dumps(state).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
             os.pwrite(self._positions, data, 0)
             os.ftruncate(self._positions, len(data))

@@ -46,10 +46,10 @@ class Wanted(NamedTuple):
     """As the process itself knows it, in its own namespace."""
 
 
-def read_wanted(said: object) -> list[Wanted]:
+def read_wanted(stacks: object) -> list[Wanted]:
     """What a service's answer names; what is damaged is left out."""
     found = []
-    for one in said[:MOST] if isinstance(said, list) else ():
+    for one in stacks[:MOST] if isinstance(stacks, list) else ():
         with contextlib.suppress(LookupError, TypeError, ValueError):
             number = {name: int(one[name]) for name in ("attempt", "restart", "rank", "pid")}
             found.append(Wanted(job=str(one["job"]), node=str(one["node"]), stage=str(one["stage"]), **number))
@@ -90,10 +90,10 @@ class Sampler:
         and False."""
         exact, others = [], []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            who = _owner_agrees(pid)
-            if who is None or (who.job, who.node) != (wanted.job, wanted.node):
+            identity = _owner_agrees(pid)
+            if identity is None or (identity.job, identity.node) != (wanted.job, wanted.node):
                 continue
-            if who.attempt not in (None, wanted.attempt):
+            if identity.attempt not in (None, wanted.attempt):
                 continue
             key = (wanted.job, wanted.attempt, wanted.restart, pid)
             begun, inner = _begun(pid)
@@ -142,8 +142,8 @@ def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
                                   timeout=max(until_s - time.monotonic(), 0.1))  # fmt: skip
             if done.returncode == 0 and (text := _told(json.loads(done.stdout), pid)):
                 return text, ""
-            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            why = f"py-spy: {said[0] if said else 'no frames'}"
+            lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            why = f"py-spy: {lines[0] if lines else 'no frames'}"
         except subprocess.TimeoutExpired:
             why = f"py-spy took longer than {limit_s:.1f} s"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -155,10 +155,10 @@ def _told(threads: Sequence[Mapping[str, Any]], pid: int) -> str:
     """The main thread's frames, the innermost first: `FUNCTION (FILE:LINE) < ...`."""
     of = next((one for one in threads if one.get("thread_name") == "MainThread" or one["os_thread_id"] == pid), None)
     frames = (of or threads[-1])["frames"]
-    told = ""
+    text = ""
     for frame in frames:
-        one = f"{' < ' * bool(told)}{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
-        if len((told + one).encode()) > _MOST_BYTES:
+        one = f"{' < ' * bool(text)}{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
+        if len((text + one).encode()) > _MOST_BYTES:
             break
-        told += one
-    return told
+        text += one
+    return text

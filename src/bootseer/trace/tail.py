@@ -225,8 +225,8 @@ class Logs:
     def _loaded(self) -> dict[str, _Stream]:
         try:
             size = min(os.fstat(self._positions).st_size, _MAX_STATE)
-            said = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
-            return {path: _Stream(**stream) for path, stream in said.items()}
+            state = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
+            return {path: _Stream(**stream) for path, stream in state.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}  # new, or torn: what is sent again is known by its lines
 

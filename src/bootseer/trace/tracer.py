@@ -61,17 +61,17 @@ class Tracer:
             wall_ns = now_wall if mono_ns is None else now_wall - (now_mono - mono_ns)
         if mono_ns is None:
             mono_ns = now_mono - (now_wall - wall_ns)
-        who = self.identity
+        identity = self.identity
         span = span or new_span()
         event = Event(
             wall_ns=wall_ns,
             mono_ns=mono_ns,
-            job=who.job,
-            attempt=who.attempt or 0,
-            restart=who.restart,
-            kind=who.kind,
-            node=who.node,
-            rank=who.rank if rank is None else rank,
+            job=identity.job,
+            attempt=identity.attempt or 0,
+            restart=identity.restart,
+            kind=identity.kind,
+            node=identity.node,
+            rank=identity.rank if rank is None else rank,
             pid=os.getpid(),
             trace=self.trace,
             span=span,

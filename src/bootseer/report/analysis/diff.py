@@ -340,18 +340,18 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, do
     else:
         few = "" if difference.tested else "few nodes: only large changes count; "
         noise, basis = "noise", f" ({few}whole runs are assumed to vary {chance} may be chance)"
-    overall, told = difference.overall, _told(difference.stages, SLOWER, FASTER)
+    overall, moved = difference.overall, _names_of(difference.stages, SLOWER, FASTER)
     took = f"B took {overall.delta_s or 0.0:+.2f} s against A"
     if not all(reached):
         sides = " and ".join(side for side, there in zip("AB", reached, strict=True) if not there)
         whole = f"The whole cannot be compared, {sides} did not reach training"
-        return f"{whole}; stages moved beyond {noise}: {told or 'none'}{basis}."
-    if told:
-        return f"{took}; moved beyond {noise}: {told}{basis}."
+        return f"{whole}; stages moved beyond {noise}: {moved or 'none'}{basis}."
+    if moved:
+        return f"{took}; moved beyond {noise}: {moved}{basis}."
     if overall.verdict in (SLOWER, FASTER):
         return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, and no single stage explains it{basis}."
     advice = _more_runs(difference, num_tests, doubtful)
-    unproven = _told(difference.stages, UNPROVEN) or _told([overall], UNPROVEN)
+    unproven = _names_of(difference.stages, UNPROVEN) or _names_of([overall], UNPROVEN)
     if unproven:
         return f"{took} ({unproven} on its nodes). One pair does not prove a change of this size{basis}. {advice}"
     return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}. {advice}".rstrip()
@@ -388,7 +388,7 @@ def _provable(runs: tuple[int, int], spread: float, num_tests: int) -> float:
     return math.exp(min(least * spread * math.sqrt(1 / runs[0] + 1 / runs[1]), math.log(100)))
 
 
-def _told(stages: Sequence[Moved], *verdicts: str) -> str:
+def _names_of(stages: Sequence[Moved], *verdicts: str) -> str:
     """The largest of the stages with such a verdict, whole stages before their parts; empty when there is none."""
     moved = [stage for stage in stages if stage.verdict in verdicts]
     moved = [stage for stage in moved if "." not in stage.stage] or moved

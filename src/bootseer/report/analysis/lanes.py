@@ -174,11 +174,11 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
 
 def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[int, str, str]:
     marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
-    said = [mark for mark in marks if mark.attrs.get("by") not in _BY_STEP]
+    explicit = [mark for mark in marks if mark.attrs.get("by") not in _BY_STEP]
     if marks:
         # What the user marked by the API or a pattern outranks what the hook, or a line about a step, concluded.
-        mark = min(said or marks, key=lambda mark: mark.begin_ns)
-        return max(mark.begin_ns, begin_ns), FIRST_STEP if not said else TRAINING_BEGAN, OK
+        mark = min(explicit or marks, key=lambda mark: mark.begin_ns)
+        return max(mark.begin_ns, begin_ns), FIRST_STEP if not explicit else TRAINING_BEGAN, OK
     steps = [span for span in spans if span.stage == FIRST_STEP and span.outcome == OK]
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK

@@ -79,9 +79,9 @@ def prepare(startup: StartupSpans) -> Prepared:
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
     longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
-    told = [longest[stage] for stage in SCHEDULER if stage in longest]
+    scheduler = [longest[stage] for stage in SCHEDULER if stage in longest]
     barriers = barrier_model.barriers_of(lanes)
-    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), told)
+    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), scheduler)
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
@@ -144,9 +144,13 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
     ]
     if not fitting:
         there = sorted({(startup.key.attempt, startup.key.restart) for startup in found})
-        told = ", ".join(f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10])
+        attempts = ", ".join(
+            f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10]
+        )
         more = ", ..." if len(there) > 10 else ""
-        raise UsageError(f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {told}{more}")
+        raise UsageError(
+            f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {attempts}{more}"
+        )
     return fitting[-1]
 
 

@@ -245,7 +245,7 @@ class _Builder:
 
     def endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
-        told = []
+        lines = []
         restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
@@ -255,11 +255,11 @@ class _Builder:
                 what = mark.stage.replace("_", " ")
                 if mark.stage == COMMAND:
                     what += " failed" if mark.outcome == FAILED else " succeeded"
-                told.append(
+                lines.append(
                     f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
                     + f" ({', '.join(facts)})" * bool(facts)
                 )
-        return told
+        return lines
 
     def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
         """Nodes that stand at a barrier which never opened, with its name."""
@@ -422,8 +422,8 @@ def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
 
 def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
     """A report without any node."""
-    told = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
-    stages = f" about {', '.join(told)}" if told else ""
+    seen = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
+    stages = f" about {', '.join(seen)}" if seen else ""
     count = f"{len(facts)} fact{'s' if len(facts) != 1 else ''}"
     return model.Report(
         startup=model.Startup(options.job or _NO_JOB),
@@ -435,7 +435,7 @@ def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) ->
         overhead=model.Overhead(price_per_gpu_hour=options.price_per_gpu_hour, currency=options.currency),
         coverage=model.Coverage(),
         clock=model.Clock(),
-        unobserved=[stage for stage in STAGES if stage not in told],
+        unobserved=[stage for stage in STAGES if stage not in seen],
         facts=list(facts),
         share=None,
         input=read,

@@ -83,8 +83,8 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
     """Where the bytes of each node with peers came from, by node."""
     found = []
     for node, last, marks in _said(startup, PEERS_START):
-        told = {one.stage: one.attrs for one in sorted(marks, key=lambda mark: mark.end_ns)}
-        parts = [told.get(stage, {}) for stage in ("image_start", "environment_start", CHECKPOINT_START)]
+        latest = {one.stage: one.attrs for one in sorted(marks, key=lambda mark: mark.end_ns)}
+        parts = [latest.get(stage, {}) for stage in ("image_start", "environment_start", CHECKPOINT_START)]
         parts += [one.attrs for one in startup.nodes[node].spans if one.stage.endswith(".pull")]
 
         def total(*names: str, parts: Sequence[Mapping[str, Any]] = parts) -> int:
@@ -110,12 +110,12 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 
 def warm_lines(startup: StartupSpans) -> list[str]:
     """How many Python programs were copies of a warm parent and what that saved; why others were not, most first."""
-    told = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
+    warm = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
     reasons: dict[str, int] = defaultdict(int)
-    for mark in told:
+    for mark in warm:
         if mark.attrs.get("why_not"):
             reasons[str(mark.attrs["why_not"])] += 1
-    saved_s = [_number(mark.attrs.get("saved_s")) or 0.0 for mark in told if not mark.attrs.get("why_not")]
+    saved_s = [_number(mark.attrs.get("saved_s")) or 0.0 for mark in warm if not mark.attrs.get("why_not")]
     lines = []
     if saved_s:
         which = plural(len(saved_s), "Python program")
@@ -400,14 +400,14 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
 
 def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
     lines = []
-    told = (
+    counts = (
         ("read again after an error", sum(one.retries for one in group)),
         ("asked of a second DataNode because the first was late", sum(one.hedges for one in group)),
         ("made from parity", sum(one.rebuilt for one in group)),
         ("refused because of wrong bytes, and read elsewhere", sum(one.refused for one in group)),
     )
-    if any(count for _, count in told):
-        lines.append("pieces " + "; ".join(f"{what}: {count:,}" for what, count in told if count))
+    if any(count for _, count in counts):
+        lines.append("pieces " + "; ".join(f"{what}: {count:,}" for what, count in counts if count))
     failing: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
@@ -432,8 +432,8 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
         )
     )
     until = " before training began" if all(one.until == "training_began" for one in peers) else ""
-    who = peers[0].node if len(peers) == 1 else f"{len(peers):,} nodes together"
-    lines = [f"{who} got {sources}{until}"]
+    nodes = peers[0].node if len(peers) == 1 else f"{len(peers):,} nodes together"
+    lines = [f"{nodes} got {sources}{until}"]
     carried: dict[str, int] = defaultdict(int)
     for one in peers:
         for word in one.interfaces.split():
@@ -452,8 +452,8 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
         worst = sorted(seen, key=lambda name: (-seen[name], name))
         if worst:
             more = f" and {len(worst) - _MAX_REASONS:,} more" if len(worst) > _MAX_REASONS else ""
-            told = ", ".join(f"{name} (to {plural(seen[name], 'node')})" for name in worst[:_MAX_REASONS])
-            lines.append(f"{what}: {told}{more}")
+            named = ", ".join(f"{name} (to {plural(seen[name], 'node')})" for name in worst[:_MAX_REASONS])
+            lines.append(f"{what}: {named}{more}")
     alone = max(peers, key=lambda one: one.unreachable)
     if alone.unreachable:
         lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node}: see peers.md about ports")

@@ -110,7 +110,7 @@ def host_list(nodes: Sequence[str]) -> str:
     for node in sorted(nodes):
         begin = node.rstrip("0123456789")
         numbers[begin].append(node[len(begin) :])
-    told = []
+    parts_of = []
     for begin, found in numbers.items():
         runs: list[list[str]] = []
         for text in found:
@@ -120,8 +120,8 @@ def host_list(nodes: Sequence[str]) -> str:
             else:
                 runs.append([text])
         parts = ",".join(run[0] + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
-        told.append(f"{begin}[{parts}]" if len(found) > 1 else begin + parts)
-    return ", ".join(told)
+        parts_of.append(f"{begin}[{parts}]" if len(found) > 1 else begin + parts)
+    return ", ".join(parts_of)
 
 
 def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:

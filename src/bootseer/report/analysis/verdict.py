@@ -169,9 +169,9 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
     if clock.left_out:
-        told = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
+        named = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
         more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
-        lines.append(f"Clocks are off, or events are another start's: {told}{more}; left out of all sums.")
+        lines.append(f"Clocks are off, or events are another start's: {named}{more}; left out of all sums.")
     if report.nodes and not plausible(report.startup.zero_ns):
         lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
@@ -199,18 +199,18 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
     missing = sorted((node for node in stuck if node.node not in waiting), key=lambda node: node.own_end_s)
     lines = []
     if missing:
-        told = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
+        named = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
-            f"{plural(len(missing), 'node')} stopped before training: {told}{more}; "
+            f"{plural(len(missing), 'node')} stopped before training: {named}{more}; "
             "what was cut short there is kept out of medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":
-        told = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
+        named = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         lines.append(
-            f"{plural(len(silent), 'node')} showed no first step: {told}{more}; "
+            f"{plural(len(silent), 'node')} showed no first step: {named}{more}; "
             "what they did from then on until training began is untracked."
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]

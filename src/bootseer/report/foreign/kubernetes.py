@@ -197,10 +197,10 @@ class KubernetesParser(Parser):
         attrs: dict[str, Any] | None = None,
     ) -> bool:
         known = {"image": make.image_reference(image), "host": moment.host}
-        told: dict[str, Any] = {key: value for key, value in known.items() if value}
-        told.update(attrs or {})
+        fields: dict[str, Any] = {key: value for key, value in known.items() if value}
+        fields.update(attrs or {})
         place = Place(moment.pod)
-        return self._builder.span(moment.line, PULL, begin_ns, end_ns, place=place, outcome=outcome, attrs=told)
+        return self._builder.span(moment.line, PULL, begin_ns, end_ns, place=place, outcome=outcome, attrs=fields)
 
     def finish(self) -> Findings:
         self._end_description()

@@ -140,5 +140,5 @@ class NcclParser(Parser):
 def _described(comm: _Communicator) -> str:
     text = f"NCCL communicator of {comm.size}, rank {comm.comm_rank}"
     parts = ((part[1], seconds_to_ns(part[2])) for part in _PART.finditer(comm.parts))
-    told = ", ".join(f"{word} {format_seconds(seconds(ns))}" for word, ns in parts if ns)
-    return f"{text}: {told}" if told else text
+    durations = ", ".join(f"{word} {format_seconds(seconds(ns))}" for word, ns in parts if ns)
+    return f"{text}: {durations}" if durations else text

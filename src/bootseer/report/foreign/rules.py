@@ -116,31 +116,31 @@ class TableParser(Parser):
                 if place < 0:
                     break
 
-    def tell(self, line: Line, rule: Rule, said: Mapping[str, str]) -> None:
+    def tell(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
         """Take what a line says: the named groups of the rule's pattern."""
-        hosts = said.get("host", "")
+        hosts = fields.get("host", "")
         host = next(iter(hosts_of(hosts)), "")
-        place = Place(make.name(host), job=make.name(said.get("job", "")))
-        told_ns = _time(line, said)
-        attrs = _attrs(said) | ({NODES: hosts} if hosts != host else {})
-        now = _Open(line, self._now_ns if told_ns is None else told_ns, place, attrs, rule)
-        key = (rule.stage, said.get("key") or said.get("job", ""))
+        place = Place(make.name(host), job=make.name(fields.get("job", "")))
+        at_ns = _time(line, fields)
+        attrs = _attrs(fields) | ({NODES: hosts} if hosts != host else {})
+        now = _Open(line, self._now_ns if at_ns is None else at_ns, place, attrs, rule)
+        key = (rule.stage, fields.get("key") or fields.get("job", ""))
         if rule.role == BEGIN:
             if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
                 del self._open[key]
             self._open.setdefault(key, now)
         elif rule.role == NOW:
-            self._now_ns = told_ns
+            self._now_ns = at_ns
         elif rule.role == AT:
             if now.wall_ns is not None:
                 self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
         elif rule.role == STEP:
             if now.wall_ns is not None and not self.done:
-                self._steps.append((int(said["step"]), now, _length(said)))
+                self._steps.append((int(fields["step"]), now, _length(fields)))
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
-            length_ns = _length(said)
+            length_ns = _length(fields)
             if length_ns is not None:
                 self._took.append((now, length_ns))
         else:
@@ -212,9 +212,9 @@ class Site:
         if found is None:
             return
         groups = {name: found[name] for name in _SITE_GROUPS & self.pattern.groupindex.keys()}
-        said = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
-        role = TOOK if {"s", "ms"} & said.keys() else next((role for role in (BEGIN, END) if role in said), MARK)
-        self._table.tell(line, self._rules[role], said)
+        fields = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
+        role = TOOK if {"s", "ms"} & fields.keys() else next((role for role in (BEGIN, END) if role in fields), MARK)
+        self._table.tell(line, self._rules[role], fields)
 
     def finish(self) -> Findings:
         return self._table.finish()
@@ -241,26 +241,26 @@ def _numbers(text: str) -> list[str]:
     return found[:_MAX_HOSTS]
 
 
-def _time(line: Line, said: Mapping[str, str]) -> int | None:
-    at = said.get("at")
+def _time(line: Line, fields: Mapping[str, str]) -> int | None:
+    at = fields.get("at")
     return parse_prefix(at, reference_ns=LATEST_NS - 1, zone=line.zone).wall_ns if at else line.wall_ns
 
 
-def _length(said: Mapping[str, str]) -> int | None:
-    if "clock" in said:
-        hours, minutes, seconds = ("0:" + said["clock"]).split(":")[-3:]
+def _length(fields: Mapping[str, str]) -> int | None:
+    if "clock" in fields:
+        hours, minutes, seconds = ("0:" + fields["clock"]).split(":")[-3:]
         return parse_duration(f"{hours}h{minutes}m{seconds}s")
-    return _number(said.get("s"), "s") if "s" in said else _number(said.get("ms"), "ms")
+    return _number(fields.get("s"), "s") if "s" in fields else _number(fields.get("ms"), "ms")
 
 
 def _number(text: str | None, unit: str) -> int | None:
     return parse_duration(text + unit) if text and len(text) <= _MAX_NUMBER else None
 
 
-def _attrs(said: Mapping[str, str]) -> dict[str, Any]:
+def _attrs(fields: Mapping[str, str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
-    if image := make.image_reference(said.get("image", "").replace("#", "/", 1)):
+    if image := make.image_reference(fields.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
-    if (fastest := _number(said.get("fastest_ms"), "ms")) is not None:
+    if (fastest := _number(fields.get("fastest_ms"), "ms")) is not None:
         attrs["fastest_s"] = fastest / 1e9
     return attrs

@@ -122,11 +122,11 @@ def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str
     tags = '<b class="tag crit" title="last at a barrier">critical</b>' if chain else ""
     tags += '<b class="tag slow">straggler</b>' if slow else ""
     tags += f'<b class="tag bad">{esc(node.outcome)}</b>' if node.outcome != "ok" else ""
-    said = f"{node.node}: {seconds(node.work_s)} work, {seconds(node.wait_s)} wait"
+    title = f"{node.node}: {seconds(node.work_s)} work, {seconds(node.wait_s)} wait"
     rank = f'<span class="rank" title="rank {node.rank}">r{node.rank}</span>' if node.rank >= 0 else ""
     label = f'<span class="name" title="{esc(node.node)}">{esc(node.node)}</span>{rank}{tags}'
     figures = f"{seconds(node.work_s)}<i>work</i>" + (f" {seconds(node.wait_s)}<i>wait</i>" if node.wait_s else "")
-    drawing = bar(node.segments, scale, palette, said, node.background)
+    drawing = bar(node.segments, scale, palette, title, node.background)
     return _row(label, drawing, figures, _node_detail(node, slow))
 
 
@@ -183,7 +183,7 @@ def _error(value: float | None) -> str:
 def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
     members = band.nodes
     work, wait = median(n.work_s for n in members), median(n.wait_s for n in members)
-    said = f"{plural(len(members), 'node')} between percentile {band.low} and {band.high}"
+    title = f"{plural(len(members), 'node')} between percentile {band.low} and {band.high}"
     label = (
         f'<span class="name">p{band.low}–p{band.high}</span><span class="rank">{plural(len(members), "node")}</span>'
     )
@@ -194,7 +194,7 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
         f"<p>Own time from {seconds(own_s(members[0]))} to {seconds(own_s(members[-1]))}; median work {seconds(work)}, "
         f'median wait {seconds(wait)}.</p><p class="names">{names}{more}</p>'
     )
-    return _row(label, bar(band.segments, scale, palette, said), figures, detail)
+    return _row(label, bar(band.segments, scale, palette, title), figures, detail)
 
 
 def nodes_section(report: Report) -> str:
@@ -239,8 +239,8 @@ def payload(report: Report, scale: Scale, palette: Palette) -> dict[str, Any]:
         for seg in shown:
             if math.isfinite(seg.end_s):
                 bad = " bad" if seg.outcome in ("failed", "truncated") else ""
-                said = [clean(seg.stage), seg.kind, *([seg.outcome] if bad else [])]
-                look = (palette.css(seg.stage, seg.kind) + bad, ", ".join(said))
+                words = [clean(seg.stage), seg.kind, *([seg.outcome] if bad else [])]
+                look = (palette.css(seg.stage, seg.kind) + bad, ", ".join(words))
                 cuts += (looks.setdefault(look, len(looks)), round(seg.end_s * 1000))
         start = round(node.start_s * 1000) if math.isfinite(node.start_s) else 0
         figures = [seconds(node.work_s), seconds(node.wait_s)]

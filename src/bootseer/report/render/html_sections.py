@@ -74,15 +74,15 @@ def header(report: Report) -> str:
 
 
 def _banners(lines: list[str]) -> str:
-    told = "".join(f"<li>{esc(line)}</li>" for line in lines)
-    return f'<ul class="banners" aria-label="Warnings">{told}</ul>' if told else ""
+    items = "".join(f"<li>{esc(line)}</li>" for line in lines)
+    return f'<ul class="banners" aria-label="Warnings">{items}</ul>' if items else ""
 
 
 def figures(report: Report) -> str:
     """The tiles: what the startup took and what it cost; those that have something to say."""
     over, heard = report.overhead, report.coverage
     many = max(len(report.nodes), heard.nodes_expected or 0) > 1
-    told = len(report.nodes) >= MIN_NODES or report.stragglers
+    judged = len(report.nodes) >= MIN_NODES or report.stragglers
 
     def of(name: str, form: Callable[[float], str]) -> str:
         value = getattr(over, name)
@@ -115,7 +115,7 @@ def figures(report: Report) -> str:
         _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes seen", low),
         _tile(
             *("straggler", "Stragglers"),
-            num(len(report.stragglers), count, "stragglers.length") if told else "",
+            num(len(report.stragglers), count, "stragglers.length") if judged else "",
             without,
         ),
     )

@@ -150,7 +150,7 @@ def attempts(startups: Sequence[Overview], palette: Palette) -> str:
         parts.append(f'<text class="t" x="0" y="{level}" dy="-3">{clock(at)}</text>')
     for number, one in enumerate(startups):
         x, y = 6 + 0.94 * step * number, height
-        told = (
+        attempt = (
             f"attempt {one.attempt}"
             + f" restart {one.restart}" * bool(one.restart)
             + f", {one.outcome.replace('_', ' ')}"
@@ -161,19 +161,19 @@ def attempts(startups: Sequence[Overview], palette: Palette) -> str:
             tall = height * took / most
             y -= tall
             css = "pale cu" if stage == WAIT else palette.css(stage, WORK)
-            said = f"{told}: {stage} {seconds(took)} of {seconds(one.startup_s)}"
+            label = f"{attempt}: {stage} {seconds(took)} of {seconds(one.startup_s)}"
             parts.append(
                 f'<rect class="{css}" x="{x:.2f}%" width="{0.94 * step * 0.8:.2f}%" y="{y:.1f}" height="{tall:.1f}">'
-                f"<title>{esc(said)}</title></rect>"
+                f"<title>{esc(label)}</title></rect>"
             )
         middle = x + 0.94 * step * 0.4
         if one.outcome != "training_began":
-            parts.append(end_mark(f"{middle:.2f}", told, max(round(y - 8, 1), 6)))
+            parts.append(end_mark(f"{middle:.2f}", attempt, max(round(y - 8, 1), 6)))
         if number % max(1, len(startups) // 26) == 0:
             name = f"{one.attempt}.{one.restart}" if one.restart else str(one.attempt)
             parts.append(f'<text class="t" x="{middle:.2f}%" y="{height + 14:g}" text-anchor="middle">{name}</text>')
-    said = "startup time of each attempt, by stage"
-    return f'<svg class="axis columns" height="{height + 20:g}" role="img" aria-label="{said}">{"".join(parts)}</svg>'
+    label = "startup time of each attempt, by stage"
+    return f'<svg class="axis columns" height="{height + 20:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _width(seg: Segment, scale: Scale) -> str:
@@ -271,11 +271,11 @@ def cdf(stage: Stage, css: str) -> str:
         if value is not None and math.isfinite(value) and value <= most * 1.0001:
             place = f'x1="{x_of(value)}" x2="{x_of(value)}" y1="4" y2="{height - 4:g}"'
             marks += f'<line class="{name}" {place}><title>{name} {seconds(value)}</title></line>'
-    said = f"{stage.stage}: share of nodes done over time"
+    label = f"{stage.stage}: share of nodes done over time"
     if stage.max_over_median is not None:
-        said += f"; Max/Median {ratio(stage.max_over_median)}"
+        label += f"; Max/Median {ratio(stage.max_over_median)}"
     return (
-        f'<svg class="cdf {css}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{esc(said)}">'
+        f'<svg class="cdf {css}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{esc(label)}">'
         f'<path class="area" d="{path}V{height - 4:g}Z"/>{marks}<path class="curve" d="{path}"/></svg>'
     )
 

@@ -131,8 +131,8 @@ def evidence(report: Report) -> str:
 
 
 def _pairs(lines: list[tuple[str, str]]) -> str:
-    told = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in lines if value)
-    return f'<dl class="pairs">{told}</dl>'
+    pairs = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in lines if value)
+    return f'<dl class="pairs">{pairs}</dl>'
 
 
 def _coverage(report: Report) -> str:

@@ -91,11 +91,11 @@ def following(console: Console) -> Iterator[Callable[[str, object], None]]:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield lambda text, about: live.update(Text(clean(text)), refresh=True)
         return
-    said: list[object] = [None]
+    last: list[object] = [None]
 
     def show(text: str, about: object) -> None:
-        if said[0] != about:
-            said[0] = about
+        if last[0] != about:
+            last[0] = about
             console.print(Text(clean(text)), soft_wrap=True)
             console.file.flush()
 
@@ -337,14 +337,14 @@ def _print_stragglers(report: Report, console: Console) -> None:
     console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
     groups = report.straggler_groups
     hours = groups[-1].joint_gpu_hours
-    told = f"{format_seconds(groups[-1].joint_s)} sooner" + (
+    gain = f"{format_seconds(groups[-1].joint_s)} sooner" + (
         f", {format_hours(hours)} GPU-hours" if hours is not None else ""
     )
     names = [_slow_nodes(group) for group in groups[:_MAX_GROUPS]]
     if len(groups) == 1:
-        lines = [f"without {names[0]}: {told}"]
+        lines = [f"without {names[0]}: {gain}"]
     else:
-        lines = [f"without all {sum(len(group.nodes) for group in groups)} nodes: {told}; in this order:"]
+        lines = [f"without all {sum(len(group.nodes) for group in groups)} nodes: {gain}; in this order:"]
         saved = [format_seconds(group.next_s) for group in groups]
         lines += [f"{'then' if i else 'first'} {name}: {saved[i]} sooner" for i, name in enumerate(names)]
     for line in lines:
