@@ -54,10 +54,10 @@ class _Lines(logging.Formatter):
     """One line per record: time, level, module, process and thread, message. Tracebacks follow, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = record.getMessage()
+        message = record.getMessage()
         if record.exc_info:
-            told += "\n" + self.formatException(record.exc_info)
-        text = without_secrets(told).replace("\n", "\n    ")
+            message += "\n" + self.formatException(record.exc_info)
+        text = without_secrets(message).replace("\n", "\n    ")
         name = record.name.removeprefix("bootseer.")
         where = f"{name} [{record.process} {record.threadName}]"
         return f"{_time(record)} {record.levelname.lower():7} {where} {text}"

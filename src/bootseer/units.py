@@ -76,8 +76,8 @@ class Figures:
 
     def value(self, name: str, value: float, **labels: str) -> None:
         """A value of the family that was begun last."""
-        said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-        self._lines.append(f"{name}{{{said}}} {value:.15g}" if said else f"{name} {value:.15g}")
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        self._lines.append(f"{name}{{{pairs}}} {value:.15g}" if pairs else f"{name} {value:.15g}")
 
     def histogram(
         self, name: str, bounds: Sequence[float], counts: Sequence[int], sum_: float | None, **labels: str

@@ -121,10 +121,10 @@ class HeldJobs:
                 "addresses": held.addresses,
                 "files": len(held.files),
                 "left_s": round(max(held.until_s - now, 0.0), 1),
-                "sent_bytes": said.bytes_sent,
-                "requests": said.requests,
+                "sent_bytes": counters.bytes_sent,
+                "requests": counters.requests,
             }
-            for held, said in served
+            for held, counters in served
         ]
 
     def close(self) -> None:

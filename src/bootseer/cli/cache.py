@@ -148,7 +148,7 @@ def _cache(folder: Path | None) -> Cache:
 
 
 def _state(damaged: bool, in_use: bool, trusted: bool) -> str:
-    words = [word for word, said in (("damaged", damaged), ("in use", in_use), ("complete", trusted)) if said]
+    words = [word for word, is_so in (("damaged", damaged), ("in use", in_use), ("complete", trusted)) if is_so]
     return ", ".join(words)
 
 

@@ -269,8 +269,8 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
         for upload in uploads.left(older_than * 3600):
             uploads.end(upload)
             ended.append(upload.key)
-    said = f"{plural(leftovers, 'leftover')} removed, {plural(len(ended), 'upload')} ended"
-    output({"job": job, "leftovers": leftovers, "uploads": ended}, f"{job}: {said}")
+    removed = f"{plural(leftovers, 'leftover')} removed, {plural(len(ended), 'upload')} ended"
+    output({"job": job, "leftovers": leftovers, "uploads": ended}, f"{job}: {removed}")
 
 
 @click.command("policy")

@@ -88,8 +88,8 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 
     found = find_checkpoint(_runtime(), folder.absolute())
     with interruptible(), Progress(found.ending(), line=not output.as_json) as progress:
-        said = found.unmount(force=force, waiting=progress.wait)
-    published, lost = said.get("published", []), said.get("lost", [])
+        answer = found.unmount(force=force, waiting=progress.wait)
+    published, lost = answer.get("published", []), answer.get("lost", [])
     output(
         {"target": str(folder.absolute()), "published": published, "lost": lost},
         *(f"published as it was: {name}" for name in published),

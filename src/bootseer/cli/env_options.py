@@ -152,19 +152,19 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
 
 
 def _mode(env: Mapping[str, str]) -> Mode:
-    said = env.get(MODE) or "auto"
+    chosen = env.get(MODE) or "auto"
     for mode in MODES:
-        if mode == said:
+        if mode == chosen:
             return mode
-    raise UsageError(f"{MODE}={said!r} is not a mode", hint=f"choose from {', '.join(MODES)}")
+    raise UsageError(f"{MODE}={chosen!r} is not a mode", hint=f"choose from {', '.join(MODES)}")
 
 
 def _daemons(values: Mapping[str, Any], env: Mapping[str, str]) -> Daemons:
     # The owner of a node forbids by the variable what a job may not allow.
-    said = {values.get("daemons") or "relaunch", env.get(_DAEMONS) or "relaunch"}
-    if not said <= {"relaunch", "refuse"}:
+    chosen = {values.get("daemons") or "relaunch", env.get(_DAEMONS) or "relaunch"}
+    if not chosen <= {"relaunch", "refuse"}:
         raise UsageError(f"{_DAEMONS}={env[_DAEMONS]!r} is unknown", hint="choose from relaunch, refuse")
-    return "refuse" if "refuse" in said else "relaunch"
+    return "refuse" if "refuse" in chosen else "relaunch"
 
 
 def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:

@@ -83,9 +83,9 @@ def fleet_command(
         lost = format_seconds(row["delay_s"])
         nodes.add_row(row["node"], str(row["last"]), str(row["starts"]), lost, row["stage"])
     seen = found["coverage"]
-    said = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes were heard"
+    summary = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes were heard"
     lost = f", {seen['lines_lost']:,} lines lost" if seen["lines_lost"] else ""
-    output(_without_schema(found), said + lost, *_apart(cost, scales, stages, caches, nodes))
+    output(_without_schema(found), summary + lost, *_apart(cost, scales, stages, caches, nodes))
 
 
 @click.command("history")
@@ -170,7 +170,7 @@ def _watch_service(job: str, service: str, wait: bool, as_json: bool) -> None:
 
 
 def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, object], None] | None) -> None:
-    was_seen, text, told = False, "", ""
+    was_seen, text, shown = False, "", ""
     while True:
         try:
             rows = _from_service("now", {"job": job}, service)["starts"]
@@ -189,8 +189,8 @@ def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, o
             text = f"{job}: {row['line'] if row['late'] else moment.text()}"
             if show is not None:
                 show(text, (moment.timeless(), [late["node"] for late in row["late"]]))
-            elif row["line"] != told:
-                told = row["line"]
+            elif row["line"] != shown:
+                shown = row["line"]
                 print_json({"schema": "bootseer.watch/1", **row})
             if moment.over and row["outcome"] == "training_began":  # else its analysis may not be done yet
                 return
@@ -199,14 +199,14 @@ def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, o
         time.sleep(_LOOK_EVERY_S)
 
 
-def _moment(said: dict[str, Any]) -> Moment:
+def _moment(row: dict[str, Any]) -> Moment:
     """Where the nodes are, of a service that may know more or less of it than this version."""
     import msgspec
 
     from bootseer.report.analysis.live import Moment
 
     try:
-        return msgspec.convert(said, Moment)
+        return msgspec.convert(row, Moment)
     except msgspec.ValidationError as error:
         raise PermanentError(f"the service is of another version: {error}") from None
 
@@ -274,17 +274,17 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
         found = json.loads(body)
     except ValueError:
         found = None
-    told = found if isinstance(found, dict) else {}
-    why = str(told.get("error", f"status {status}"))[:500]
+    document = found if isinstance(found, dict) else {}
+    why = str(document.get("error", f"status {status}"))[:500]
     if status in (401, 403):
         raise AccessError(f"{shown} refuses: {why}; BOOTSEER_SERVICE_TOKEN must be a token with the scope read")
     if status in (429, 503):
         raise TransientError(f"{shown}: {why}")
     if status == 400:
         raise UsageError(f"{shown}: {why}")
-    if status != 200 or told.get("schema") != f"bootseer.{question}/1":
+    if status != 200 or document.get("schema") != f"bootseer.{question}/1":
         raise PermanentError(f"{shown} is no service of BootSeer's, or one of another version ({why})")
-    return told
+    return document
 
 
 def _without_schema(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         about="peers",
         hint="give --peers too",
     )
-    said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
+    identity = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
         from bootseer.cli.pattern import compiled
@@ -232,7 +232,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
     if not settings["quiet"]:
         settings["show"] = _shown
-    return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
+    return run(command, Options(**settings), {**os.environ, **identity})  # type: ignore[arg-type]
 
 
 def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersWanted | None:

@@ -97,7 +97,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
     for place in named:
         if not Path(place).exists():
             sys.stderr.write(f"bootseer: {place} is not there yet\n")
-    said = ""
+    reported = ""
     try:
         while True:
             is_last = ended.is_set()
@@ -105,10 +105,10 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
             if logs is not None:
                 logs.step()
             is_over = piped is not None and piped.step()
-            if link.problem != said:
-                said = link.problem
+            if link.problem != reported:
+                reported = link.problem
                 sys.stderr.write(
-                    f"bootseer: {f'the service: {said}; trying again' if said else 'the service is back'}\n"
+                    f"bootseer: {f'the service: {reported}; trying again' if reported else 'the service is back'}\n"
                 )
             if is_last or (is_over and len(files) == 1):
                 return piped.lines if piped is not None else 0

@@ -85,8 +85,8 @@ def simulate_command(
         _figures(drawn_in, range(seed, seed + seeds), output)
         return
     variants = [
-        (said, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
-        for said, chosen in _variants(changes)
+        (label, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
+        for label, chosen in _variants(changes)
     ]
     wanted = variants[0][1]
     if len(variants) > 1 and (reports or events or (wanted.month is not None and nodes is None)):
@@ -101,8 +101,8 @@ def simulate_command(
         if arm not in ARMS and arm not in MORE_ARMS:
             raise UsageError(f"no arm {arm!r}; there are {', '.join([*ARMS, *MORE_ARMS])}")
     done = _simulated([
-        (said, variant, number, arm, one)
-        for number in wanted.nodes for arm in arms or ARMS for said, variant in variants
+        (label, variant, number, arm, one)
+        for number in wanted.nodes for arm in arms or ARMS for label, variant in variants
         for one in range(seed, seed + seeds)
     ])  # fmt: skip
     if events is not None:
@@ -116,14 +116,14 @@ def simulate_command(
         figures = [*(stages[name]["max_s"] for name in names), outcome.began_s]
         figures += [outcome.registry_bytes / 1e9, outcome.peer_bytes / 1e9]
         rows.add_row(str(outcome.nodes), outcome.arm, *(f"{figure:,.1f}" for figure in figures))
-    drawn = _said(range(seed, seed + seeds))
+    drawn = _seeds(range(seed, seed + seeds))
     digests = dict.fromkeys(variant.digest for _, variant in variants)
-    said = f"Simulated: parameters {', '.join(digests)}; {drawn}. Seconds of the slowest node."
+    caption = f"Simulated: parameters {', '.join(digests)}; {drawn}. Seconds of the slowest node."
     document = {"simulated": True, "scenario": wanted.name, "parameters": wanted.digest, "seed": seed}
     document["starts"] = [outcome.as_json() for outcome in done]
     if html is not None:
         _draw(html, document, [variant for _, variant in variants])
-    output(document, rows, said)
+    output(document, rows, caption)
 
 
 def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]:
@@ -156,7 +156,7 @@ def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> No
                          str(found["starts"]), f"{100 * found['hit_rate']:.1f}", f"{100 * found['snapshot_rate']:.1f}",
                          f"{stored:,.1f}", f"{hours['bootseer']:,.0f}", f"{100 * shares['bootseer']:.2f}",
                          f"{hours['today']:,.0f}", f"{100 * shares['today']:.2f}")  # fmt: skip
-    caption = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_said(seeds)}. "
+    caption = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_seeds(seeds)}. "
     caption += "Days: of snapshots. GPU-hours of starts, and their share of all."
     document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
     output(document, rows, caption)
@@ -172,17 +172,17 @@ def _figures(folder: Path, seeds: range, output: Output) -> None:
     output({"simulated": True, "figures": lines[: len(written)]}, *lines)
 
 
-def _said(seeds: range) -> str:
+def _seeds(seeds: range) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
     from bootseer.sim.calibration import calibrated, read_report, toml
 
-    fitted, said = calibrated(scenario, [read_report(path) for path in reports])
-    text = toml(fitted, [f"Calibrated on {len(reports)} reports; all else as in {scenario.name}.", *said])
+    fitted, basis = calibrated(scenario, [read_report(path) for path in reports])
+    text = toml(fitted, [f"Calibrated on {len(reports)} reports; all else as in {scenario.name}.", *basis])
     output(
-        {"scenario": scenario.name, "parameters": fitted.digest, "calibrated": said, "toml": text}, *text.splitlines()
+        {"scenario": scenario.name, "parameters": fitted.digest, "calibrated": basis, "toml": text}, *text.splitlines()
     )
 
 

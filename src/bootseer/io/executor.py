@@ -181,6 +181,6 @@ def show_threads(why: str) -> None:
     lines = [f"bootseer: {why}; its threads:\n"]
     for ident, frame in sys._current_frames().items():
         calls = traceback.extract_stack(frame)[-_SHOWN_CALLS:]
-        said = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in reversed(calls))
-        lines.append(f"  {names.get(ident, ident)}: {said}\n")
+        stack = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in reversed(calls))
+        lines.append(f"  {names.get(ident, ident)}: {stack}\n")
     sys.stderr.write("".join(lines))

@@ -76,8 +76,8 @@ def _perform(future: Future[T], call: Callable[[], T]) -> None:
 class Count:
     """What many threads have done of a whole, passed to a callback by one thread at a time and with no lock held.
 
-    A callback that hangs, as on a terminal that was stopped, holds up the one thread that calls it. Not every step is
-    told; the end is.
+    A callback that hangs, as on a terminal that was stopped, holds up the one thread that calls it. It is not called
+    for every step, but for the last.
     """
 
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
@@ -85,25 +85,25 @@ class Count:
         self._progress = progress or (lambda done, total: None)
         self._lock = threading.Lock()
         self.done = 0
-        self._is_telling = False
+        self._is_showing = False
 
     def add(self, amount: int) -> None:
         """So much more is done. Raises what the callback raises."""
         with self._lock:
             self.done += amount
-        told = -1
-        while (done := self._next(told)) is not None:
+        shown = -1
+        while (done := self._next(shown)) is not None:
             try:
                 self._progress(done, self._total)
             finally:
-                self._is_telling = False
-            told = done
+                self._is_showing = False
+            shown = done
 
-    def _next(self, told: int) -> int | None:
-        """What to tell after this, unless another thread does or nothing has come that matters."""
+    def _next(self, shown: int) -> int | None:
+        """What to show after this; None while another thread shows it, or when nothing new matters."""
         with self._lock:
             done = min(self.done, self._total)
-            if self._is_telling or done == told or (told >= 0 and done < self._total):
+            if self._is_showing or done == shown or (shown >= 0 and done < self._total):
                 return None
-            self._is_telling = True
+            self._is_showing = True
             return done

@@ -59,10 +59,10 @@ def read_report(
             _latest(env)
     found = _read(places, env, began_pattern, patterns, options, watch)
     report = analyse(found.events, options, facts=found.facts, read=found.input())
-    told = report.startup
+    one = report.startup
     _LOG.info(
         "job %r, attempt %d, restart %d, of %d startups in the input: %s, %d nodes, %d ranks",
-        *(told.job, told.attempt, told.restart, len(report.startups), told.outcome, told.num_nodes, told.num_ranks),
+        *(one.job, one.attempt, one.restart, len(report.startups), one.outcome, one.num_nodes, one.num_ranks),
     )
     return report
 

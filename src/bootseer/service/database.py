@@ -71,13 +71,13 @@ class Database:
         Raises `TransientError` when the database cannot be reached, or is busy for 20 s.
         """
         writing = self._engine.execution_options(bootseer_writes=True)
-        with self._told(), writing.begin() as connection:
+        with self._with_database_errors(), writing.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state of the database. Raises `TransientError` like `write`."""
-        with self._told(), self._engine.connect() as connection, connection.begin():
+        with self._with_database_errors(), self._engine.connect() as connection, connection.begin():
             yield connection
 
     def insert_all(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -120,7 +120,7 @@ class Database:
 
     def return_pages(self, most: int) -> None:
         """Give so many pages of what was deleted back to the disk, on SQLite."""
-        with self._told(), self._engine.connect() as connection:
+        with self._with_database_errors(), self._engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute(f"PRAGMA incremental_vacuum({most:d})").fetchall()
             driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -130,7 +130,7 @@ class Database:
         self._engine.dispose()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _with_database_errors(self) -> Iterator[None]:
         """Errors of connections as ours: they pass. Others are the caller's mistake and stay as they are."""
         try:
             yield

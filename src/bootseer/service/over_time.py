@@ -162,16 +162,12 @@ def _judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     judged: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         own_s = _own_s(row)
-        judgement = {**row, "own_s": own_s, "baseline_s": None, "limit_s": None, "slower": False}
+        entry = {**row, "own_s": own_s, "baseline_s": None, "limit_s": None, "slower": False}
         before = [_own_s(other) for other in rows[number + 1 :] if _is_like(other, row)][:_BASELINE]
         if len(before) >= _LEAST:
             middle, limit_s = band(before)
-            judgement |= {
-                "baseline_s": middle,
-                "limit_s": limit_s,
-                "slower": row["outcome"] == BEGAN and own_s > limit_s,
-            }
-        judged.append(judgement)
+            entry |= {"baseline_s": middle, "limit_s": limit_s, "slower": row["outcome"] == BEGAN and own_s > limit_s}
+        judged.append(entry)
     return judged
 
 

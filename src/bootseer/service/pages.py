@@ -126,7 +126,7 @@ class Pages:
             found += [
                 Route(path, self._shown(name, answer), methods=["GET"]),
                 Route(
-                    f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}", self._said(answer), methods=["GET"]
+                    f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}", self._json_of(answer), methods=["GET"]
                 ),
             ]
         one = "{attempt:int}/{restart:int}/{job:job}"
@@ -135,7 +135,7 @@ class Pages:
             Route(f"/start/{one}", self._guarded(self._start)),
             Route(f"/api/v1/start/{one}", self._guarded(self._start_json)),
             Route(f"/perfetto/{one}", self._guarded(self._perfetto)),
-            Route("/api/v1/starts", self._said(self._starts)),
+            Route("/api/v1/starts", self._json_of(self._starts)),
             Route("/api/v1/openapi.json", lambda request: JSONResponse(openapi())),
             Route("/events", self._events),
             Mount(
@@ -226,7 +226,7 @@ class Pages:
             for name in sorted({*marks[0], *marks[1]})
             if marks[0].get(name) != marks[1].get(name)
         ]
-        reports = [msgspec.json.decode(self._told(connection, one["id"]), type=Report) for one in (first, second)]
+        reports = [msgspec.json.decode(self._stored(connection, one["id"]), type=Report) for one in (first, second)]
         difference = compare(reports[:1], reports[1:])
         return {
             "a": first,
@@ -254,7 +254,7 @@ class Pages:
 
         return self._guarded(shown, of_weeks=name != "now")
 
-    def _said(self, answer: _Find) -> _Endpoint:
+    def _json_of(self, answer: _Find) -> _Endpoint:
         def content(request: Request) -> Response:
             with self._service.database.read() as connection:
                 return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
@@ -302,10 +302,10 @@ class Pages:
         path = request.path_params
         with self._service.database.read() as connection:
             start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
-            return start, self._told(connection, start["id"])
+            return start, self._stored(connection, start["id"])
 
     @staticmethod
-    def _told(connection: Connection, number: int) -> bytes:
+    def _stored(connection: Connection, number: int) -> bytes:
         """The bytes of a start's report."""
         of = schema.start_report
         packed = connection.execute(select(of.c.json).where(of.c.start_id == number)).scalar_one()
@@ -320,7 +320,7 @@ class Pages:
     def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
         """The page of a start as it was analysed then."""
         with self._service.database.read() as connection:
-            report = msgspec.json.decode(self._told(connection, number), type=Report)
+            report = msgspec.json.decode(self._stored(connection, number), type=Report)
         start = {"state": state, "job": job, "attempt": attempt, "restart": restart}
         above = self._templates.get_template("above.html").render(start=start)
         page = html.render(report, above=above, refresh_s=5 if state == schema.OPEN else None)

@@ -67,13 +67,13 @@ def read_report(path: Path) -> Report:
 
 def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario, list[str]]:
     """The scenario with what the reports say, and for each number where it is from."""
-    said: list[str] = []
+    sources: list[str] = []
     table: dict[str, dict[str, float]] = {}
 
     def put(field: str, value: float, source: str) -> None:
         name, _, key = field.partition(".")
         table.setdefault(name, {})[key] = round(max(value, 0.0), 4)
-        said.append(f"{field} = {table[name][key]:g}: {source}")
+        sources.append(f"{field} = {table[name][key]:g}: {source}")
 
     def of(name: str, *stages: str) -> None:
         if values := _medians(reports, *stages):
@@ -117,12 +117,12 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
         put("noise.slow-share", len(slow) / len(factors), f"{len(slow)} nodes above {_SLOW} times the median")
         if slow:
             put("noise.slow-factor", median(slow), "their median")
-    if not said:
+    if not sources:
         raise UsageError("the reports have none of the stages that a scenario knows; see docs/simulation.md")
     fields = msgspec.to_builtins(scenario)
     for name, values in table.items():
         fields[name] |= values
-    return msgspec.convert(fields, Scenario), said
+    return msgspec.convert(fields, Scenario), sources
 
 
 def _share_gb(scenario: Scenario, nodes: int) -> float:

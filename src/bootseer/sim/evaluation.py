@@ -44,11 +44,11 @@ _CONNECT: Final = "connection_setup"
 class Runs:
     """Simulates what figures need, once."""
 
-    def __init__(self, folder: Path, seeds: range, said: Callable[[str], None]) -> None:
-        """`said` is told what is simulated next."""
+    def __init__(self, folder: Path, seeds: range, progress: Callable[[str], None]) -> None:
+        """`progress` gets the name of what is simulated next."""
         self.parameters: dict[str, str] = {}
         """The text of each scenario so far, by its name and digest."""
-        self._kept, self._seeds, self._said = folder / "simulated", seeds, said
+        self._kept, self._seeds, self._progress = folder / "simulated", seeds, progress
 
     def starts(
         self, name: str, arms: Sequence[str], nodes: Sequence[int] = (), changes: Sequence[str] = (), least: int = 1
@@ -84,7 +84,7 @@ class Runs:
         try:
             found: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
-            self._said(name)
+            self._progress(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             made = make()
             found = made.as_json() if isinstance(made, Outcome) else made
@@ -92,11 +92,11 @@ class Runs:
         return found
 
 
-def write(folder: Path, seeds: range, said: Callable[[str], None]) -> list[Path]:
+def write(folder: Path, seeds: range, progress: Callable[[str], None]) -> list[Path]:
     """All figures as `index.html`, and each as PNG where there is a browser. Raises `PermanentError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        runs = Runs(folder, seeds, said)
+        runs = Runs(folder, seeds, progress)
         drawn = list(_figures(runs))
         written = [folder / "index.html"]
         written[0].write_text(figures.page("Simulated starts: evaluation", drawn, runs.parameters))
@@ -123,8 +123,8 @@ def _photographed(browser: str, figure: Figure, folder: Path) -> Path:
         except subprocess.TimeoutExpired as error:
             raise PermanentError(f"{browser} did not draw {figure.name} within 120 s") from error
         if not png.exists():
-            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-            raise PermanentError(f"{browser} did not draw {figure.name}: {said[-1]}")
+            lines_read = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+            raise PermanentError(f"{browser} did not draw {figure.name}: {lines_read[-1]}")
         target = folder / f"{figure.name}.png"
         target.write_bytes(png.read_bytes())
     return target
@@ -158,7 +158,7 @@ def _buckets(runs: Runs) -> Figure:
               "fit in seconds": by_nodes(by_seconds["starts"], "startup_s")["today"]}  # fmt: skip
     return Figure(
         "buckets", "Start-up overhead by number of GPUs, against the paper's medians",
-        lines(series, y="s", x="GPUs", text=[said for said, _ in PAPER_S.values()]),
+        lines(series, y="s", x="GPUs", text=[label for label, _ in PAPER_S.values()]),
         "Log-normal installs of which the last counts, fitted to the first four medians of the paper; the last three "
         "are predicted.", origin_of(by_ratio, by_seconds),
     )  # fmt: skip
@@ -189,10 +189,10 @@ def _parts(runs: Runs) -> Iterator[Figure]:
     documents = []
     for slow in ("", ", one slow"):
         fault = ["fault=[{datanode=0, upload-factor=0.05}]"] if slow else []
-        for said, arm, more in (("one stream", "today", []), ("striped", "only checkpoint", []),
+        for label, arm, more in (("one stream", "today", []), ("striped", "only checkpoint", []),
                                 ("parity", "only checkpoint", ["checkpoint.parity=true"])):  # fmt: skip
             documents.append(found := runs.starts("moe", [arm], (8, 32, 128), [*fault, *more]))
-            series[said + slow] = by_nodes(found["starts"], "stages", _CHECKPOINT, "max_s")[arm]
+            series[label + slow] = by_nodes(found["starts"], "stages", _CHECKPOINT, "max_s")[arm]
     yield Figure("checkpoint", "Reading the checkpoint (413 GB)", lines(series, y="s", x="nodes of 8 GPUs"),
                  "The slowest node. One slow: one of 64 DataNodes sends at a twentieth of its rate.",
                  origin_of(*documents))  # fmt: skip
@@ -233,9 +233,9 @@ def _months(runs: Runs) -> Iterator[Figure]:
     month, restarts = runs.months("month"), runs.months("restarts-26")
     rows: dict[str, dict[str, float]] = {}
     for document, name in ((month, "30 days, 512 GPUs"), (restarts, "26 starts, 5,000 GPUs")):
-        for arm, said in (("today", "without BootSeer"), ("bootseer", "BootSeer")):
+        for arm, label in (("today", "without BootSeer"), ("bootseer", "BootSeer")):
             hours = median(one["gpu_hours"][arm] for one in document["starts"])
-            rows[f"{name}, {said}"] = {"GPU-hours of starts": hours}
+            rows[f"{name}, {label}"] = {"GPU-hours of starts": hours}
     yield Figure("gpu-hours", "GPU-hours of starts", figures.bars(rows, "h"),
                  "Medians of all policies of keeping that are compared, and of all seeds.",
                  origin_of(month, restarts))  # fmt: skip

@@ -70,9 +70,9 @@ class Figure:
 def origin_of(*documents: Document) -> str:
     """What figures of these documents name as their origin."""
     seeds = sorted({start["seed"] for document in documents for start in document["starts"]})
-    said = ", ".join(dict.fromkeys(f"{one['scenario']} ({one['parameters']})" for one in documents))
+    text = ", ".join(dict.fromkeys(f"{one['scenario']} ({one['parameters']})" for one in documents))
     drawn = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, median and range"
-    return f"parameters {said}; {drawn}"
+    return f"parameters {text}; {drawn}"
 
 
 def page(title: str, figures: Iterable[Figure], parameters: Mapping[str, str]) -> str:
@@ -132,8 +132,8 @@ def stages(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     drawn = {}
     for row, starts in rows.items():
         parts = {
-            said: median(start["stages"].get(stage, {}).get("median_s", 0.0) for start in starts)
-            for stage, said in STAGES.items()
+            text: median(start["stages"].get(stage, {}).get("median_s", 0.0) for start in starts)
+            for stage, text in STAGES.items()
         }
         parts[STAGES["wait"]] = max(median(start["startup_s"] for start in starts) - sum(parts.values()), 0.0)
         drawn[row] = parts
@@ -164,8 +164,8 @@ def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, 
     every = -(-len(places) // 16)
     for index, place in enumerate(places):
         if index % every == 0:
-            said = text[index] if text else number(place)
-            parts.append(f'<text x="{at_x(place):.1f}" y="{bottom + 18}" text-anchor="middle">{escape(said)}</text>')
+            name = text[index] if text else number(place)
+            parts.append(f'<text x="{at_x(place):.1f}" y="{bottom + 18}" text-anchor="middle">{escape(name)}</text>')
     parts.append(f'<text x="{(_LEFT + right) / 2}" y="{bottom + 36}" text-anchor="middle">{escape(x)}</text>')
     ends = []
     for index, (name, points) in enumerate(series.items()):
@@ -179,16 +179,16 @@ def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, 
         dash = ' stroke-dasharray="6 4"' if index >= _COLOURS // 2 else ""
         parts.append(f'<polyline class="none s{colour}" stroke-width="2"{dash} points="{drawn}"/>')
         for (one, other), (place, several) in zip(middle, points, strict=True):
-            said = f"{name}, {number(place)} {x}: {number(median(several))} {y}"
+            text = f"{name}, {number(place)} {x}: {number(median(several))} {y}"
             if len(several) > 1:
-                said += f" ({number(min(several))} to {number(max(several))})"
+                text += f" ({number(min(several))} to {number(max(several))})"
             parts.append(f'<circle class="f{colour}" cx="{one:.1f}" cy="{other:.1f}" r="3.5">')
-            parts.append(f"<title>{escape(said)}</title></circle>")
+            parts.append(f"<title>{escape(text)}</title></circle>")
         if middle:
             ends.append((middle[-1][1], colour, f"{name} {number(median(points[-1][1]))}", middle[-1][0]))
     parts += _names(ends, right)
-    said = f"{', '.join(series)}: {y} by {x}"
-    return _svg(bottom + 44, said, parts)
+    text = f"{', '.join(series)}: {y} by {x}"
+    return _svg(bottom + 44, text, parts)
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
@@ -208,9 +208,9 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
         for index, name in enumerate(names):
             value = parts.get(name, 0.0)
             wide = (right - left) * value / most
-            said = f"{row}, {name}: {number(value)} {unit}"
+            text = f"{row}, {name}: {number(value)} {unit}"
             drawn.append(f'<rect class="f{index % _COLOURS}" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="18">')
-            drawn.append(f"<title>{escape(said)}</title></rect>")
+            drawn.append(f"<title>{escape(text)}</title></rect>")
             if wide > 12 + 7 * len(number(value)):
                 drawn.append(f'<text class="in" x="{x + 5:.1f}" y="{y + 13}">{number(value)}</text>')
             x += wide
@@ -221,8 +221,8 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
 def number(value: float) -> str:
     """Three digits that count."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    said = f"{value:,.{min(max(digits, 0), 9)}f}"
-    return said.rstrip("0").rstrip(".") if "." in said else said
+    text = f"{value:,.{min(max(digits, 0), 9)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 class _Linear:
@@ -267,8 +267,8 @@ def _names(ends: Iterable[tuple[float, int, str, float]], right: float) -> list[
     return parts
 
 
-def _svg(height: float, said: str, parts: Iterable[str]) -> str:
+def _svg(height: float, text: str, parts: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
-        f'aria-label="{escape(said)}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(text)}">{"".join(parts)}</svg>'
     )

@@ -204,10 +204,10 @@ class Reads:
             transfer.flow = self.engine.start(way, transfer.run.length, partial(self._arrived, transfer))
 
     def _arrived(self, transfer: _Transfer) -> None:
-        self._told(transfer, 0.0)
+        self._report_progress(transfer, 0.0)
         self.end(transfer, None)
 
-    def _told(self, transfer: _Transfer, left: float) -> bool:
+    def _report_progress(self, transfer: _Transfer, left: float) -> bool:
         """Tell how far a request has come; whether it goes on."""
         run = transfer.run
         moved = run.length - int(left) - run.received
@@ -237,7 +237,7 @@ class Reads:
             return
         self.engine.after(_TICK_S, self._tick)
         for transfer in list(self._transfers):
-            if transfer.flow is not None and not self._told(transfer, transfer.flow.left):
+            if transfer.flow is not None and not self._report_progress(transfer, transfer.flow.left):
                 self.end(transfer, None)
             silent_s = now - transfer.run.progress_s
             if silent_s >= ReadSettings().silent_s and schedule.silent(transfer.run, silent_s):

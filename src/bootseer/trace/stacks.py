@@ -140,7 +140,7 @@ def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
         try:
             done = subprocess.run(words, capture_output=True, check=False, stdin=subprocess.DEVNULL,
                                   timeout=max(until_s - time.monotonic(), 0.1))  # fmt: skip
-            if done.returncode == 0 and (text := _told(json.loads(done.stdout), pid)):
+            if done.returncode == 0 and (text := _stack_text(json.loads(done.stdout), pid)):
                 return text, ""
             lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
             why = f"py-spy: {lines[0] if lines else 'no frames'}"
@@ -151,7 +151,7 @@ def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
     return "", why[:200]
 
 
-def _told(threads: Sequence[Mapping[str, Any]], pid: int) -> str:
+def _stack_text(threads: Sequence[Mapping[str, Any]], pid: int) -> str:
     """The main thread's frames, the innermost first: `FUNCTION (FILE:LINE) < ...`."""
     of = next((one for one in threads if one.get("thread_name") == "MainThread" or one["os_thread_id"] == pid), None)
     frames = (of or threads[-1])["frames"]

@@ -80,10 +80,10 @@ class Moment:
         parts += [str(one) for one in self.missing[:_SHOWN]]
         if len(self.missing) > _SHOWN:
             stages = Counter(one.stage or "no stage yet" for one in self.missing[_SHOWN:])
-            told = ", ".join(
+            counts = ", ".join(
                 f"{count:,} {stage if ' ' in stage else f'in {stage}'}" for stage, count in stages.most_common(3)
             )
-            parts.append(f"{len(self.missing) - _SHOWN:,} more: {told}")
+            parts.append(f"{len(self.missing) - _SHOWN:,} more: {counts}")
         unheard = self.expected - self.arrived - len(self.missing) if self.barrier else self.expected - self.arrived
         parts += [f"{unheard:,} not seen"] * (unheard > 0)
         word = "missing: " if self.barrier else "slowest: "
@@ -133,8 +133,8 @@ class Live:
                 self._forget()
             if event.stage == STACK:
                 of = event.attrs
-                told = str(of.get("stack") or f"no stack: {of.get('why_not')}")
-                self._stacks[event.restart, event.node, str(of.get("of_rank")), str(of.get("in_stage"))] = told
+                stack = str(of.get("stack") or f"no stack: {of.get('why_not')}")
+                self._stacks[event.restart, event.node, str(of.get("of_rank")), str(of.get("in_stage"))] = stack
             else:
                 self._take(event)
 
@@ -237,8 +237,8 @@ class Live:
         inside = [(max(one.open.values(), key=_begin), rank) for rank, one in lanes if one.open]
         if inside:
             event, rank = min(inside, key=lambda found: _begin(found[0]))
-            told = self._stacks.get((self._restart, node, str(rank), event.stage), "")
-            return Missing(node, rank, event.stage, _since(event, now_ns), event.pid, told)
+            stack = self._stacks.get((self._restart, node, str(rank), event.stage), "")
+            return Missing(node, rank, event.stage, _since(event, now_ns), event.pid, stack)
         rank, lane = lanes[0]
         if lane.last is None:
             return Missing(node, rank, "", None)

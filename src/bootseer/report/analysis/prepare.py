@@ -144,13 +144,9 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
     ]
     if not fitting:
         there = sorted({(startup.key.attempt, startup.key.restart) for startup in found})
-        attempts = ", ".join(
-            f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10]
-        )
+        names = ", ".join(f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10])
         more = ", ..." if len(there) > 10 else ""
-        raise UsageError(
-            f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {attempts}{more}"
-        )
+        raise UsageError(f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {names}{more}")
     return fitting[-1]
 
 

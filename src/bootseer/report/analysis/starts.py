@@ -51,13 +51,13 @@ _IMAGE_WAYS = {
 
 def image_starts(startup: StartupSpans) -> list[ImageStart]:
     """What each node said last of its image, by node."""
-    return [ImageStart(**_row(ImageStart, node, last)) for node, last, _ in _said(startup, "image_start")]
+    return [ImageStart(**_row(ImageStart, node, last)) for node, last, _ in _last_marks(startup, "image_start")]
 
 
 def environment_starts(startup: StartupSpans) -> list[EnvironmentStart]:
     """What each node said last of its environment, by node."""
     found = []
-    for node, last, marks in _said(startup, "environment_start"):
+    for node, last, marks in _last_marks(startup, "environment_start"):
         kept = [mark for mark in marks if mark.stage == "environment_publish"]
         outcome = max(kept, key=lambda mark: mark.end_ns).attrs if kept else {}
         published = outcome.get("published")
@@ -69,7 +69,7 @@ def environment_starts(startup: StartupSpans) -> list[EnvironmentStart]:
 def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
     """What each node said last of its checkpoint, by node."""
     found = []
-    for node, last, marks in _said(startup, CHECKPOINT_START):
+    for node, last, marks in _last_marks(startup, CHECKPOINT_START):
         named = {str(one.attrs.get("datanode") or ""): one.attrs for one in marks if one.stage == CHECKPOINT_DATANODE}
         served = [DataNode(**{**_row(DataNode, "", attrs), "name": name}) for name, attrs in named.items()]
         served.sort(key=lambda one: (-one.bytes, one.name))
@@ -82,7 +82,7 @@ def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
 def peers_starts(startup: StartupSpans) -> list[PeersStart]:
     """Where the bytes of each node with peers came from, by node."""
     found = []
-    for node, last, marks in _said(startup, PEERS_START):
+    for node, last, marks in _last_marks(startup, PEERS_START):
         latest = {one.stage: one.attrs for one in sorted(marks, key=lambda mark: mark.end_ns)}
         parts = [latest.get(stage, {}) for stage in ("image_start", "environment_start", CHECKPOINT_START)]
         parts += [one.attrs for one in startup.nodes[node].spans if one.stage.endswith(".pull")]
@@ -140,9 +140,9 @@ def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> li
                     took[span.stage] += (span.end_ns - span.begin_ns) / NS_PER_S
             skipped.append(dict(took))
         longest = max(skipped, key=lambda took: sum(took.values()), default={})
-        told = [span for node in startup.nodes.values() for span in node.spans if span.stage == "restart"]
-        code = next((span.attrs["exit_code"] for span in told if type(span.attrs.get("exit_code")) is int), None)
-        by = "bootseer" if told else "launcher"
+        restarts = [span for node in startup.nodes.values() for span in node.spans if span.stage == "restart"]
+        code = next((span.attrs["exit_code"] for span in restarts if type(span.attrs.get("exit_code")) is int), None)
+        by = "bootseer" if restarts else "launcher"
         seconds = startup_s.get(startup.key)
         found.append(Restarted(startup.key.restart, by, code, seconds, sum(longest.values()), longest))
     return found
@@ -177,12 +177,12 @@ def stack_lines(startup: StartupSpans) -> list[str]:
     ]
 
 
-def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
+def _last_marks(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
     """Each node that reported this, by name: its last report, and the times of all."""
     return [
-        (name, max(said, key=lambda mark: mark.end_ns).attrs, node.instants)
+        (name, max(last, key=lambda mark: mark.end_ns).attrs, node.instants)
         for name, node in sorted(startup.nodes.items())
-        if (said := [mark for mark in node.instants if mark.stage == stage])
+        if (last := [mark for mark in node.instants if mark.stage == stage])
     ]
 
 

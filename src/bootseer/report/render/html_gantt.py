@@ -92,8 +92,8 @@ def _legend(report: Report, palette: Palette) -> str:
         inner = palette.inner.get(stage, [])
         names = [f"{swatch(palette.css(name, WORK))} {esc(name.partition('.')[2])}" for name in inner[:_MAX_SHADES]]
         more = f" and {len(inner) - _MAX_SHADES} more" if len(inner) > _MAX_SHADES else ""
-        told = f"<span>{esc(stage)}: <i>{', '.join(names)}{more}</i></span>" if len(inner) > 1 else esc(stage)
-        items.append((swatch(palette.sign(stage)), told))
+        text = f"<span>{esc(stage)}: <i>{', '.join(names)}{more}</i></span>" if len(inner) > 1 else esc(stage)
+        items.append((swatch(palette.sign(stage)), text))
     looks = {(seg.kind, seg.outcome) for node in report.nodes for seg in node.segments}
     kinds, outcomes = {kind for kind, _ in looks}, {outcome for _, outcome in looks}
     if WAIT in kinds:

@@ -84,11 +84,11 @@ def ledger(report: Report, palette: Palette) -> str:
         total, weight = stage.work_s + stage.wait_s, _weight(stage, in_hours)
         work = weight * stage.work_s / total if total > 0 else 0.0
         form = hours if in_hours else seconds
-        said = f"{stage.stage}: {form(work)} work, {form(weight - work)} wait"
+        label = f"{stage.stage}: {form(work)} work, {form(weight - work)} wait"
         css, hatch = palette.css(stage.stage, "work"), palette.css(stage.stage, "wait")
         rows.append(
             f'<td class="id">{swatch(palette.sign(stage.stage))}{esc(stage.stage)}</td>'
-            f'<td class="wide">{stacked(work, weight - work, most=most, css=css, hatch=hatch, label=said)}</td>'
+            f'<td class="wide">{stacked(work, weight - work, most=most, css=css, hatch=hatch, label=label)}</td>'
             + cell(work, form)
             + cell(weight - work, form)
             + cell(stage.cost, money)
