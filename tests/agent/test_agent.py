@@ -107,7 +107,9 @@ def get(port: int, path: str) -> tuple[int, str]:
     return found
 
 
-def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(env: dict[str, str], start: Start) -> None:
+def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(
+    env: dict[str, str], start: Start, tmp_path: Path
+) -> None:
     first = start()
     second = subprocess.run(
         [sys.executable, "-m", "bootseer", "agent", "run"],
@@ -115,6 +117,12 @@ def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(env: dict
     )  # fmt: skip
     assert second.returncode == 2
     assert "an agent runs already" in second.stderr
+    elsewhere = subprocess.run(
+        [sys.executable, "-m", "bootseer", "agent", "run"], env={**env, "BOOTSEER_RUNTIME": str(tmp_path / "other")},
+        capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
+    )  # fmt: skip
+    assert elsewhere.returncode == 2
+    assert f"an agent with another runtime folder looks after {env['BOOTSEER_CACHE']}" in elsewhere.stderr
     assert said(env)["pid"] == first.pid
     first.kill()
     first.wait(_DEADLINE_S)

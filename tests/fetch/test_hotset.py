@@ -81,6 +81,15 @@ def test_two_runs_of_another_workload_drop_the_old_ones_and_one_does_not():
     assert set(planned(merged(*old, *new))) == set(range(1000, 1100))
 
 
+def test_runs_of_the_image_in_other_blocks_are_no_part_of_a_plan_and_one_new_run_makes_it():
+    other = "cd" * 32
+    old = [run(number, range(30), coverage=0.9) for number in range(6)]
+    assert not merged(*old).of_files([other]).records
+    new = replace(run(6, range(8)), needs=tuple(replace(need, file=other) for need in run(6, range(8)).needs))
+    assert merged(*old, new).of_files([other]).plan() == [(other, block) for block in range(8)]
+    assert planned(merged(*old, new).of_files([FILE])) == list(range(30))
+
+
 def test_one_odd_run_among_good_ones_changes_nothing_and_is_dropped():
     good = [run(number, range(100)) for number in (0, 1, 2, 4, 5)]
     hot_set = merged(*good[:3], run(3, range(1000, 1100)), *good[3:])

@@ -335,10 +335,13 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
     """
     agent = Agent(settings)
     servers: list[_Server] = []
-    lock = os.open(settings.runtime / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not try_flock(lock):
-        raise UsageError("an agent runs already", hint="bootseer agent status")
+    locks: list[int] = []
     try:
+        locks.append(_locked(settings.runtime / _LOCK, "an agent runs already", "bootseer agent status"))
+        # One that knows other mounts would delete what these use. Other nodes' agents may share the cache.
+        shared = settings.cache / f"agent.{socket.gethostname()}.lock"
+        hint = "stop it, or give this one a cache of its own (BOOTSEER_CACHE)"
+        locks.append(_locked(shared, f"an agent with another runtime folder looks after {settings.cache}", hint))
         for server in _listening(settings.runtime, listen):
             servers.append(server)
             server.agent = agent
@@ -358,7 +361,17 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             server.server_close()
         if servers and not is_activated():
             (settings.runtime / SOCKET).unlink(missing_ok=True)
-        os.close(lock)
+        for lock in locks:
+            os.close(lock)
+
+
+def _locked(path: Path, refused: str, hint: str) -> int:
+    """A descriptor that holds the lock. Raises `UsageError`, which says `refused`, when another process has it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if try_flock(lock):
+        return lock
+    os.close(lock)
+    raise UsageError(refused, hint=hint)
 
 
 def request_status(runtime: Path) -> dict[str, Any]:

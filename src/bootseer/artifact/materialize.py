@@ -221,7 +221,10 @@ class Materializer:
                 new = options.imports.with_suffix(f".{os.getpid()}")
                 new.write_text(hot_set.imports)
                 new.replace(options.imports)
-        return hot_set.plan() if hot_set is not None and not hot_set.stale else None
+        if hot_set is None:
+            return None
+        hot_set = hot_set.of_files([layer.index.identity for layer in self.stack])
+        return hot_set.plan() if hot_set.records and not hot_set.stale else None
 
     def _start_daemon(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -145,6 +145,12 @@ class HotSet:
             if any(_agreement(each.blocks, judge) >= _MIN_AGREEMENT for judge in judges)
         ]
         return replace(merged, records=(*kept, *records[-_JUDGES:]))
+
+    def of_files(self, files: Collection[str]) -> HotSet:
+        """With the runs alone that needed some block of these files: the same image in other blocks has other files."""
+        known = frozenset(files)
+        records = tuple(run for run in self.records if any(need.file in known for need in run.needs))
+        return replace(self, records=records)
 
     @property
     def stale(self) -> bool:
