@@ -258,6 +258,6 @@ def test_logins_that_fail_say_why(
     monkeypatch.setenv("KRB5_CONFIG", str(gone))
     assert "check that the KDC of krb5.conf runs" in said()
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "new"))
-    assert "is no file of Hadoop tokens" in said()
+    assert "is not a Hadoop token file" in said()
     monkeypatch.delenv("HADOOP_CONF_DIR")
     assert "if it wants Kerberos" in said(60.0)

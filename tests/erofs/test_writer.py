@@ -266,7 +266,7 @@ def test_what_is_not_a_name_is_refused(name: bytes) -> None:
 @pytest.mark.parametrize(
     ("attributes", "target", "words"),
     [
-        (Attributes(0o644), b"", "no kind of file"),
+        (Attributes(0o644), b"", "not a known file type"),
         (Attributes(stat.S_IFLNK | 0o777), b"", "symbolic link"),
         (Attributes(stat.S_IFLNK | 0o777), b"t" * 4096, "symbolic link"),
         (Attributes(stat.S_IFCHR, rdev=(4096, 0)), b"", "device number"),

@@ -138,6 +138,6 @@ def test_the_token_of_a_job_is_found_in_both_forms_of_its_file(tmp_path: Path, m
         assert delegation_token(["elsewhere:8020"]) is None
         for end in (0, 4, 5, 6, 30, len(data) - 40):
             file.write_bytes(data[:end])
-            with pytest.raises(AccessError, match="is no file of Hadoop tokens"):
+            with pytest.raises(AccessError, match="is not a Hadoop token file"):
                 delegation_token(["nn:8020"])
     assert "secret" not in repr(TOKEN)

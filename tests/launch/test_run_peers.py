@@ -202,7 +202,7 @@ def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) 
     ("words", "said"),
     [
         (["--peers", "a,b"], "--peers-secret FILE"),
-        (["--peers", "slurm"], "no job of Slurm"),
+        (["--peers", "slurm"], "not a Slurm job"),
         (["--peers", "auto", "--num-nodes", "2"], "BOOTSEER_STORE"),
         (["--peers", "oci://localhost/x"], "no place for nodes to meet"),
         (["--peers", "a", "--peers-limit", "much"], "not a size"),

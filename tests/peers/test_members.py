@@ -258,7 +258,7 @@ def test_slurm_names_the_nodes(tmp_path: Path) -> None:
     for text in ("slurm", "auto"):
         source = open_source(text, env, attempt="", name="", secret_file=secret_file(tmp_path))
         assert [peer.addresses for peer in source.poll()] == [("gpu1:17507",), ("gpu2:17507",)]
-    with pytest.raises(UsageError, match="no job of Slurm"):
+    with pytest.raises(UsageError, match="not a Slurm job"):
         open_source("slurm", {}, attempt="", name="", secret_file=secret_file(tmp_path))
 
 

@@ -398,7 +398,7 @@ def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for
     with closing(open_place(uri)) as place:
         place.write_bytes("file", b"x" * 2000)
         proxy.plan = lambda request: fault if request.method == "GET" else None
-        with opened(place, "file") as file, pytest.raises(TransientError, match="other bytes than it is asked for"):
+        with opened(place, "file") as file, pytest.raises(TransientError, match="other bytes than requested"):
             read(file, 0, 1000)
         assert len(proxy.requests) < 20
 

@@ -430,7 +430,7 @@ def activated_socket() -> socket.socket:
             raise UsageError(f"LISTEN_FDS={number}", hint="one ListenStream= in the .socket unit")
         passed = socket.socket(fileno=_PASSED)
         if passed.family != socket.AF_UNIX or not passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise UsageError("the socket that was passed is none of a path", hint="ListenStream=/run/... in the unit")
+            raise UsageError("the socket that was passed has no path", hint="ListenStream=/run/... in the unit")
     except OSError as error:
         raise UsageError(f"LISTEN_FDS=1, and descriptor {_PASSED} is no socket: {error.strerror}") from error
     passed.set_inheritable(False)

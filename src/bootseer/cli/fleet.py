@@ -283,7 +283,7 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
     if status == 400:
         raise UsageError(f"{shown}: {why}")
     if status != 200 or document.get("schema") != f"bootseer.{question}/1":
-        raise PermanentError(f"{shown} is no service of BootSeer's, or one of another version ({why})")
+        raise PermanentError(f"{shown} is not a BootSeer service, or has another version ({why})")
     return document
 
 

@@ -95,7 +95,7 @@ def _piped_width() -> int:
 def _standard_output() -> Iterator[TextIO]:
     file = sys.stdout
     if file is None:
-        raise PermanentError("standard output is closed: there is nowhere to print to")
+        raise PermanentError("standard output is closed")
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
     try:

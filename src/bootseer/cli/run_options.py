@@ -221,7 +221,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
     if settings["restart_delay"] and not settings["restarts"]:
-        raise UsageError("--restart-delay says nothing without restarts", hint="give --restarts N too")
+        raise UsageError("--restart-delay needs --restarts", hint="give --restarts N too")
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:
@@ -246,7 +246,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     from bootseer.launch.peers import PeersWanted
 
     if values["min_nodes"] and not values["wait_for_nodes"]:
-        raise UsageError("--min-nodes says nothing without a wait", hint="give --wait-for-nodes SECONDS too")
+        raise UsageError("--min-nodes needs --wait-for-nodes", hint="give --wait-for-nodes SECONDS too")
     limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
     if source == "auto" and store:
         source = store

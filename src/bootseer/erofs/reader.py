@@ -204,7 +204,7 @@ class ErofsReader:
     def _checked(self, number: int, kind: int) -> Inode:
         inode = self.inode(number)
         if file_type(inode.mode) != kind:
-            raise CorruptError(f"EROFS image: inode {number} is of another type than its directory says")
+            raise CorruptError(f"EROFS image: inode {number} does not have the type that its directory entry has")
         return inode
 
     def _check_content(self, number: int, size: int, place: int, tail_at: int | None) -> None:

@@ -57,7 +57,7 @@ class Tree:
         """
         mode = attributes.mode
         if not known_mode(mode):
-            raise PermanentError(f"mode {mode:#o} is of no kind of file")
+            raise PermanentError(f"mode {mode:#o} is not a known file type")
         if stat.S_ISLNK(mode) and not 0 < len(target) <= MAX_TARGET:
             raise PermanentError(f"a symbolic link to {len(target)} bytes: Linux takes 1 to {MAX_TARGET}")
         area = encode_xattrs(attributes.xattrs)

@@ -79,7 +79,7 @@ class BadBlockReports:
             if not self._waiting:
                 return
             block, nodes = self._waiting.popleft()
-        _LOG.info("%s has wrong bytes on %s: the NameNode is told", block, ", ".join(node.host_port for node in nodes))
+        _LOG.info("%s is corrupt on %s: reported to the NameNode", block, ", ".join(node.host_port for node in nodes))
         # When this report is lost, another reader will send one.
         with contextlib.suppress(BootseerError):
             self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)

@@ -274,7 +274,7 @@ def delegation_token(services: Iterable[str]) -> Token | None:
     except OSError as error:
         raise AccessError(f"$HADOOP_TOKEN_FILE_LOCATION: {name}: {error.strerror or error}") from error
     except (MalformedError, UnicodeDecodeError, IndexError) as error:
-        raise AccessError(f"$HADOOP_TOKEN_FILE_LOCATION: {name} is no file of Hadoop tokens: {error}") from error
+        raise AccessError(f"$HADOOP_TOKEN_FILE_LOCATION: {name} is not a Hadoop token file: {error}") from error
     wanted = set(services)
     return next((token for token in tokens if token.kind == _DELEGATION and token.service in wanted), None)
 

@@ -117,7 +117,7 @@ def _in_registry(text: str) -> Reference:
     name, at, digest = text.replace("#", "/", 1).partition("@")
     if at and not _DIGEST.fullmatch(digest):
         raise UsageError(
-            f"{shown(text)!r}: what stands behind @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
+            f"{shown(text)!r}: the text after @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
         )
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"

@@ -242,7 +242,7 @@ class Client:
             return connection, signer, name
         except CorruptError as error:  # another program's port, as long as it has not shown that it knows the secret
             sock.close()
-            raise AccessError(f"{address} is no node of this job: {error}") from error
+            raise AccessError(f"{address} is not a node of this job: {error}") from error
         except BaseException:
             sock.close()
             raise

@@ -214,7 +214,7 @@ def slurm_hosts(env: Mapping[str, str]) -> list[str]:
     """The hosts of this job step. Raises `UsageError` outside of Slurm."""
     text = next((env[name] for name in _SLURM_LIST if env.get(name)), "")
     if not text:
-        raise UsageError("--peers slurm: this is no job of Slurm", hint="name the nodes, or a folder that they share")
+        raise UsageError("--peers slurm: this is not a Slurm job", hint="name the nodes, or a folder that they share")
     return expand_hosts(text)
 
 

@@ -147,7 +147,7 @@ class Bucket:
             names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             return AccessError(f"{self.uri}: no credentials; set {names}")
         if _OTHER_RANGE.search(str(error)):
-            return OtherRangeError(f"{said}; the server sends other bytes than it is asked for")
+            return OtherRangeError(f"{said}; the server sends other bytes than requested")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
         if "builder error" in said:

@@ -103,7 +103,7 @@ class Uploads:
                 answer = link.getresponse()
                 text = answer.read(_MAX_ANSWER).decode("utf-8", "replace")
             except HTTPException as error:
-                raise OSError(f"no answer of HTTP: {error!r}") from error
+                raise OSError(f"not an HTTP response: {error!r}") from error
         if answer.status == 404 and "NoSuchUpload" in text:
             raise NotFoundError(f"{self._bucket.uri}{key}: no such upload")
         if answer.status in _REDIRECTS:

@@ -321,7 +321,7 @@ class OciStore:
             if "data" in first:
                 data = base64.b64decode(first["data"], validate=True)
                 if len(data) != size_bytes or "sha256:" + hashlib.sha256(data).hexdigest() != digest:
-                    raise ValueError("what is embedded is not what its digest says")
+                    raise ValueError("the embedded bytes do not have their digest")
             subject = (document.get("subject") or {}).get("digest")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, binascii.Error, UsageError) as error:
             raise CorruptError(f"{self.uri}: manifest {tag} holds no object: {error}") from error

@@ -293,7 +293,7 @@ class Transport:
                 return Answer(response, url, left_s)
             response.close()
         raise PermanentError(
-            f"{origin} wants TLS and was spoken to without: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an"
+            f"{origin} requires TLS: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an"
             f" address of this machine put the authority's file into {CERTIFICATES}/{origin}/ca.crt"
         )
 

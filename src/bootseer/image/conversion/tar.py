@@ -164,7 +164,7 @@ class TarReader:
         if block and header is None:
             second = self._block()
             if second and parse_header(second) is not None:
-                raise CorruptError("a block of zeros stands between two tar headers")
+                raise CorruptError("a block of zeros between two tar headers")
         return header
 
     def _block(self) -> bytes:

@@ -130,7 +130,7 @@ def resolve_manifest(
 def checked(data: bytes, descriptor: Descriptor, where: str) -> bytes:
     """The bytes themselves. Raises `CorruptError` unless they are those of the descriptor."""
     if len(data) != descriptor.size_bytes or "sha256:" + hashlib.sha256(data).hexdigest() != descriptor.digest:
-        raise CorruptError(f"{where}: other bytes than {descriptor.digest} says")
+        raise CorruptError(f"{where}: the bytes do not have the digest {descriptor.digest}")
     return data
 
 
@@ -185,7 +185,7 @@ def check_document(document: ImageDocument) -> None:
         digest = archive_digest(document.config_data, diff_ids)
         layers = [("", diff_id) for diff_id in diff_ids]
     if digest != document.digest:
-        raise CorruptError(f"{where}: what it says is said of another image, {digest}")
+        raise CorruptError(f"{where}: it describes another image, {digest}")
     # The uppermost may hold the root directory alone; below one that hides everything none is listed.
     if len(named) > 1 and named[-1] == ("", ""):
         named.pop()

@@ -209,7 +209,7 @@ def _check(daemon: Daemon, uid: int) -> None:
             if daemon.user and pwd.getpwnam(daemon.user).pw_uid == daemon.uid:
                 daemon = replace(daemon, user="")
         if daemon.user:
-            raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}), who is another here or not known")
+            raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}): not known here, or another number")
     for number, address in listening().items():
         if any(clash(address, own) for own in daemon.sockets):
             # This process may have inherited the socket.
