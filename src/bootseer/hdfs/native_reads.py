@@ -1,41 +1,32 @@
 """Reading through hdfs-native, for what `reads` does not support: encryption zones, erasure coding.
 
-The same questions and answers as `reads`, with less knowledge: the library does not say which DataNode served, nor can
-it be told which one to ask. A file that is opened again lists the replicas in another order; that is the hedge when no
-bytes have come for a second.
+The library chooses the DataNode itself, and turns to another replica when one has said nothing for its socket timeout
+(`NativeSettings.socket_timeout_s`). Which node served is not known.
 
-A read is cut into pieces of 4 MiB within a block, larger ones being slowed down by the library's copies. Each is
+A read is cut into pieces of 4 MiB within a block, larger ones being slowed down by the library's copies. Each piece is
 fetched by a thread that may be left behind in the library, and only the worker that waits for it writes to the caller's
-buffer: what comes too late goes nowhere. At most `_MAX_FETCHES` threads exist at a time, each with at most one piece.
+buffer: what comes too late goes nowhere.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from hdfs_native import Client, FileReader
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.native import Native, mapping, never_destroy, note_read, wait_until_own
+from bootseer.hdfs.native import Native, never_destroy, note_read, wait_until_own
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import Executor, report_exception
 from bootseer.io.fork import after_fork, in_each_process
 
 _PIECE_BYTES = 4 * 1024 * 1024
-_WORKERS = 8
-_MAX_FETCHES = 64
-_MAX_TRIES = 6
-"""Each asks another replica by chance."""
-_LATE_S = 1.0
-"""Without a byte for so long, another replica is asked too. Busy disks answer sooner."""
-_LOST_S = 0.2
-"""So soon a worker leaves a read that was given up."""
+_WORKERS = 16
+_MAX_TRIES = 3
 _OPEN_S = 60.0
 
 Done: TypeAlias = Callable[[ReadOutcome], None]
@@ -49,9 +40,8 @@ class NativeReads:
         self.reason = ""
         """Why these reads do not go over own connections."""
         self.threads = Executor("bootseer-hdfs-native", _WORKERS)
-        self._fetches = Executor("bootseer-hdfs-fetch", _MAX_FETCHES)
         self._facts = {"bytes": 0, "requests": 0, "seconds": 0.0, "failures": 0}
-        self._counts = {"retries": 0, "hedges": 0, "hedges_won": 0, "refreshes": 0}
+        self._num_retries = 0
         in_each_process(self._begin_process)
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
@@ -62,13 +52,12 @@ class NativeReads:
     def facts(self) -> Mapping[str, object]:
         """Figures of all reads so far; the nodes are not known."""
         with self._lock:
-            return {"nodes": {"": dict(self._facts)}, **self._counts, "fallback": self.reason}
+            return {"nodes": {"": dict(self._facts)}, "retries": self._num_retries, "fallback": self.reason}
 
     def close(self) -> None:
         """End the workers once they have nothing to do. Nothing is read any more."""
         self._closed = True
         self.threads.close()
-        self._fetches.close()
 
     def submit(self, piece: _Piece, urgent: bool) -> None:
         """Have a piece fetched. Raises `TransientError` when there is no thread for it."""
@@ -76,44 +65,31 @@ class NativeReads:
             raise PermanentError(f"{self.native.uri}: reading has ended")
         self.threads.submit(piece.run, urgent=urgent)
 
-    def fetch(
-        self, file: NativeFile, start: int, length: int, until: float, is_lost: Callable[[], bool]
-    ) -> list[bytes]:
-        """The bytes, from whichever try has all of them first. `is_lost`: whether they are not wanted any more."""
-        ends: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
-        running: list[_Fetch] = []
-        problem: BootseerError | None = None
-        try:
-            for number in range(_MAX_TRIES):
-                self._begin(_Fetch(file, start, length, again=number > 0, ends=ends), running)
-                while running:
-                    now = time.monotonic()
-                    if is_lost():
-                        raise TransientError(f"{file.what}: this read was given up")
-                    if now >= until:
-                        raise TransientError(f"{file.what}: bytes {start} to {start + length} did not come in time")
-                    late_at = (
-                        max(fetch.progress_at for fetch in running) + _LATE_S if number + 1 < _MAX_TRIES else until
-                    )
-                    if now >= late_at:
-                        self._count("hedges")
-                        break
-                    with suppress(queue.Empty):
-                        ended = ends.get(timeout=min(min(until, late_at) - now, _LOST_S))
-                        running.remove(ended)
-                        if ended.error is None:
-                            if ended.again and running:
-                                self._count("hedges_won")
-                            return ended.pieces
-                        problem = ended.error
-                else:
-                    if isinstance(problem, PermanentError):
-                        break
-                    self._count("retries")
-        finally:
-            for fetch in running:
-                fetch.stopped = True
-        raise problem or TransientError(f"{file.what}: nothing came")
+    def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
+        """The bytes, in pieces. After an error the file is opened again, which lists the replicas in another order."""
+
+        def receive(_: Client) -> list[bytes]:
+            wait_until_own()
+            try:
+                # Not read_range: of an answer of MiBs it makes three copies in fresh pages.
+                return list(file.reader(again=tries > 0).read_range_stream(start, length))
+            finally:
+                note_read()
+
+        tries = 0
+        while True:
+            try:
+                pieces = self.native.call(file.what, receive, max(until - time.monotonic(), 0.001))
+                missing = length - sum(map(len, pieces))
+                if not missing:
+                    return pieces
+                raise TransientError(f"{file.what}: {missing} bytes are missing from the answer")
+            except TransientError:
+                tries += 1
+                if tries == _MAX_TRIES or time.monotonic() >= until:
+                    raise
+                with self._lock:
+                    self._num_retries += 1
 
     def done(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
         """Count a piece."""
@@ -122,17 +98,6 @@ class NativeReads:
             self._facts["bytes"] += num_bytes
             self._facts["seconds"] += seconds
             self._facts["failures"] += failed
-
-    def _begin(self, fetch: _Fetch, running: list[_Fetch]) -> None:
-        try:
-            self._fetches.submit(fetch.run, at_once=True)
-        except TransientError as error:
-            raise TransientError(f"{fetch.what}: {error}") from None
-        running.append(fetch)
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self._counts[what] += 1
 
     def _begin_process(self) -> None:
         self._lock = threading.Lock()
@@ -280,7 +245,7 @@ class _Piece:
         else:
             try:
                 length = len(self._into)
-                self._fill(ticket.reads.fetch(ticket.file, self._start, length, ticket.until, lambda: ticket.is_lost))
+                self._fill(ticket.reads.fetch(ticket.file, self._start, length, ticket.until))
             except BootseerError as raised:
                 error = raised
             except Exception as raised:  # whatever it is, a reader waits for this piece
@@ -295,52 +260,6 @@ class _Piece:
         for piece in pieces:
             self._into[at : at + len(piece)] = piece
             at += len(piece)
-
-
-class _Fetch:
-    """One try to get a piece, in a thread of its own that may hang in the library."""
-
-    def __init__(
-        self, file: NativeFile, start: int, length: int, *, again: bool, ends: queue.SimpleQueue[_Fetch]
-    ) -> None:
-        self.what = file.what
-        self.again = again
-        self.pieces: list[bytes] = []
-        self.error: BootseerError | None = None
-        self.progress_at = time.monotonic()
-        self.stopped = False
-        """No worker waits for it any more."""
-        self._file, self._start, self._length = file, start, length
-        self._ends = ends
-
-    def run(self) -> None:
-        """Fetch; the outcome goes to `ends`."""
-        try:
-            with mapping(self.what):
-                self._run()
-        except BootseerError as error:
-            self.error = error
-        except BaseException as error:  # panics of Rust code are no `Exception`
-            self.error = TransientError(f"{self.what}: {type(error).__name__}: {error}")
-        note_read()
-        self._ends.put(self)
-
-    def _run(self) -> None:
-        received = 0
-        for piece in self._stream():
-            if self.stopped:
-                return
-            self.pieces.append(piece)
-            self.progress_at = time.monotonic()
-            received += len(piece)
-        if received != self._length:
-            raise TransientError(f"{self.what}: {self._length - received} bytes are missing from the answer")
-
-    def _stream(self) -> Iterator[bytes]:
-        # Not read_range: of an answer of MiBs it makes three copies in fresh pages.
-        wait_until_own()
-        reader = self._file.reader(again=self.again)
-        return reader.read_range_stream(self._start, self._length)
 
 
 @dataclass(frozen=True, slots=True)
