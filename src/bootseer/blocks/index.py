@@ -113,7 +113,6 @@ class Index:
         return index
 
     def encode(self) -> bytes:
-        """The bytes that `parse` read."""
         return self._encoded
 
     def place(self, block: int) -> Place:

@@ -74,12 +74,10 @@ class CachedFile:
 
     @property
     def num_ready(self) -> int:
-        """Number of blocks that are here."""
         return self.index.num_blocks - self._live.get_all().count(MISSING)
 
     @property
     def complete(self) -> bool:
-        """Whether all blocks are here."""
         return MISSING not in self._live.get_all()
 
     @property
@@ -92,7 +90,6 @@ class CachedFile:
         return durable is not None and durable.whole == whole and states.count(READY) == len(states)
 
     def missing(self, offset: int, length: int) -> list[int]:
-        """The blocks of a range of the file that are not here."""
         blocks = self.index.blocks_of(offset, length)
         if self._verified.find(0, blocks.start, blocks.stop) < 0:
             return []

@@ -106,7 +106,6 @@ class Durable:
 
     @classmethod
     def from_states(cls, states: bytes, whole: StatIdentity | None = None) -> Durable:
-        """A snapshot of live states."""
         return cls(states.translate(_FOLD), whole)
 
     @classmethod
@@ -125,7 +124,6 @@ class Durable:
 
 
 def durable_bytes(index: Index) -> int:
-    """Size of a snapshot's file."""
     return _DURABLE_HEADER.size + index.num_blocks + _DIGEST_BYTES
 
 

@@ -73,7 +73,6 @@ class FileInfo:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
         return self.entry.is_folder
 
 
@@ -97,7 +96,6 @@ class Files:
         self._policies = FolderPolicies(place)
 
     def stat(self, path: str) -> FileInfo:
-        """What is known of a name."""
         self._check_visible(path)
         return self._info(self.place.stat(path))
 
@@ -176,7 +174,6 @@ class Files:
         self.drop_parts(target, replaced)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """Make a folder."""
         self._check_name(path)
         self.place.make_folder(path, mode=mode, parents=parents)
 
@@ -185,13 +182,11 @@ class Files:
         self._to_all(path, lambda one: self.place.set_mode(one, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """Set owner and group, by name."""
         head = self._to_all(path, lambda one: self.place.set_owner(one, owner, group))
         if head is not None:  # the file's owner removes its parts one day
             self.place.set_owner(parts_folder(path, head.id), owner, group)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
-        """Set the time of the last change."""
         self._check_visible(path)
         self.place.set_mtime(path, mtime_ns)
 

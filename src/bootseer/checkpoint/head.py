@@ -119,13 +119,11 @@ def is_hidden(name: str) -> bool:
 
 
 def parts_folder(path: str, head_id: str) -> str:
-    """The folder of the parts of the striped file at `path`."""
     folder = path.rpartition("/")[0]
     return f"{folder}/{STRIPES}/{head_id}" if folder else f"{STRIPES}/{head_id}"
 
 
 def part_path(path: str, head_id: str, part: str) -> str:
-    """The path of a part of the striped file at `path`."""
     return f"{parts_folder(path, head_id)}/{part}"
 
 

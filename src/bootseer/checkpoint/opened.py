@@ -47,7 +47,6 @@ class FileSystem:
 
     @cached_property
     def files(self) -> Files:
-        """Names and sizes."""
         return Files(self.place)
 
     @property
@@ -58,7 +57,6 @@ class FileSystem:
             return self._writing
 
     def close(self) -> None:
-        """Give back what it has."""
         if self._writing is not None:
             self._writing.close()
         self.reading.close()
@@ -77,11 +75,9 @@ class Opened:
 
     @property
     def uri(self) -> str:
-        """What users would call it."""
         return self.root + (quote(self.path) if self.root == FOLDERS else self.path)
 
     def at(self, name: str) -> Opened:
-        """What lies in this folder."""
         return replace(self, path=posixpath.join(self.path, name))
 
     def where(self, name: str) -> str:

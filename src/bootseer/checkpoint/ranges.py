@@ -155,5 +155,4 @@ class Ranges:
         return max(self._ends[at], start) if at >= 0 else start
 
     def total(self) -> int:
-        """How many offsets are in."""
         return sum(self._ends) - sum(self._starts)

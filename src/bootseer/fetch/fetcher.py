@@ -134,7 +134,6 @@ class Fetcher(Reads):
             file.cached.sync()
 
     def stats(self) -> FetchStats:
-        """What was done so far."""
         counts, worth, stats = self._scheduler.counts, self._scheduler.worth, self._stats
         return replace(
             stats,

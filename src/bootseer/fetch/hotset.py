@@ -110,7 +110,6 @@ class Record:
 
     @property
     def blocks(self) -> frozenset[Block]:
-        """All blocks that were needed."""
         return frozenset((need.file, need.block) for need in self.needs)
 
 

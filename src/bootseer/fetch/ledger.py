@@ -321,7 +321,6 @@ class Ledger:
         return len(self.files) - 1
 
     def origin_of(self, key: Key) -> Origin:
-        """Where a block comes from."""
         wanted = self.wanted.get(key)
         return self.files[key[0]].origins[wanted.origin if wanted is not None else 0]
 

@@ -108,7 +108,6 @@ class PendingReads:
         return missing
 
     def close_all(self) -> list[PendingRead]:
-        """Take all reads out."""
         reads = list({id(read): read for waiting in self._by_block.values() for read in waiting}.values())
         for read in reads:
             self.close(read)

@@ -204,14 +204,12 @@ class Reads:
                 self._on_need(number, block, found)
 
     def _leave(self, read: PendingRead) -> None:
-        """A reader does not wait any more."""
         with self._lock:
             self._scheduler.cancelled(read.file, self._pending.close(read))
 
     # With the lock held
 
     def _wait(self, read: PendingRead, missing: list[int]) -> _ToDo:
-        """A reader waits for blocks."""
         if self._closed:
             return _ToDo(failed=[(read, closed())])
         now = time.monotonic()
@@ -288,7 +286,6 @@ class Reads:
             self._serve(read)
 
     def _serve(self, read: PendingRead) -> None:
-        """Answer a reader whose blocks are all here."""
         file = self._files[read.file]
         try:
             data = file.assembled(read.offset, read.length, read.held)

@@ -175,7 +175,6 @@ class Scheduler(Ledger):
     # What is known
 
     def in_flight(self, file: int, block: int) -> bool:
-        """Whether the block is on its way."""
         wanted = self.wanted.get((file, block))
         return wanted is not None and wanted.on_its_way
 
@@ -339,7 +338,6 @@ class Scheduler(Ledger):
         hedge: bool = False,
         step: Hashable = None,
     ) -> Fetch:
-        """Begin a request."""
         place = self.files[file].origins.index(origin)
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place, step)
         self._next_number += 1

@@ -168,7 +168,6 @@ class File:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def missing(self) -> list[range]:
-        """The blocks that are not in the cache."""
         return list(_ranges(self.cached.missing(0, self.index.size_bytes)))
 
 
@@ -218,7 +217,6 @@ def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Clai
 
 
 def _keep(file: File, origin: Origin, block: int, received: Buffer) -> Arrived:
-    """Verify a block and keep it."""
     begin, index, place = time.perf_counter(), file.index, file.index.place(block)
     codec = place.codec if origin.form is Form.STORED else RAW
     not_kept: BootseerError | None = None

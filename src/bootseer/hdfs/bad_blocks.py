@@ -68,7 +68,6 @@ class BadBlockReports:
                 self._waiting.append((block, fresh))
 
     def close(self) -> None:
-        """Drop what waits."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()

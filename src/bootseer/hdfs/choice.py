@@ -213,7 +213,6 @@ class NodeQueues:
             self.poke(queue)
 
     def queue(self, node: Node) -> NodeQueue:
-        """The queue of a DataNode."""
         queue = self.by_node.get(node.host_port)
         if queue is None:
             queue = self.by_node[node.host_port] = NodeQueue(node)

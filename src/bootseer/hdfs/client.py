@@ -76,7 +76,6 @@ class HdfsClient:
         return ExcludedNodes()
 
     def stat(self, path: str) -> FileStatus:
-        """What is known of a name. Raises `NotFoundError`."""
         return self._ask(lambda names: names.stat(path))
 
     def list(self, path: str, *, recursive: bool = False) -> Iterator[FileStatus]:
@@ -107,7 +106,6 @@ class HdfsClient:
             raise NotFoundError(f"{self.uri}{path} is not there")
 
     def set_permission(self, path: str, mode: int) -> None:
-        """Set the permission bits."""
         self._ask(lambda names: names.set_permission(path, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
@@ -252,7 +250,6 @@ class HdfsClient:
         return self._reads
 
     def close(self) -> None:
-        """Give back connections. The client is not used afterwards."""
         self._reads.close()
         self._namenode.close()
         if "_native" in self.__dict__:
@@ -324,7 +321,6 @@ class Reads:
         return NativeReads(self._native())
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> HdfsFile | NativeFile:
-        """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
         try:
             return self._own.open(path, deadline_s=deadline_s)
         except UnsupportedError as error:
@@ -349,7 +345,6 @@ class Reads:
         return self._own.delay_s(nodes, length)
 
     def close(self) -> None:
-        """End what waits. Nothing is read any more."""
         self._own.close()
         if self._reason:
             self._fallback.close()

@@ -116,7 +116,6 @@ class DataNodeConnection:
         self._channel = protection.log_in(int(self._found[0][4][1]), token, self.send, receive)
 
     def send(self, data: bytes) -> None:
-        """Send all of a small message."""
         try:
             self._socket.sendall(data if self._channel is None else b"".join(self._channel.seal([data])))
         except OSError as error:
@@ -483,7 +482,6 @@ class ConnectionPool:
             self._close([entry for entry in list(self._idle) if entry[1].last_used_s < oldest_s])
 
     def close(self) -> None:
-        """Close all."""
         self._close(list(self._idle))
 
     def forget(self) -> None:

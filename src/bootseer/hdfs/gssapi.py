@@ -139,7 +139,6 @@ class KerberosContext:
         return wrapped
 
     def unwrap(self, data: bytes) -> bytes:
-        """What was wrapped by the server."""
         given, _kept = _given(data)
         out = _Buffer()
         status = self._lib.gss_unwrap(

@@ -52,7 +52,6 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
         return self.start + self.length
 
     def __str__(self) -> str:
@@ -82,7 +81,6 @@ class LocatedFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its blocks are known."""
         return not self.readable or self.end >= self.size_bytes
 
     def joined(self, more: LocatedFile) -> LocatedFile:

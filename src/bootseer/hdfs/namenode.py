@@ -108,7 +108,6 @@ class NameNode:
         return located
 
     def _locate(self, path: str, start: int, timeout_s: float | None) -> LocatedFile:
-        """The blocks from `start` on."""
         request = field(1, path) + field(2, start) + field(3, _EVERYTHING - start)
         answer = self.ask("getBlockLocations", request, path, timeout_s)
         with self.parsing(path):

@@ -211,14 +211,12 @@ class NativeNames:
             yield _status(found)
 
     def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
-        """Make a folder; one that is there stays."""
         self._call(path, lambda client: client.mkdirs(path, mode, parents))
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
         self._call(source, lambda client: client.rename(source, target, overwrite=overwrite))
 
     def delete(self, path: str, *, recursive: bool) -> bool:
-        """Remove: whether there was anything."""
         return self._call(path, lambda client: client.delete(path, recursive))
 
     def set_permission(self, path: str, mode: int) -> None:

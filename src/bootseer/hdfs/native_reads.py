@@ -45,7 +45,6 @@ class NativeReads:
         in_each_process(self._begin_process)
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
-        """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
         opened = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
         return NativeFile(self, path, opened)
 
@@ -55,7 +54,6 @@ class NativeReads:
             return {"nodes": {"": dict(self._facts)}, "retries": self._num_retries, "fallback": self.reason}
 
     def close(self) -> None:
-        """End the workers once they have nothing to do. Nothing is read any more."""
         self._closed = True
         self.threads.close()
 
@@ -92,7 +90,6 @@ class NativeReads:
                     self._num_retries += 1
 
     def done(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
-        """Count a piece."""
         with self._lock:
             self._facts["requests"] += 1
             self._facts["bytes"] += num_bytes
@@ -118,11 +115,9 @@ class NativeFile:
         after_fork(self._forget_reader)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Not known."""
         return ()
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Not known."""
         return 0.0
 
     def read_into(
@@ -192,7 +187,6 @@ class NativeTicket:
         self._left = len(self._pieces)
 
     def start(self, *, urgent: bool) -> None:
-        """Have all pieces fetched."""
         if not self._pieces:
             self._done(ReadOutcome(self._error, ""))
         for piece in self._pieces:
@@ -202,16 +196,13 @@ class NativeTicket:
                 self.ended(error)
 
     def cancel(self) -> None:
-        """It is not wanted any more; `done` is still called."""
         self.cancelled = True
 
     def hurry(self) -> None:
-        """A reader waits for it now."""
         for piece in self._pieces:
             self.reads.threads.hurry(piece.run)
 
     def left_s(self) -> float:
-        """Not known."""
         return 0.0
 
     def ended(self, error: BootseerError | None) -> None:
@@ -236,7 +227,6 @@ class _Piece:
         self._ticket, self._start, self._into = ticket, start, into
 
     def run(self) -> None:
-        """Fetch it; called by the workers."""
         ticket = self._ticket
         began = time.monotonic()
         error: BootseerError | None = None
@@ -271,7 +261,6 @@ class _Opened:
 
 
 def _open(client: Client, path: str) -> _Opened:
-    """A file as it is now."""
     for _ in range(_MAX_TRIES):
         before = client.get_file_info(path)
         reader = client.read(path)

@@ -218,7 +218,6 @@ class Apart:
         return until
 
     def give_back(self, path: str) -> None:
-        """This file is not written any more."""
         with self._change:
             self._taken.pop(path, None)
             self._change.notify_all()
@@ -453,7 +452,6 @@ class _Kept:
         return data
 
     def close(self) -> None:
-        """Forget them."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -72,7 +72,6 @@ class Messages:
         self._received = bytearray()
 
     def seal(self, views: Sequence[bytes | memoryview]) -> list[bytes]:
-        """What to send for these bytes."""
         sealed = self._mechanism.wrap(b"".join(views))
         return [struct.pack(">I", len(sealed)) + sealed]
 

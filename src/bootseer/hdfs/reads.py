@@ -84,7 +84,6 @@ class HdfsFile:
         self.version = located.version
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """The DataNodes that have the byte at `offset`, by `host:port`."""
         if not 0 <= offset < self.size_bytes:
             return ()
         return tuple(node.host_port for node in self._source.located.block_at(offset).nodes)
@@ -140,18 +139,15 @@ class ReadTicket:
         self._ticket = ticket
 
     def cancel(self) -> None:
-        """It is not wanted any more. `done` is still called, with whatever happened."""
         with self._serving.schedule() as schedule:
             ticket = self._ticket
             error = PermanentError(f"{ticket.source.named}: {_CALLED_OFF}")
             schedule.call_off(ticket, error, time.monotonic())
 
     def hurry(self) -> None:
-        """A reader waits for it now: serve it before those that no reader waits for."""
         with self._serving.schedule() as schedule:
             schedule.hurry(self._ticket)
 
     def left_s(self) -> float:
-        """Seconds until it will have ended, by estimate; 0 where nothing is known."""
         with self._serving.estimates() as schedule:
             return schedule.left_s(self._ticket, time.monotonic())

@@ -110,7 +110,6 @@ class Ticket:
     """How often its deadline was put off, because what is read before it came."""
 
     def cut(self, piece_bytes: int) -> None:
-        """Make its pieces."""
         located, at, end = self.source.located, self.offset, self.offset + len(self.into)
         while at < end:
             block = located.block_at(at)
@@ -282,7 +281,6 @@ class NodeQueue:
 
     @property
     def name(self) -> str:
-        """What the node is called."""
         return self.node.host_port
 
     def note_read(self, block: Block, length: int, seconds: float) -> None:
@@ -349,7 +347,6 @@ class NodeQueue:
         return min((now_s - run.progress_s for run in self.runs), default=0.0)
 
     def pieces(self) -> list[Piece]:
-        """All that are queued here."""
         return list({id(piece): piece for piece in (*self._urgent, *self._later) if self._is_here(piece)}.values())
 
     def next_pieces(self, most_bytes: int, waits_s: Callable[[Piece], float]) -> list[Piece]:
@@ -407,7 +404,6 @@ class Deadlines:
         self._num_open = 0
 
     def add(self, ticket: Ticket, now_s: float) -> None:
-        """A ticket begins."""
         self._num_open += 1
         self._push(ticket, now_s)
         if len(self._until) > 2 * self._num_open + _MANY:

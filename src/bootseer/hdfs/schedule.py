@@ -68,7 +68,6 @@ class Schedule:
     # What readers want
 
     def submit(self, ticket: Ticket, now_s: float) -> None:
-        """Queue the pieces of a ticket."""
         if ticket.error is None:
             ticket.cut(self._settings.piece_bytes)
         if self.num_pieces + ticket.num_left > self._settings.max_pieces:
@@ -84,7 +83,6 @@ class Schedule:
                 self._queue(piece, now_s)
 
     def hurry(self, ticket: Ticket) -> None:
-        """A reader waits for it."""
         if ticket.urgent:
             return
         ticket.urgent = True
@@ -126,7 +124,6 @@ class Schedule:
                 self._open_circuit(queue, now_s)
 
     def tickets(self) -> list[Ticket]:
-        """Those that have not ended."""
         return self._deadlines.all()
 
     # What threads do
@@ -414,7 +411,6 @@ class Schedule:
         return not piece.refreshed and now_s >= piece.ticket.source.answered_s + _ANSWER_HOLDS_S
 
     def _ask(self, piece: Piece) -> None:
-        """Ask the NameNode where its block is by now."""
         source = piece.ticket.source
         piece.refreshed = True
         if source not in self._parked:

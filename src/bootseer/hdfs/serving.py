@@ -221,7 +221,6 @@ class Serving:
             self._num_coming += 1
 
     def _serve(self) -> None:
-        """Do what there is to do."""
         with self._lock:
             self._num_coming -= 1
         while (job := self._next_callback() or self._next()) is not None:
@@ -278,7 +277,6 @@ class Serving:
     # Jobs
 
     def _carry_out(self, run: Run) -> None:
-        """Read the pieces of a run."""
         error: DataNodeError | None = None
         try:
             if not self._read(run, self._connections.take(run.queue.node)):

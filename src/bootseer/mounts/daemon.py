@@ -47,7 +47,6 @@ class Daemon:
 
     @property
     def files(self) -> Path:
-        """Where its files are mounted."""
         return self.folder / FILES
 
     def status(self) -> dict[str, object]:

@@ -148,7 +148,6 @@ class _OpenFiles:
         self._fetcher.stop_prefetch()
 
     def status(self) -> dict[str, object]:
-        """Figures of all files and of the fetcher."""
         stats = asdict(self._fetcher.stats())
         for key in ("bytes_by_purpose", "requests_by_purpose"):
             stats[key] = {purpose.name.lower(): count for purpose, count in stats[key].items()}

@@ -90,7 +90,6 @@ def is_mount(target: Path) -> bool:
 
 
 def mount_points() -> list[str]:
-    """All mount points of this process's namespace, in the order of their mounts."""
     return [_plain(line.split(b" ", 5)[4]) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
 
 
@@ -104,7 +103,6 @@ def unshare_mounts() -> None:
 
 
 def make_read_only(target: Path) -> None:
-    """Forbid writes through the mount on `target`."""
     restrict(target, MS_RDONLY)
 
 
@@ -178,12 +176,10 @@ class Mount:
 
     @property
     def read_only(self) -> bool:
-        """Whether writes through it are refused."""
         return "ro" in self.options
 
 
 def mount_table() -> list[Mount]:
-    """All mounts of this process's namespace."""
     return [parse(line) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
 
 

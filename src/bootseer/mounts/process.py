@@ -104,7 +104,6 @@ class ProcessId:
         return ProcessId.of(self.pid) == self
 
     def signal(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             # The descriptor pins the number between the look and the signal.
             handle = os.pidfd_open(self.pid)

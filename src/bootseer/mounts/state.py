@@ -93,7 +93,6 @@ class Runtime:
                 ) from error
 
     def folder(self, state: MountState) -> Path:
-        """The folder of a mount."""
         return self.mounts / state.id
 
     def log(self, state: MountState) -> str:

@@ -88,13 +88,11 @@ class PlaceStore:
 
     @property
     def uri(self) -> str:
-        """Where the folder is."""
         return self._uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """See `Store.read`."""
         check_range(start, length)
         path = content_path(check_name(name))
         what = f"{self._uri}: {name}"
@@ -111,7 +109,6 @@ class PlaceStore:
                 yield file.read_here(at, min(PIECE_BYTES, end - at))
 
     def upload(self) -> PlaceUpload:
-        """See `Store.upload`."""
         return PlaceUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
@@ -132,7 +129,6 @@ class PlaceStore:
         return make() if self.place.is_local else within(timeout_s, f"{self._uri}: {name}", make)
 
     def stat(self, name: str) -> Stored:
-        """See `Store.stat`."""
         with self._naming(name):
             found = self.place.stat(content_path(check_name(name)))
             if found.is_folder:
@@ -140,7 +136,6 @@ class PlaceStore:
         return Stored(name, found.size_bytes)
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
-        """See `Store.list`."""
         folders = [""]
         while folders:
             for entry in self._listed(folders.pop()):
@@ -153,14 +148,12 @@ class PlaceStore:
                     yield Stored(entry.path, entry.size_bytes)
 
     def delete(self, name: str) -> None:
-        """See `Store.delete`."""
         # A folder has no name of an object, so that it must not be removed by one.
         with contextlib.suppress(NotFoundError):
             self.stat(name)
             self.place.delete(content_path(name))
 
     def close(self) -> None:
-        """See `Store.close`."""
         self.place.close()
 
     def make_folder(self, path: str) -> None:
@@ -283,7 +276,6 @@ class PlaceUpload:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """See `Upload.write`."""
         if not self._is_open:
             raise upload_ended(self._store.uri)
         self._hash.update(data)
@@ -297,7 +289,6 @@ class PlaceUpload:
                 self._flush()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
-        """See `Upload.commit`."""
         if not self._is_open:
             raise upload_ended(self._store.uri)
         name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
@@ -315,7 +306,6 @@ class PlaceUpload:
         return True
 
     def abort(self) -> None:
-        """See `Upload.abort`."""
         if self._is_open:
             self._is_open = False
             self._writer.abort()

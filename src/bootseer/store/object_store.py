@@ -49,13 +49,11 @@ class ObjectStore:
 
     @property
     def uri(self) -> str:
-        """As it was opened, without a slash at its end."""
         return self._uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """See `Store.read`."""
         check_range(start, length)
         path = content_path(check_name(name))
         if length == 0:
@@ -89,11 +87,9 @@ class ObjectStore:
             yield from pieces
 
     def upload(self) -> ObjectUpload:
-        """See `Store.upload`."""
         return ObjectUpload(self, self._bucket, MAX_COPY_BYTES.get(self._bucket.scheme))
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`."""
         check_new(name, data)
         path = content_path(name)
 
@@ -117,12 +113,10 @@ class ObjectStore:
         return self.call(name, make, timeout_s)
 
     def stat(self, name: str) -> Stored:
-        """See `Store.stat`."""
         path = content_path(check_name(name))
         return Stored(name, self.call(name, lambda: obstore.head(self._reader, path)["size"]))
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
-        """See `Store.list`."""
         folder = prefix.rpartition("/")[0]
         if folder:
             try:
@@ -144,7 +138,6 @@ class ObjectStore:
                         yield Stored(entry["path"], entry["size"])
 
     def delete(self, name: str) -> None:
-        """See `Store.delete`."""
         path = content_path(check_name(name))
         with contextlib.suppress(NotFoundError):
             self.call(name, lambda: obstore.delete(self._reader, path))
@@ -153,7 +146,6 @@ class ObjectStore:
         """Nothing to give back: obstore closes idle connections itself."""
 
     def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """See `Bucket.call`."""
         return self._bucket.call(name, call, timeout_s)
 
     def _pages(self, folder: str) -> Iterator[Sequence[Any]]:
@@ -178,7 +170,6 @@ class ObjectUpload:
         self._ended = False
 
     def write(self, data: bytes | memoryview) -> None:
-        """See `Upload.write`."""
         if self._ended:
             raise upload_ended(self._store.uri)
         self._hash.update(data)
@@ -201,7 +192,6 @@ class ObjectUpload:
         self._buffer.clear()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
-        """See `Upload.commit`."""
         if self._ended:
             raise upload_ended(self._store.uri)
         name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
@@ -225,7 +215,6 @@ class ObjectUpload:
         return Stored(name, self._size)
 
     def abort(self) -> None:
-        """See `Upload.abort`."""
         part = self._part
         if self._ended or part is None:
             self._ended = True

@@ -152,7 +152,6 @@ class OciStore:
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """See `Store.read`."""
         check_range(start, length)
         digest = check_name(name)
         until = time.monotonic() + timeout_s
@@ -168,7 +167,6 @@ class OciStore:
             yield from pieces
 
     def upload(self) -> OciUpload:
-        """See `Store.upload`."""
         return OciUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
@@ -194,7 +192,6 @@ class OciStore:
         return retrying(look, deadline_s=max(until - time.monotonic(), 1.0)).digest == stored.name
 
     def stat(self, name: str) -> Stored:
-        """See `Store.stat`."""
         if is_content_name(check_name(name)):
             return Stored(name, self.registry.blob_size(name))
         return Stored(name, self._find(name).size_bytes)
@@ -229,7 +226,6 @@ class OciStore:
         return subject is not None and not retrying(lambda left_s: _exists(self.registry, subject, left_s))
 
     def close(self) -> None:
-        """Close the connections."""
         self.registry.close()
 
     def put_object(
@@ -337,13 +333,11 @@ class OciUpload:
         self._head: bytearray | None = bytearray()
 
     def write(self, data: bytes | memoryview) -> None:
-        """See `Upload.write`."""
         self._blob.write(data)
         if self._head is not None:
             self._head = self._head + data if len(self._head) + len(data) <= EMBEDDED_BYTES else None
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
-        """See `Upload.commit`."""
         name = name_of_upload(self._store.uri, name, self._blob.digest.removeprefix("sha256:"))
         if is_content_name(name):
             if refs or subject is not None:
@@ -359,7 +353,6 @@ class OciUpload:
         return Stored(name, size_bytes)
 
     def abort(self) -> None:
-        """See `Upload.abort`."""
         self._blob.abort()
 
 

@@ -59,12 +59,10 @@ class BlobUpload:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes written so far."""
         return self._sent + len(self._buffer)
 
     @property
     def digest(self) -> str:
-        """The digest of what was written so far."""
         return "sha256:" + self._hash.hexdigest()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -332,7 +330,6 @@ class Registry:
             raise self._refusal(answer, what)
 
     def close(self) -> None:
-        """Close the connections."""
         self._transport.close()
 
     def _delete(self, path: str, what: str, timeout_s: float) -> None:

@@ -254,7 +254,6 @@ class Transport:
         raise PermanentError(f"{own} redirects more than {MAX_REDIRECTS} times")
 
     def close(self) -> None:
-        """Close the idle connections."""
         with self._lock:
             pools, self._pools = self._pools, {}
         for pool in pools.values():

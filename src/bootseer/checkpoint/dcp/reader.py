@@ -150,7 +150,6 @@ class StripedReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The checkpoint that is read."""
         return self._uri
 
     @classmethod

@@ -86,11 +86,9 @@ class StripedFileSystem(FileSystemBase):
         writer.commit()
 
     def concat_path(self, path: Path, suffix: str) -> str:
-        """A name in a folder."""
         return f"{os.fspath(path).rstrip('/')}/{suffix}"
 
     def rename(self, path: Path, new_path: Path) -> None:
-        """Give a file another name, over what is there."""
         source, target = opened(path), opened(new_path)
         source.system.files.rename(source.path, target.path)
 
@@ -99,7 +97,6 @@ class StripedFileSystem(FileSystemBase):
         return os.fspath(path)
 
     def mkdir(self, path: Path) -> None:
-        """Make a folder, and those above it."""
         target = opened(path)
         target.system.files.make_folder(target.path, parents=True)
 
@@ -109,7 +106,6 @@ class StripedFileSystem(FileSystemBase):
         return is_uri(os.fspath(checkpoint_id))
 
     def exists(self, path: Path) -> bool:
-        """Whether there is a file or folder."""
         target = opened(path)
         try:
             target.system.files.stat(target.path)
@@ -118,7 +114,6 @@ class StripedFileSystem(FileSystemBase):
         return True
 
     def rm_file(self, path: Path) -> None:
-        """Remove a file."""
         target = opened(path)
         target.system.files.remove(target.path)
 
@@ -199,11 +194,9 @@ class RecordedSource:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are."""
         return self._recorded.size_bytes
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes."""
         return self._recorded.replay(offset, length)
 
 

@@ -53,7 +53,6 @@ class ReadFile(io.BufferedReader):
 
     @property
     def name(self) -> str:
-        """The path, as of Python's own files."""
         return self.path
 
 
@@ -127,7 +126,6 @@ class WriteFile(io.RawIOBase):
                 writer.commit()
 
     def discard(self) -> None:
-        """Drop what was written."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
@@ -251,26 +249,22 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return str(self.info(path)["version"])
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder and those above it."""
         if not exist_ok and self.exists(path):
             raise FileExistsError(errno.EEXIST, "there is such a name already", path)
         with self._at(path) as (system, below):
             system.files.make_folder(below, parents=True)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Make a folder, with `create_parents` those above it too."""
         if self.exists(path):
             raise FileExistsError(errno.EEXIST, "there is such a name already", path)
         with self._at(path) as (system, below):
             system.files.make_folder(below, parents=create_parents)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
         with self._at(path, follow=False) as (system, below):
             system.files.remove_folder(below)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file."""
         with self._at(path, follow=False) as (system, below):
             system.files.remove(below)
 
@@ -423,19 +417,16 @@ class _Ranges:
         self.results: list[bytes | OSError] = [b""] * len(starts)
 
     def spans(self, numbers: Iterable[int], size_bytes: int) -> list[Span[int]]:
-        """How to read the ranges of one file."""
         bounds = [(slice(self._starts[one], self._ends[one]).indices(size_bytes), one) for one in numbers]
         ranges = [Range(start, end, one) for (start, end, _), one in bounds if end > start]
         return join(ranges, max_bytes=_SPAN_BYTES, gap_bytes=self._gap_bytes)
 
     def read(self, file: CheckpointFile, span: Span[int]) -> None:
-        """Read a span and cut it up."""
         data = memoryview(file.read(span.start, span.end - span.start))
         for one in span.ranges:
             self.results[one.what] = bytes(data[one.start - span.start : one.end - span.start])
 
     def failed(self, numbers: Iterable[int], error: OSError) -> None:
-        """These could not be read."""
         for number in numbers:
             self.results[number] = error
 

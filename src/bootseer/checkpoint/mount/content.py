@@ -63,7 +63,6 @@ class Node:
 
     @property
     def is_live(self) -> bool:
-        """Whether the file has content that is not published: what the place says of the name counts for nothing."""
         return self.content is not None and self.content.is_live
 
 
@@ -160,7 +159,6 @@ class Content:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes now."""
         writer = self._writer
         return self._node.info.size_bytes if writer is None else writer.size_bytes
 

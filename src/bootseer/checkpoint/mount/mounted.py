@@ -52,7 +52,6 @@ class MountedCheckpoint:
 
     @property
     def target(self) -> Path:
-        """Where it is mounted."""
         return Path(self.state.target)
 
     @property

@@ -119,7 +119,6 @@ class Nodes:
         node.path = None
 
     def remove(self, path: str) -> None:
-        """What was at `path` is gone."""
         with self._lock:
             node = self._by_path.get(path)
             if node is not None:
@@ -152,7 +151,6 @@ class Nodes:
             return [node for path, node in self._by_path.items() if node.is_live and path.startswith(front)]
 
     def num_known(self) -> int:
-        """How many nodes the kernel holds."""
         return len(self._by_number)
 
 
@@ -315,7 +313,6 @@ class OpenFiles:
             self.close(number)
 
     def node(self, handle: int) -> Node:
-        """What a handle has open."""
         return self._get(handle).node
 
     def only_reads(self, handle: int) -> bool:
@@ -415,5 +412,4 @@ class OpenFiles:
                 content.close()
 
     def num_open(self) -> int:
-        """How many there are."""
         return len(self._handles)

@@ -133,7 +133,6 @@ class ChunkBuffer:
         carry_out(effects)
 
     def has(self, file: int) -> bool:
-        """Whether there is any piece of a file."""
         return file in self._files
 
     def holds(self, key: Key) -> bool:
@@ -411,7 +410,6 @@ class Prefetch:
             raise
 
     def cancel(self) -> None:
-        """Bring nothing more."""
         with self._lock:
             self._coming = iter(())
             self._left.clear()

@@ -105,7 +105,6 @@ class ChunkRead:
         return 0.0 if ticket is None else ticket.left_s()
 
     def read_own(self) -> None:
-        """Ask its own part."""
         self._guard(self._read_own)
 
     def _ready(self) -> None:
@@ -117,7 +116,6 @@ class ChunkRead:
         self.finish(error, keep=keep)
 
     def is_right(self, data: memoryview) -> bool:
-        """Whether these are the bytes of the chunk."""
         return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
 
     def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:

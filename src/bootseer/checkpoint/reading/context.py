@@ -73,7 +73,6 @@ class LazyPart:
         return self._place.delay_s(self._part.nodes, length) if file is None else file.delay_s(offset, length)
 
     def close(self) -> None:
-        """Not read any more."""
         if self._file is not None:
             self._file.close()
 

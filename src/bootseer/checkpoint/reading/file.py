@@ -38,7 +38,6 @@ class Assembly:
         self._whole = memoryview(bytearray(length)) if num_pieces > 1 else None
 
     def arrived(self, piece: BufferedPiece) -> None:
-        """A piece is ready, or has failed."""
         low, high = max(self._offset, piece.offset), min(self._end, piece.offset + piece.length)
         part = memoryview(piece.data)[low - piece.offset : high - piece.offset]
         if self._whole is None:
@@ -243,7 +242,6 @@ class SharedFile:
         return True
 
     def _load(self, pieces: Sequence[BufferedPiece], urgent: bool) -> None:
-        """Read pieces for the buffer."""
         buffer = self._engine.buffer
         ordered = sorted(pieces, key=lambda piece: piece.offset)
         jobs = self._source.jobs(

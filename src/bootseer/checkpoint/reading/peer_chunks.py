@@ -101,7 +101,6 @@ class PeerChunks:
             return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.liars}
 
     def close(self) -> None:
-        """No chunk is read any more."""
         self._client.close()
 
     def ask(self, unit: Unit, blocks: int, *, keeps: bool, without: str = "") -> dict[int, str]:

@@ -159,7 +159,6 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count so many more."""
         with self._lock:
             self._counts[name] += count
 
@@ -215,7 +214,6 @@ class Transfer:
         self._max_in_lane = max(min(self._max_bytes // max(len(self._lanes), 1), max_lane_bytes), source.unit_bytes)
 
     def start(self) -> None:
-        """Begin."""
         if self._left:
             self._start_more()
         else:
@@ -319,7 +317,6 @@ class Gather:
         return self._error is not None
 
     def expect(self, count: int = 1) -> None:
-        """So many more will end."""
         with self._lock:
             self._left += count
 
@@ -331,11 +328,9 @@ class Gather:
         transfer.start()
 
     def moved(self) -> None:
-        """A part of a transfer has ended."""
         self.moved_s = time.monotonic()
 
     def ended(self, error: BootseerError | None = None) -> None:
-        """One has ended."""
         with self._lock:
             self.moved_s = time.monotonic()
             self._left -= 1
@@ -366,11 +361,9 @@ class Waiting:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return self._over.is_set()
 
     def ended(self, error: BootseerError | None = None) -> None:
-        """It has ended."""
         self._error = error
         self._over.set()
 

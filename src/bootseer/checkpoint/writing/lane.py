@@ -97,7 +97,6 @@ class ExcludedNodes:
             self._until.update(dict.fromkeys(nodes, until))
 
     def names(self) -> frozenset[str]:
-        """Nodes to avoid."""
         now = time.monotonic()
         with self._lock:
             self._until = {node: until for node, until in self._until.items() if until > now}

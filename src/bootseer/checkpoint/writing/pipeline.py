@@ -60,7 +60,6 @@ class Pipeline:
         self._remove(segment)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way any more: whether that was so in time."""
         return self._lane.wait_idle(timeout_s)
 
     def check_moves(self) -> None:

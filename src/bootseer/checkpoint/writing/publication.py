@@ -146,7 +146,6 @@ class Publication:
         self._lease_lock = threading.Lock()
 
     def target(self, excluded: ExcludedNodes) -> Target:
-        """Where segments are written to."""
         return Target(
             place=self._files.place,
             folder=self.folder,
@@ -234,7 +233,6 @@ class Publication:
                 self._has_lease = True
 
     def end(self) -> None:
-        """Nothing more comes."""
         with self._lease_lock:
             self._is_over = True
             renewed = self._has_lease

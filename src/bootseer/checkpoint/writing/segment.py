@@ -67,7 +67,6 @@ class PartTask:
         return self.number == self._segment.stripes
 
     def begin(self, writer: PartWriter) -> None:
-        """Write into this file."""
         self._writer, self.nodes = writer, ()
         self._sha256 = hashlib.sha256()
         self.row = 0
@@ -269,7 +268,6 @@ class SegmentWriter:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file, so far."""
         return self.start + self._size_bytes
 
     @property
@@ -284,7 +282,6 @@ class SegmentWriter:
 
     @property
     def capacity(self) -> int:
-        """Bytes that it can hold."""
         return self.stripes * self._target.part_bytes
 
     @property
@@ -319,7 +316,6 @@ class SegmentWriter:
         self._wake()
 
     def give_up(self, error: Exception) -> None:
-        """It cannot be written."""
         if not isinstance(error, BootseerError):
             # It is not reported elsewhere: the thread that waits for the segment would wait for ever.
             error = PermanentError(f"{self.path}: {type(error).__name__}: {error}")
@@ -356,7 +352,6 @@ class SegmentWriter:
             return part.queued
 
     def pause(self, failures: int, error: TransientError) -> None:
-        """Wait before another try."""
         with self._lock:
             self.num_retries += 1
         self._over.wait(self.settings.pause_s(failures, error))

@@ -49,7 +49,6 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken."""
         return self._used
 
     def take(self, length: int, *, free_some: Callable[[], bool], stuck_s: float) -> None:
@@ -80,7 +79,6 @@ class Budget:
             self._used += length
 
     def give_back(self, length: int) -> None:
-        """Room is free again."""
         with self._change:
             self._used -= length
             self._freed += length
@@ -107,7 +105,6 @@ class Spool:
             raise self._mapped(error) from error
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put bytes there."""
         rest = memoryview(data).cast("B")
         try:
             while rest:
@@ -138,14 +135,12 @@ class Spool:
         return True
 
     def truncate(self, size_bytes: int) -> None:
-        """Forget what lies behind."""
         try:
             os.ftruncate(self._descriptor, size_bytes)
         except OSError as error:
             raise self._mapped(error) from error
 
     def close(self) -> None:
-        """Forget everything."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -284,7 +279,6 @@ class Sending:
                 self._present.add(hit.start, hit.end)
 
     def cut(self, size_bytes: int, old_size_bytes: int) -> None:
-        """Forget what lies behind `size_bytes`."""
         with self._state:
             for sent in [sent for sent in self._sent if sent.start >= size_bytes]:
                 self._drop(sent)

@@ -86,7 +86,6 @@ class FileWriter:
 
     @property
     def size_bytes(self) -> int:
-        """As long as it is now."""
         return self._size_bytes
 
     @property
