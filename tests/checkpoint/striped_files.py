@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from blake3 import blake3
 
@@ -17,6 +17,11 @@ def content_of(size_bytes: int, seed: int = 0) -> bytes:
     """Bytes of which no two chunks are alike."""
     rng = random.Random(seed)
     return b"".join(rng.randbytes(min(CHUNK_BYTES, size_bytes - at)) for at in range(0, size_bytes, CHUNK_BYTES))
+
+
+def in_memory(data: bytes | bytearray) -> tuple[int, Callable[[int, int], bytes]]:
+    """Size and content, as `Writing.write_file` takes them."""
+    return len(data), lambda offset, length: bytes(data[offset : offset + length])
 
 
 def put_striped(

@@ -45,7 +45,7 @@ def test_nothing_is_brought_when_there_is_no_room_and_it_is_advised_again():
     assert ahead.note(0, MIB, 0).end == 0
     advice = ahead.note(MIB, MIB, ENDLESS)
     assert (advice.start, advice.end) == (2 * MIB, 6 * MIB)
-    ahead.refused(advice, 3 * MIB, 4 * MIB)
+    ahead.refused(advice, 3 * MIB)
     again = ahead.note(2 * MIB, MIB, ENDLESS)
     assert again.start == 3 * MIB
 
@@ -85,14 +85,6 @@ def test_eight_readers_of_one_file_are_eight_streams():
     for reader in range(8):
         mine = [end for start, end in brought if reader * 128 <= start < reader * 128 + 128]
         assert max(mine) - reader * 128 > 64
-
-
-def test_a_reader_who_goes_backwards_gets_what_lies_before():
-    brought, _ = brought_for([(number * MIB, MIB) for number in range(1023, 959, -1)])
-    assert brought
-    assert min(start for start, _ in brought) < 960
-    ends = [end for _, end in brought]
-    assert ends == sorted(ends, reverse=True)
 
 
 def test_jumps_begin_a_small_window_anew():

@@ -13,9 +13,8 @@ from blake3 import blake3
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
-from checkpoint.striped_files import content_of
+from checkpoint.striped_files import content_of, in_memory
 
 _MIB = 1 << 20
 
@@ -117,7 +116,7 @@ def test_the_document_is_enough_to_read_a_striped_file(files: Files, job: Path, 
     content = content_of(size)
     policy = Policy(stripes=3, parity=parity, part_bytes=2 * _MIB, min_bytes_per_stripe=_MIB)
     with closing(Writing(files)) as writing:
-        assert writing.write_file("file", BytesSource(content), policy=policy).is_striped
+        assert writing.write_file("file", *in_memory(content), policy=policy).is_striped
     assert read(job / "file") == content
     if parity:
         _, _, segments = parse((job / "file").read_bytes())

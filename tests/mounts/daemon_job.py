@@ -14,11 +14,12 @@ import threading
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
+from bootseer.fetch.pending import Done
 from bootseer.fuse.filesystem import Data
 from bootseer.fuse.session import showing
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec, OnError, Served
-from bootseer.mounts.trees import Done, LazyFile, LazyFiles
+from bootseer.mounts.trees import LazyFile, LazyFiles
 
 HELD_BYTES = 1 << 20
 

@@ -18,13 +18,14 @@ import pytest
 from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.record import read_record
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.session import Session
 from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import OnError, Served
-from bootseer.mounts.trees import FilesTree, LazyFile, Source
+from bootseer.mounts.trees import FilesTree, LazyFile
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from mounts.starting import until
@@ -55,7 +56,7 @@ def stored(place: Path) -> FetchedFile:
     return FetchedFile("layer", read_index(store, file), str(place / "store"))
 
 
-def as_files(source: Source, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
+def as_files(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
     return FilesTree(source, files[0], on_error)
 
 

@@ -15,11 +15,11 @@ import pytest
 import hadoop
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.places import open_place
 from bootseer.places.place import Place
+from checkpoint.striped_files import in_memory
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from places.contract import PlaceContract
 
@@ -99,8 +99,8 @@ def test_a_small_file_has_copies_also_where_its_policy_wants_one_of_each_part(
 ) -> None:
     policy = Policy(stripes=2, parity=True, replication=1, min_bytes_per_stripe=1 << 20)
     with contextlib.closing(Writing(Files(place))) as writing:
-        writing.write_file("metadata", BytesSource(b"x" * 5000), policy=policy)
-        writing.write_file("tensors", BytesSource(bytes(3 << 20)), policy=policy)
+        writing.write_file("metadata", *in_memory(b"x" * 5000), policy=policy)
+        writing.write_file("tensors", *in_memory(bytes(3 << 20)), policy=policy)
     folder = urlsplit(place.uri).path
     copies = {name: cluster.where(f"{folder}/{name}", replicas=3)[0].nodes for name in ("metadata", "tensors")}
     assert [len(nodes) for nodes in copies.values()] == [3, 3]

@@ -48,25 +48,19 @@ class Advice(NamedTuple):
     """Bring these bytes of the file before they are asked for; nothing when both are equal."""
     stream: int
     """For `refused`."""
-    backward: bool = False
-    """The reader goes back: it reads the last of these bytes first."""
 
 
 class _Stream:
-    """A reader that goes through a file. `reached` is the end of what it read, or the beginning when it goes back."""
+    """A reader that goes through a file. `reached` is the end of what it read."""
 
-    __slots__ = ("asked", "backward", "last_start", "origin", "proven", "reached", "read", "turns", "used", "window")
+    __slots__ = ("asked", "origin", "proven", "reached", "read", "used", "window")
 
     def __init__(self, offset: int, end: int, window: int, used: int, *, proven: bool) -> None:
-        self.backward = False
         self.reached = end
         self.asked = end
         self.window = window
         self.used = used
         self.proven = proven
-        self.last_start = offset
-        self.turns = 0
-        """Reads in a row that ended where the one before began."""
         self.restart(offset, end - offset)
 
     def restart(self, offset: int, length: int) -> None:
@@ -96,7 +90,7 @@ class Ahead:
         """A read of `length` bytes inside the file. `limit_bytes`: what may be brought ahead for one stream now."""
         self._num_reads += 1
         end = offset + length
-        number = self._nearest(offset, end)
+        number = self._nearest(offset)
         if number is None:
             # A reader that begins at the start reads a header or everything. Elsewhere, one read proves nothing.
             number = self._begin(offset, end, proven=offset == 0)
@@ -107,26 +101,21 @@ class Ahead:
         if not stream.proven:
             return Advice(False, end, end, number)
         start, stop = self._wanted(stream, min(stream.window, limit_bytes))
-        return Advice(True, start, stop, number, stream.backward)
+        return Advice(True, start, stop, number)
 
-    def refused(self, advice: Advice, start: int, end: int) -> None:
-        """Bytes `start` to `end` of an advice were not brought, for want of room: they are advised again."""
+    def refused(self, advice: Advice, start: int) -> None:
+        """What an advice names from `start` on was not brought, for want of room: it is advised again."""
         stream = self._streams.get(advice.stream)
-        if stream is not None and start < end:
-            stream.asked = max(stream.asked, end) if stream.backward else min(stream.asked, start)
+        if stream is not None:
+            stream.asked = min(stream.asked, start)
 
-    def _nearest(self, offset: int, end: int) -> int | None:
-        best: int | None = None
-        best_distance = 0
-        for number, stream in self._streams.items():
-            ahead = stream.reached - end if stream.backward else offset - stream.reached
-            if stream.last_start == end:  # straight back, whichever way it went before
-                ahead = 0
-            if -self._settings.backward_bytes <= ahead <= self._settings.forward_bytes:
-                distance = abs(ahead)
-                if best is None or distance < best_distance:
-                    best, best_distance = number, distance
-        return best
+    def _nearest(self, offset: int) -> int | None:
+        settings = self._settings
+        distances = {number: offset - stream.reached for number, stream in self._streams.items()}
+        near = [
+            number for number, ahead in distances.items() if -settings.backward_bytes <= ahead <= settings.forward_bytes
+        ]
+        return min(near, key=lambda number: abs(distances[number]), default=None)
 
     def _begin(self, offset: int, end: int, *, proven: bool) -> int:
         if len(self._streams) >= self._settings.max_streams:
@@ -136,40 +125,19 @@ class Ahead:
         return self._num_made
 
     def _follow(self, stream: _Stream, offset: int, end: int) -> None:
-        stream.turns = stream.turns + 1 if end == stream.last_start else 0
-        stream.last_start = offset
-        if not stream.backward and stream.turns >= _DISORDER:
-            self._turn(stream, offset, end, backward=True)
-        elif stream.backward and offset >= stream.reached and stream.turns == 0:
-            self._turn(stream, offset, end, backward=False)
-        else:
-            self._go_on(stream, offset, end)
-
-    def _turn(self, stream: _Stream, offset: int, end: int, *, backward: bool) -> None:
-        stream.backward = backward
-        stream.reached = stream.asked = offset if backward else end
-        stream.window = self._settings.first_bytes
-        stream.proven = backward
-        stream.restart(end if backward else offset, end - offset)
-
-    def _go_on(self, stream: _Stream, offset: int, end: int) -> None:
         length = end - offset
         slack = max(_DISORDER * length, _MIN_SLACK)
-        distance = abs(stream.reached - (end if stream.backward else offset))
-        if stream.backward:
-            stream.reached = min(stream.reached, offset)
-            stream.asked = min(stream.asked, stream.reached)
-        else:
-            stream.reached = max(stream.reached, end)
-            stream.asked = max(stream.asked, stream.reached)
+        distance = abs(stream.reached - offset)
+        stream.reached = max(stream.reached, end)
+        stream.asked = max(stream.asked, stream.reached)
         stream.read += length
-        passed = abs(stream.reached - stream.origin)
+        passed = stream.reached - stream.origin
         if stream.read * 2 + slack < passed:
             # It jumps: what was brought for it is of no use, and little is known of where it goes next.
             stream.proven = False
             stream.window = self._settings.first_bytes
             stream.asked = stream.reached
-            stream.restart(end if stream.backward else offset, length)
+            stream.restart(offset, length)
             return
         stream.proven = stream.proven or distance <= slack
         if passed >= stream.window:
@@ -180,18 +148,9 @@ class Ahead:
         """The next bytes to bring. Half a window at once at least: large requests cost less than many small ones."""
         if window <= 0:
             return 0, 0
-        if stream.backward:
-            goal = max(stream.reached - window, 0) // self._row * self._row
-            missing = stream.asked - goal
-            if missing * 2 < window and goal:
-                return 0, 0
-            start, end = goal, stream.asked
-            stream.asked = min(goal, end)
-        else:
-            goal = min(-(-(stream.reached + window) // self._row) * self._row, self._size)
-            missing = goal - stream.asked
-            if missing * 2 < window and goal < self._size:
-                return 0, 0
-            start, end = stream.asked, goal
-            stream.asked = max(goal, start)
-        return (start, end) if start < end else (0, 0)
+        goal = min(-(-(stream.reached + window) // self._row) * self._row, self._size)
+        missing = goal - stream.asked
+        if missing <= 0 or (missing * 2 < window and goal < self._size):
+            return 0, 0
+        start, stream.asked = stream.asked, goal
+        return start, goal

@@ -324,8 +324,9 @@ def _write_all(
                 kept.add(file.size_bytes)
             else:
                 written = writing.write_file(
-                    f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=on_progress
-                )
+                    f"{root}/{file.name}", opened.size_bytes, opened.read,
+                    mode=file.mode, policy=policy, verify=verify, progress=on_progress,
+                )  # fmt: skip
                 attempt.has_whole_files |= written.is_striped
         if _file(file.name, file.local) != file:
             raise PermanentError(f"{file.local} was changed while it was written; put it again when it is complete")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -229,24 +229,14 @@ def _read_what_is_open(
 
 def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, ReadOutcome]]:
     """Read side by side; returns when all reads have ended, or should have by their deadlines."""
-    left = threading.Semaphore(0)
-    buffers = [bytearray(length) for _, _, length in wanted]
-    outcomes: dict[int, ReadOutcome] = {}
-
-    def ended(number: int) -> Callable[[ReadOutcome], None]:
-        def done(outcome: ReadOutcome) -> None:
-            outcomes[number] = outcome
-            left.release()
-
-        return done
-
-    for number, (file, offset, _) in enumerate(wanted):
+    reads: list[tuple[bytearray, Future[ReadOutcome]]] = []
+    for file, offset, length in wanted:
+        buffer, ended = bytearray(length), Future[ReadOutcome]()
+        reads.append((buffer, ended))
         try:
-            file.read_into(offset, memoryview(buffers[number]), ended(number), check=check, deadline_s=_READ_S)
+            file.read_into(offset, memoryview(buffer), ended.set_result, check=check, deadline_s=_READ_S)
         except BootseerError as error:
-            ended(number)(ReadOutcome(error, ""))
-    until = time.monotonic() + 2 * _READ_S
-    for _ in wanted:
-        left.acquire(timeout=max(until - time.monotonic(), 0.0))
+            ended.set_result(ReadOutcome(error, ""))
+    wait([ended for _, ended in reads], 2 * _READ_S)
     late = ReadOutcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
-    return [(buffer, outcomes.get(number, late)) for number, buffer in enumerate(buffers)]
+    return [(buffer, ended.result() if ended.done() else late) for buffer, ended in reads]

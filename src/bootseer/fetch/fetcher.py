@@ -146,7 +146,6 @@ class Fetcher(Reads):
             bytes_by_second=list(stats.bytes_by_second),
             hedges=counts.hedges,
             failures=counts.failures,
-            first_corrupt=self._corrupt.first,
             dropped=counts.dropped,
             peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
             cache_full=self._cache_error is not None,

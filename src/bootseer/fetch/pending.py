@@ -1,4 +1,4 @@
-"""What waits: reads for their blocks, and until when; blocks that other processes bring; blocks known to be corrupt.
+"""What waits: reads for their blocks, and until when; blocks that other processes bring.
 
 Used with the fetcher's lock held. Decides and touches nothing.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError
 from bootseer.fetch.ledger import Key
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 Done = Callable[["Buffer | BootseerError"], None]
 _FIRST_LOOK_S = 0.002
 _LONGEST_LOOK_S = 0.05
-_BAD_S = 30.0
-_MAX_BAD = 65_536
-"""A store that is damaged as a whole must not fill the memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,41 +171,3 @@ class ForeignClaims:
     def next_look(self) -> float | None:
         """When the next one is due."""
         return self._heap[0][0] if self._watched and self._heap else None
-
-
-class CorruptBlocks:
-    """Blocks that their origins have only with wrong bytes: known for a while, so that not every read asks again.
-
-    A program that reads a damaged file again and again would have each read wait for several requests, and load the
-    store with them. After the while it is asked once more: the store may have been repaired.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Key, tuple[CorruptError, float]] = {}
-        self.first = ""
-        """What was found first, for the user."""
-
-    def add(self, key: Key, error: BootseerError, now: float) -> None:
-        """A block was given up because of `error`; only corrupt ones are kept in mind."""
-        if not isinstance(error, CorruptError):
-            return
-        self.first = self.first or str(error)
-        if len(self._known) >= _MAX_BAD:
-            self._known.clear()
-        self._known[key] = (error, now + _BAD_S)
-
-    def error(self, file: int, blocks: Iterable[int], now: float) -> CorruptError | None:
-        """Why a read of these blocks fails at once; None when it is worth an attempt."""
-        if not self._known:
-            return None
-        for block in blocks:
-            known = self._known.get((file, block))
-            if known is not None:
-                if now < known[1]:
-                    return known[0]
-                del self._known[file, block]
-        return None
-
-    def forget(self, key: Key) -> None:
-        """A sound block came."""
-        self._known.pop(key, None)

@@ -34,7 +34,7 @@ from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.fetch.hotset import Found
 from bootseer.fetch.ledger import Fetch, Key
-from bootseer.fetch.pending import CorruptBlocks, Done, ForeignClaims, PendingRead, PendingReads
+from bootseer.fetch.pending import Done, ForeignClaims, PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.stats import FetchStats
@@ -88,7 +88,6 @@ class Reads:
         self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
         self._foreign = ForeignClaims(self._settings.claim_s)
-        self._corrupt = CorruptBlocks()
         self._distrusted: set[Key] = set()
         """Blocks that the cache called ready and could not give, and those whose claim is overdue."""
         self._cancelled: set[int] = set()
@@ -213,8 +212,7 @@ class Reads:
         if self._closed:
             return _ToDo(failed=[(read, closed())])
         now = time.monotonic()
-        hopeless = self._scheduler.hopeless(read.file, read.deadline, now)
-        if error := self._corrupt.error(read.file, missing, now) or hopeless:
+        if error := self._scheduler.hopeless(read.file, read.deadline, now):
             self._stats.failed_reads += 1
             return _ToDo(failed=[(read, error)])
         self._scheduler.want(read.file, missing, Purpose.DEMAND, now)
@@ -233,7 +231,8 @@ class Reads:
         to_do.fetches = plan.fetches
         self._cancelled.update(plan.cancelled)
         for file, block, error in plan.given_up:
-            self._corrupt.add((file, block), error, now)
+            if isinstance(error, CorruptError):
+                self._stats.first_corrupt = self._stats.first_corrupt or str(error)
             for read, others in self._pending.given_up((file, block)):
                 to_do.failed.append((read, error))
                 self._scheduler.cancelled(file, others)
@@ -415,7 +414,6 @@ class Reads:
         stats.bytes_by_second[second] += step.received_bytes
         self._scheduler.arrived(fetch.number, step.block, now)
         self._distrusted.discard(key)
-        self._corrupt.forget(key)
         if fetch.purpose is Purpose.HOT:
             self._files[fetch.file].brought_hot[step.block] = 1
         if step.not_kept is not None:

@@ -11,8 +11,6 @@ Everything here is changed by `schedule` alone, under its lock. Decides and touc
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -89,6 +87,11 @@ class HdfsSource:
     """Blocks of which no DataNode has checksums."""
 
 
+_MAX_EXTENSIONS: Final = 4
+"""A read that waits for a slow link, not for a silent DataNode, has so many times its deadline more: 64 MiB under way
+at 400 KB/s, a small share of an origin's link, take three minutes."""
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """One read. `done` is called once, when no thread writes to its memory any more."""
@@ -106,8 +109,22 @@ class Ticket:
     error: BootseerError | None = None
     node: str = ""
     """The DataNode that served its latest piece."""
+    until_s: float = math.inf
+    """When it is over."""
     extensions: int = 0
-    """How often its deadline was put off, because what is read before it came."""
+    """How often that was put off, because what is read before it came."""
+
+    def extended(self, now_s: float, since_s: float) -> bool:
+        """Give it its time once more, if all that it lacks is on DataNodes that have sent since."""
+        if self.extensions >= _MAX_EXTENSIONS:
+            return False
+        for piece in self.pieces:
+            queues = [piece.run.queue] if piece.run is not None else piece.queues
+            if piece.state is not State.ENDED and not any(queue.served_s >= since_s for queue in queues):
+                return False
+        self.extensions += 1
+        self.until_s = now_s + self.deadline_s
+        return True
 
     def cut(self, piece_bytes: int) -> None:
         located, at, end = self.source.located, self.offset, self.offset + len(self.into)
@@ -193,7 +210,7 @@ def overrun(ticket: Ticket) -> TransientError:
 
 
 class Stoppable(Protocol):
-    """A connection, as far as a run needs it."""
+    """A connection, as far as a run needs it; that of the simulator is another one."""
 
     def stop(self) -> None:
         """What waits for it fails at once."""
@@ -386,58 +403,3 @@ class NodeQueue:
 
     def _is_here(self, piece: Piece) -> bool:
         return piece.state is State.QUEUED and self in piece.queues
-
-
-_MAX_EXTENSIONS: Final = 4
-"""A read that waits for a slow link, not for a silent DataNode, has so many times its deadline more: 64 MiB under way
-at 400 KB/s, a small share of an origin's link, take three minutes."""
-_MANY: Final = 256
-"""Tickets that have ended are remembered until there are so many of them that forgetting them pays."""
-
-
-class Deadlines:
-    """All tickets that have not ended, the next to be over first."""
-
-    def __init__(self) -> None:
-        self._until: list[tuple[float, int, Ticket]] = []
-        self._numbers = itertools.count()
-        self._num_open = 0
-
-    def add(self, ticket: Ticket, now_s: float) -> None:
-        self._num_open += 1
-        self._push(ticket, now_s)
-        if len(self._until) > 2 * self._num_open + _MANY:
-            self._until = [entry for entry in self._until if entry[2].num_left]
-            heapq.heapify(self._until)
-
-    def extended(self, ticket: Ticket, now_s: float, since_s: float) -> bool:
-        """Give one that is over its time once more, if all that it lacks is on DataNodes that have sent since."""
-        if ticket.extensions >= _MAX_EXTENSIONS:
-            return False
-        for piece in ticket.pieces:
-            queues = [piece.run.queue] if piece.run is not None else piece.queues
-            if piece.state is not State.ENDED and not any(queue.served_s >= since_s for queue in queues):
-                return False
-        ticket.extensions += 1
-        self._push(ticket, now_s)
-        return True
-
-    def ended(self) -> None:
-        """One of them has ended: its `num_left` is 0."""
-        self._num_open -= 1
-
-    def over(self, now_s: float) -> list[Ticket]:
-        """Those whose deadline has passed, each once."""
-        found = []
-        while self._until and (self._until[0][0] <= now_s or not self._until[0][2].num_left):
-            ticket = heapq.heappop(self._until)[2]
-            if ticket.num_left:
-                found.append(ticket)
-        return found
-
-    def all(self) -> list[Ticket]:
-        """Those that have not ended, and are not over."""
-        return [ticket for _, _, ticket in self._until if ticket.num_left]
-
-    def _push(self, ticket: Ticket, now_s: float) -> None:
-        heapq.heappush(self._until, (now_s + ticket.deadline_s, next(self._numbers), ticket))

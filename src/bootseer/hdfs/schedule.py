@@ -22,7 +22,6 @@ from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.requests import (
     MAX_PACKETS,
     NOTHING,
-    Deadlines,
     HdfsSource,
     NodeQueue,
     Piece,
@@ -61,7 +60,7 @@ class Schedule:
         self.runs: dict[Run, None] = {}
         self.counts: Counter[str] = Counter()
         self.num_pieces = 0
-        self._deadlines = Deadlines()
+        self._open: dict[Ticket, None] = {}
         self._num_hedges = 0
         self._parked: dict[HdfsSource, list[Piece]] = {}
 
@@ -77,7 +76,8 @@ class Schedule:
         if not ticket.num_left:
             self.ended.append(ticket)
             return
-        self._deadlines.add(ticket, now_s)
+        ticket.until_s = now_s + ticket.deadline_s
+        self._open[ticket] = None
         for piece in ticket.pieces:
             if ticket.error is None:
                 self._queue(piece, now_s)
@@ -124,7 +124,7 @@ class Schedule:
                 self._open_circuit(queue, now_s)
 
     def tickets(self) -> list[Ticket]:
-        return self._deadlines.all()
+        return list(self._open)
 
     # What threads do
 
@@ -259,8 +259,9 @@ class Schedule:
 
     def tick(self, now_s: float) -> None:
         """What only time brings about. To be called ten times a second while there are pieces."""
-        for ticket in self._deadlines.over(now_s):
-            if not self._deadlines.extended(ticket, now_s, now_s - self._settings.reconnect_s):
+        for ticket in [ticket for ticket in self._open if ticket.until_s <= now_s]:
+            if not ticket.extended(now_s, now_s - self._settings.reconnect_s):
+                ticket.until_s = math.inf
                 self.fail(ticket, overrun(ticket), at_once=True)
         self.queues.poke_all()
         for run in list(self.runs):
@@ -378,7 +379,7 @@ class Schedule:
         ticket.num_left -= 1
         self.num_pieces -= 1
         if ticket.num_left == 0:
-            self._deadlines.ended()
+            self._open.pop(ticket, None)
             ticket.into = NOTHING
             ticket.pieces = []
             self.ended.append(ticket)

@@ -24,7 +24,7 @@ from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
 from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
-from bootseer.mounts.trees import LazyFile, LazyFiles, Source
+from bootseer.mounts.trees import LazyFile, LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -34,7 +34,7 @@ _START_S = 900.0
 """A start of which nothing is heard is over by then."""
 Hot = Callable[[], Iterable[tuple[str, int]]]
 """Which blocks earlier startups needed: identity of the file and block, the earliest first."""
-MakeTree = Callable[[Source, Sequence[LazyFile], OnError], Tree]
+MakeTree = Callable[[Fetcher, Sequence[LazyFile], OnError], Tree]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Fetched:
         source = _OpenFiles(self, on_error)
         try:
             shown = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
-            tree = self.make_tree(source, shown, on_error)
+            tree = self.make_tree(source.fetcher, shown, on_error)
         except BaseException:
             source.close()
             raise
@@ -88,7 +88,7 @@ class Fetched:
 
 
 class _OpenFiles:
-    """A fetcher with its cached files and origins: a `Source`."""
+    """A fetcher with its cached files and origins."""
 
     def __init__(self, what: Fetched, on_error: OnError) -> None:
         self._what = what
@@ -104,9 +104,7 @@ class _OpenFiles:
             hand_over = what.hand_over or (lambda path: None)
             self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
         self._peers = open_peers(on_error)
-        self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
-        self.read = self._fetcher.read
-        self.read_blocking = self._fetcher.read_blocking
+        self.fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
         try:
             cache = Cache(what.cache_root, what.cache)
             for file in what.files:
@@ -117,7 +115,7 @@ class _OpenFiles:
                 peers = None
                 if self._peers is not None:
                     peers = self._peers.file(file.index, *place, what.cache_root)
-                self._fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
+                self.fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
         except BaseException:
             self.close()
             raise
@@ -128,7 +126,7 @@ class _OpenFiles:
         if self._what.hot is not None:
             numbers = {identity: number for number, identity in enumerate(self._identities)}
             wanted = [(numbers[identity], block) for identity, block in self._what.hot() if identity in numbers]
-            self._fetcher.prefetch(wanted)
+            self.fetcher.prefetch(wanted)
         # Until training begins the rest would take its links from what the start waits for: its own checkpoint, other
         # nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight without a record ten minutes.
         if self.recorder is None:
@@ -137,7 +135,7 @@ class _OpenFiles:
         while not self.began.wait(_SYNC_S) and time.monotonic() < over_s:
             self._sync()
         if self._what.rest and not self._stopped.is_set():
-            self._fetcher.stream_rest()
+            self.fetcher.stream_rest()
         while not self._closed.wait(_SYNC_S):
             self._sync()
 
@@ -145,10 +143,10 @@ class _OpenFiles:
         """Fetch nothing more that no reader asks for."""
         self._stopped.set()
         self.began.set()
-        self._fetcher.stop_prefetch()
+        self.fetcher.stop_prefetch()
 
     def status(self) -> dict[str, object]:
-        stats = asdict(self._fetcher.stats())
+        stats = asdict(self.fetcher.stats())
         for key in ("bytes_by_purpose", "requests_by_purpose"):
             stats[key] = {purpose.name.lower(): count for purpose, count in stats[key].items()}
         files = [
@@ -167,7 +165,7 @@ class _OpenFiles:
         self._closed.set()
         self._stopped.set()
         self.began.set()
-        self._fetcher.close()
+        self.fetcher.close()
         if self._peers is not None:
             self._peers.close()
         self._sync()

@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from bootseer.erofs.format import BLOCK, Superblock
 from bootseer.erofs.reader import ErofsReader, Inode
@@ -26,7 +26,9 @@ from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageEr
 from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
 from bootseer.mounts.user_namespace import num_owners
 
-Done = Callable[[Data | BootseerError], None]
+if TYPE_CHECKING:
+    from bootseer.fetch.fetcher import Fetcher
+
 OnError = Callable[[str], None]
 Part = tuple[int, int]
 """A layer (0 is the uppermost) and the number of an inode there."""
@@ -48,26 +50,6 @@ _KINDS = {
 }
 
 
-class Ticket(Protocol):
-    """A read on its way."""
-
-    def cancel(self) -> None:
-        """It is not waited for any more."""
-
-
-class Source(Protocol):
-    """What lazy mounts need of `fetch.Fetcher`: files by number."""
-
-    def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Ticket | None:
-        """Read a range; `done` gets it, or why not, once and from any thread, perhaps before this returns."""
-
-    def read_blocking(self, file: int, offset: int, length: int) -> Data:
-        """Read a range and wait for it."""
-
-    def close(self) -> None:
-        """Stop all work."""
-
-
 class LazyFile(NamedTuple):
     """A file as it is shown: `number` is the source's."""
 
@@ -79,7 +61,7 @@ class LazyFile(NamedTuple):
 class LazyFiles:
     """A tree of one folder. Immutable, so that any thread may ask."""
 
-    def __init__(self, source: Source, files: Sequence[LazyFile], on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
         self._source = source
         self._files = tuple(files)
         self._on_error = on_error
@@ -117,7 +99,7 @@ class LazyFiles:
 
 
 def start_read(
-    source: Source, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
+    source: Fetcher, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
 ) -> Cancel | None:
     """Begin a read whose failure is an I/O error for the reader and a line in the log."""
 
@@ -135,7 +117,7 @@ def start_read(
 class FilesTree:
     """The tree of one image. Inode 1 is its root; the others are its own numbers, moved out of the way of 1."""
 
-    def __init__(self, source: Source, file: LazyFile, on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, file: LazyFile, on_error: OnError) -> None:
         """Read the metadata, and wait for it. Raises `CorruptError` for what is not an image of ours."""
         self._source = source
         self._file = file
@@ -239,7 +221,7 @@ class FilesTree:
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
 
-def layer_tree(source: Source, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
+def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
     """The tree of the only file of `files`, its overlay marks as overlays in user namespaces read them."""
     if len(files) != 1:
         raise UsageError(f"{len(files)} layers", hint="one is shown as it is; several are merged")
@@ -253,7 +235,7 @@ class MergedTree:
     they are found; they live as long as the tree. All methods run on the session's one thread.
     """
 
-    def __init__(self, source: Source, files: Sequence[LazyFile], on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
         """Read the metadata of all layers, and wait for it. Raises `CorruptError` for what is not a layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bootseer.checkpoint.dcp.writer import Recorded, RecordedSource  # noqa: E402
+from bootseer.checkpoint.dcp.writer import Recorded  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -20,13 +20,12 @@ def test_what_was_saved_is_replayed_from_anywhere() -> None:
     recorded.write(b"before")
     recorded.save(tensor, recorded)  # type: ignore[arg-type] # it has a method write
     torch.save(tensor, plain)
-    source = RecordedSource(recorded)
-    everything = source.read(0, source.size_bytes)
+    everything = recorded.replay(0, recorded.size_bytes)
     loaded = torch.load(io.BytesIO(everything[6:]))
     assert torch.equal(loaded, tensor)
     assert len(everything) == 6 + len(plain.getvalue())
     for offset, length in ((0, 1), (5, 3), (700, 100_000), (len(everything) - 9, 9), (17, 0)):
-        assert source.read(offset, length) == everything[offset : offset + length]
+        assert recorded.replay(offset, length) == everything[offset : offset + length]
 
 
 def test_elements_are_not_copied() -> None:

@@ -15,10 +15,10 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.serving import Startup
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import MIB, until
+from checkpoint.striped_files import in_memory
 from stepwise_place import StepwisePlace
 
 LARGE = 6 * MIB
@@ -41,7 +41,7 @@ class Job:
         for step in ("step-1", "step-2"):
             self.files.make_folder(step)
             for name, size in (("used", LARGE), ("unused", LARGE), ("meta", 100)):
-                writing.write_file(f"{step}/{name}", BytesSource(os.urandom(size)))
+                writing.write_file(f"{step}/{name}", *in_memory(os.urandom(size)))
         writing.close()
         self.point_to("step-1")
         self.place.before = self._note

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.places.folder import FolderPlace
+from checkpoint.striped_files import in_memory
 from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace
 
@@ -34,7 +34,7 @@ def write(root: Path, kind: str, seed: int, step: int) -> None:
     place.before = kill_at(step)
     writing = Writing(Files(place), spool=root / "spool")  # type: ignore[arg-type]
     if kind == "replayed":
-        writing.write_file("job/file", BytesSource(content(seed)), policy=POLICY)
+        writing.write_file("job/file", *in_memory(content(seed)), policy=POLICY)
         return
     writer = writing.open("job/file", policy=POLICY)
     data = content(seed)

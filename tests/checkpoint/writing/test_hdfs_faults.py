@@ -19,11 +19,11 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
 from bootseer.places import open_place
+from checkpoint.striped_files import in_memory
 from hdfs_cluster import HdfsCluster, needs_links
 from stepwise_place import StepwisePlace
 
@@ -66,7 +66,7 @@ class Hdfs:
 
         self.place.before = before
         try:
-            written = self.writing.write_file("file", BytesSource(DATA), policy=policy)
+            written = self.writing.write_file("file", *in_memory(DATA), policy=policy)
         finally:
             self.place.before = lambda step, path: None
         assert hurt
@@ -107,7 +107,7 @@ def hdfs(cluster: HdfsCluster, tmp_path: Path) -> Iterator[Hdfs]:
 
 
 def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) -> None:
-    assert hdfs.writing.write_file("file", BytesSource(DATA), policy=POLICY).num_colocated == 0
+    assert hdfs.writing.write_file("file", *in_memory(DATA), policy=POLICY).num_colocated == 0
     assert read_by_format(hdfs.files, "file") == DATA
     head = hdfs.files.head("file")
     assert head is not None
@@ -135,7 +135,7 @@ def test_a_datanode_that_is_killed_costs_its_part_once_more(hdfs: Hdfs) -> None:
 
 def test_a_file_with_parity_is_read_after_the_death_of_the_datanode_that_had_its_head(hdfs: Hdfs) -> None:
     policy = Policy(stripes=2, parity=True, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
-    hdfs.writing.write_file("file", BytesSource(DATA), policy=policy)
+    hdfs.writing.write_file("file", *in_memory(DATA), policy=policy)
     (head,) = hdfs.cluster.where("/job/file")
     killed = hdfs.cluster.nodes.index(head.nodes[0])
     hdfs.cluster.kill(killed)
@@ -158,7 +158,7 @@ def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs) -> None:
     try:
         assert hdfs.write(hang).num_retries > 0
         # The next file does not try it again.
-        assert hdfs.writing.write_file("next", BytesSource(DATA), policy=POLICY).num_retries == 0
+        assert hdfs.writing.write_file("next", *in_memory(DATA), policy=POLICY).num_retries == 0
     finally:
         hdfs.cluster.resume(hung[0])
     assert read_by_format(hdfs.files, "file") == DATA

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.places.place import NoSpaceError
+from checkpoint.striped_files import in_memory
 
 from .conftest import MIB, SMALL, Desk
 
@@ -36,16 +36,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(small_disk: Path, tmp_path: Path) -> None:
     desk = Desk(small_disk / "root", tmp_path / "spool")
     with contextlib.closing(desk.writing):
-        desk.writing.write_file("job/file", BytesSource(b"o" * 2 * MIB), policy=SMALL)
+        desk.writing.write_file("job/file", *in_memory(b"o" * 2 * MIB), policy=SMALL)
         with pytest.raises(NoSpaceError):
-            desk.writing.write_file("job/file", BytesSource(b"n" * 9 * MIB), policy=SMALL)
+            desk.writing.write_file("job/file", *in_memory(b"n" * 9 * MIB), policy=SMALL)
         writer = desk.writing.open("job/file", policy=SMALL)
         writer.write_at(0, b"n" * 9 * MIB)
         with pytest.raises(NoSpaceError):
             writer.commit()
         assert desk.read("job/file") == b"o" * 2 * MIB
         assert desk.leftovers() == []
-        desk.writing.write_file("job/file", BytesSource(b"n" * 3 * MIB), policy=SMALL)
+        desk.writing.write_file("job/file", *in_memory(b"n" * 3 * MIB), policy=SMALL)
         assert desk.read("job/file") == b"n" * 3 * MIB
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.lane import NodeLoad
-from bootseer.checkpoint.writing.pipeline import BytesSource
+from checkpoint.striped_files import in_memory
 
 from .conftest import MIB, Desk
 
@@ -64,5 +64,5 @@ def test_a_segment_is_begun_when_it_is_known_where_the_one_before_lies(desk: Des
     # Part number n of each segment lies on node n.
     desk.place.nodes_of = lambda path: (f"node{path.rpartition('/')[2].split('.')[1]}:1",)
     policy = Policy(stripes=2, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
-    desk.writing.write_file("job/file", BytesSource(bytes(12 * MIB)), policy=policy)
+    desk.writing.write_file("job/file", *in_memory(bytes(12 * MIB)), policy=policy)
     assert [len(nodes) for nodes in spared] == [0, 1, 1]

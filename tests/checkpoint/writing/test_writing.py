@@ -16,11 +16,12 @@ from bootseer.checkpoint.head import STRIPES, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, parity_chunk
 from bootseer.checkpoint.writing import lane
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import BytesSource, FileSource
+from bootseer.checkpoint.writing.pipeline import FileSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import IsFolderError
+from checkpoint.striped_files import in_memory
 
 from .conftest import MIB, SMALL, Desk
 
@@ -30,7 +31,7 @@ from .conftest import MIB, SMALL, Desk
 def test_what_is_written_is_what_is_read(desk: Desk, size: int, parity: bool) -> None:
     data = os.urandom(size)
     policy = Policy(stripes=3, parity=parity, part_bytes=MIB, min_bytes_per_stripe=MIB)
-    written = desk.writing.write_file("job/file", BytesSource(data), policy=policy, mode=0o640)
+    written = desk.writing.write_file("job/file", *in_memory(data), policy=policy, mode=0o640)
     assert written.is_striped == (size >= 2 * MIB - 1 and policy.is_striped(size))
     assert desk.read("job/file") == data
     assert desk.files.stat("job/file").entry.mode == 0o640
@@ -40,7 +41,7 @@ def test_what_is_written_is_what_is_read(desk: Desk, size: int, parity: bool) ->
 def test_a_parity_part_holds_the_xor_of_the_rows(desk: Desk) -> None:
     data = os.urandom(7 * MIB + 11)
     policy = Policy(stripes=3, parity=True, part_bytes=4 * MIB, min_bytes_per_stripe=MIB)
-    desk.writing.write_file("job/file", BytesSource(data), policy=policy)
+    desk.writing.write_file("job/file", *in_memory(data), policy=policy)
     head = desk.files.head("job/file")
     assert head is not None
     (segment,) = head.segments
@@ -57,7 +58,12 @@ def test_a_local_file_is_written_as_it_is(desk: Desk, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with FileSource(tmp_path / "local") as source:
         desk.writing.write_file(
-            "job/file", source, policy=SMALL, verify="read", progress=lambda done, size: told.append((done, size))
+            "job/file",
+            source.size_bytes,
+            source.read,
+            policy=SMALL,
+            verify="read",
+            progress=lambda done, size: told.append((done, size)),
         )
     assert desk.read("job/file") == data
     assert told[-1] == (len(data), len(data))
@@ -69,7 +75,7 @@ def test_a_source_that_becomes_shorter_is_noticed(desk: Desk, tmp_path: Path) ->
     with FileSource(tmp_path / "local") as source:
         os.truncate(tmp_path / "local", 3 * MIB)
         with pytest.raises(PermanentError, match="shorter"):
-            desk.writing.write_file("job/file", source, policy=SMALL)
+            desk.writing.write_file("job/file", source.size_bytes, source.read, policy=SMALL)
     assert desk.leftovers() == []
 
 
@@ -86,7 +92,7 @@ def test_a_source_that_changes_between_two_tries_of_a_part_is_noticed(desk: Desk
 
     desk.place.before = fail_once
     with pytest.raises(PermanentError, match="changed meanwhile"):
-        desk.writing.write_file("job/file", BytesSource(data), policy=SMALL)
+        desk.writing.write_file("job/file", *in_memory(data), policy=SMALL)
     assert desk.leftovers() == []
 
 
@@ -109,7 +115,7 @@ def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_o
             raise TransientError("a node died")
 
     desk.place.before = fail_once
-    written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)
+    written = desk.writing.write_file("job/file", *in_memory(bytes(4 * MIB)), policy=SMALL)
     assert written.num_retries == 1
     assert avoided[0] == frozenset()
     assert "node1:1" in avoided[1]
@@ -137,7 +143,7 @@ def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhe
     desk.place.before = be_slow
     desk.place.nodes_of = lambda path: ("slow:1",) if path in slow or not slow else ("quick:1",)
     data = os.urandom(36 * MIB)
-    assert desk.writing.write_file("job/file", BytesSource(data), policy=policy).num_retries == 1
+    assert desk.writing.write_file("job/file", *in_memory(data), policy=policy).num_retries == 1
     assert len(slow) < 12  # not all of its chunks
     assert desk.read("job/file") == data
     assert desk.leftovers() == []
@@ -145,7 +151,7 @@ def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhe
 
 def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
     desk.place.nodes_of = lambda path: ("node:1",)
-    written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)
+    written = desk.writing.write_file("job/file", *in_memory(bytes(4 * MIB)), policy=SMALL)
     assert written.num_colocated == 1
     head = desk.files.head("job/file")
     assert head is not None
@@ -154,7 +160,7 @@ def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
 
 @pytest.mark.parametrize("step", ["begin", "write", "close", "list", "write_bytes"])
 def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, step: str) -> None:
-    desk.writing.write_file("job/file", BytesSource(b"old" * MIB), policy=SMALL)
+    desk.writing.write_file("job/file", *in_memory(b"old" * MIB), policy=SMALL)
 
     def fail(found: str, path: str) -> None:
         if found == step:
@@ -162,7 +168,7 @@ def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, ste
 
     desk.place.before = fail
     with pytest.raises(TransientError, match="not now"):
-        desk.writing.write_file("job/file", BytesSource(b"new" * MIB), policy=SMALL)
+        desk.writing.write_file("job/file", *in_memory(b"new" * MIB), policy=SMALL)
     desk.place.before = lambda step, path: None
     assert desk.read("job/file") == b"old" * MIB
     if step != "write_bytes":  # then the answer might be all that was lost, and a collector decides
@@ -170,7 +176,7 @@ def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, ste
 
 
 def test_an_old_file_that_cannot_be_read_is_replaced_all_the_same(desk: Desk) -> None:
-    desk.writing.write_file("job/file", BytesSource(b"old" * MIB), policy=SMALL)
+    desk.writing.write_file("job/file", *in_memory(b"old" * MIB), policy=SMALL)
     reads: list[str] = []
 
     def fail(step: str, path: str) -> None:
@@ -179,19 +185,19 @@ def test_an_old_file_that_cannot_be_read_is_replaced_all_the_same(desk: Desk) ->
             raise TransientError("its node is gone")
 
     desk.place.before = fail
-    desk.writing.write_file("job/file", BytesSource(b"new" * MIB), policy=SMALL)
+    desk.writing.write_file("job/file", *in_memory(b"new" * MIB), policy=SMALL)
     desk.place.before = lambda step, path: None
     assert desk.read("job/file") == b"new" * MIB
 
 
 def test_folders_and_names_are_looked_at_first(desk: Desk) -> None:
-    source = BytesSource(bytes(9 * MIB))
+    source = in_memory(bytes(9 * MIB))
     with pytest.raises(NotFoundError):
-        desk.writing.write_file("nowhere/file", source)
+        desk.writing.write_file("nowhere/file", *source)
     with pytest.raises(IsFolderError):
-        desk.writing.write_file("job", source)
+        desk.writing.write_file("job", *source)
     with pytest.raises(PermanentError, match="choose another"):
-        desk.writing.write_file("job/.stripes", source)
+        desk.writing.write_file("job/.stripes", *source)
     with pytest.raises(PermanentError, match="choose another"):
         desk.writing.open("job/.attempts-1")
     assert desk.leftovers() == []
@@ -210,7 +216,7 @@ def test_many_files_at_once_use_a_bounded_number_of_threads(tmp_path: Path) -> N
     with contextlib.closing(desk.writing):
         threads = [
             threading.Thread(
-                target=desk.writing.write_file, args=(f"job/{number}", BytesSource(data)), kwargs={"policy": SMALL}
+                target=desk.writing.write_file, args=(f"job/{number}", *in_memory(data)), kwargs={"policy": SMALL}
             )
             for number in range(6)
         ]
@@ -238,7 +244,7 @@ def test_files_below_an_attempt_are_written_like_others(desk: Desk) -> None:
     desk.place.make_folder("job/.attempts/1", parents=True)
     files = Files(desk.place, within="job/.attempts/1")  # type: ignore[arg-type]
     with contextlib.closing(Writing(files)) as writing:
-        writing.write_file("job/.attempts/1/file", BytesSource(b"x" * 5 * MIB), policy=SMALL)
+        writing.write_file("job/.attempts/1/file", *in_memory(b"x" * 5 * MIB), policy=SMALL)
     desk.place.rename("job/.attempts/1", "job/step-1")
     assert desk.read("job/step-1/file") == b"x" * 5 * MIB
 
@@ -264,13 +270,12 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
         "from bootseer.checkpoint.files import Files\n"
         "from bootseer.places.folder import FolderPlace\n"
         "from bootseer.checkpoint.layout import Policy\n"
-        "from bootseer.checkpoint.writing.pipeline import BytesSource\n"
         "from bootseer.checkpoint.writing.writing import Writing\n"
         "writing = Writing(Files(FolderPlace(Path(sys.argv[1]))))\n"
         "policy = Policy(stripes=2, part_bytes=1 << 20, min_bytes_per_stripe=1 << 20)\n"
-        "writing.write_file('parent', BytesSource(bytes(5 << 20)), policy=policy)\n"
+        "writing.write_file('parent', 5 << 20, lambda _, length: bytes(length), policy=policy)\n"
         "pid = os.fork()\n"
-        "writing.write_file('child' if pid == 0 else 'after', BytesSource(bytes(5 << 20)), policy=policy)\n"
+        "writing.write_file('after' if pid else 'child', 5 << 20, lambda _, length: bytes(length), policy=policy)\n"
         "pid and sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
         "os._exit(0)\n"
     )
@@ -316,7 +321,7 @@ def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(
     desk.place.before = fail_first
     with contextlib.closing(desk.writing):
         timer.start()
-        written = desk.writing.write_file("job/file", BytesSource(b"x" * 9 * MIB), policy=Policy(stripes=1))
+        written = desk.writing.write_file("job/file", *in_memory(b"x" * 9 * MIB), policy=Policy(stripes=1))
     timer.join()
     assert not written.is_striped
     assert written.num_retries > 0
@@ -343,7 +348,7 @@ def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -
     desk.place.before = collect_now
     content = bytes(range(256)) * (9 * MIB // 256)
     with contextlib.closing(desk.writing) as writing:
-        assert not writing.write_file("job/f", BytesSource(content), policy=Policy(stripes=1)).is_striped
+        assert not writing.write_file("job/f", *in_memory(content), policy=Policy(stripes=1)).is_striped
     assert collected == [0]
     assert desk.read("job/f") == content
     assert desk.leftovers() == []
@@ -370,6 +375,6 @@ def test_a_place_that_never_answers_is_an_error_and_no_hang(
                 writer.commit()
             else:
                 verify = "read" if way == "read back" else "length"
-                desk.writing.write_file("job/file", BytesSource(data), policy=SMALL, verify=verify)
+                desk.writing.write_file("job/file", *in_memory(data), policy=SMALL, verify=verify)
     finally:
         gate.set()

@@ -37,7 +37,6 @@ from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.opened import FOLDERS, is_uri, opened
 from bootseer.checkpoint.tensors import memory_of
-from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
@@ -186,20 +185,6 @@ class Recorded(io.RawIOBase):
         return memoryview(bytes(view))
 
 
-class RecordedSource:
-    """What was recorded, as a `Replayable`."""
-
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-
-    @property
-    def size_bytes(self) -> int:
-        return self._recorded.size_bytes
-
-    def read(self, offset: int, length: int) -> bytes:
-        return self._recorded.replay(offset, length)
-
-
 _MAX_COPIED_BYTES = 256 << 20
 """Of one file, what may be held in memory because it does not lie there as it is saved."""
 
@@ -299,7 +284,10 @@ class StripedWriter(filesystem.FileSystemWriter):
         if target.root != FOLDERS:
             # All ranks of all nodes read it. Only striped files have digests, by which they can share it.
             policy = replace(policy, min_bytes_per_stripe=CHUNK_BYTES)
-        target.system.writing.write_file(target.path, BytesSource(pickle.dumps(metadata)), policy=policy)
+        data = pickle.dumps(metadata)
+        target.system.writing.write_file(
+            target.path, len(data), lambda offset, length: data[offset : offset + length], policy=policy
+        )
         if self._move_latest:
             folder, _, name = opened(self.path).path.rpartition("/")
             move_latest(target.system.files, folder, name)
@@ -311,7 +299,7 @@ class StripedWriter(filesystem.FileSystemWriter):
                 return [self._write_item(cast(Streamed, stream), item, file.name, objects) for item in file.items]
         recorded = Recorded()
         results = [self._write_item(recorded, item, file.name, objects) for item in file.items]
-        target.system.writing.write_file(target.path, RecordedSource(recorded))
+        target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay)
         return results
 
     def _can_replay(self, items: Sequence[WriteItem], objects: _Objects) -> bool:

@@ -206,14 +206,10 @@ class SharedFile:
             for ask in self._asks(advice.start, advice.end - advice.start)
             if not self._engine.buffer.holds(ask.key) and not self._source.is_local(ask.offset)
         ]
-        if advice.backward:
-            asks.reverse()
         done, _ = self._engine.buffer.ahead(asks, self._load)
         if done < len(asks):
-            rest = asks[done:]
-            start, end = min(ask.offset for ask in rest), max(ask.offset + ask.length for ask in rest)
             with self._lock:
-                self._ahead.refused(advice, max(start, advice.start), min(end, advice.end))
+                self._ahead.refused(advice, max(asks[done].offset, advice.start))
 
     def _asks(self, offset: int, length: int) -> list[Ask]:
         return list(self._units(offset, length))

@@ -23,13 +23,13 @@ from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.peer_chunks import Unit
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters, Job, Source, Waiting, Want, failure
+from bootseer.checkpoint.reading.source import Counters, Job, Source, Want, failure
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
 from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import UNIT_BLOCKS
-from bootseer.places.place import OpenFile, Place, Ticket
+from bootseer.places.place import OpenFile, Place, Ticket, read_now
 
 
 class OrdinarySource:
@@ -342,27 +342,15 @@ def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | N
     """The head that this file is; None when it is an ordinary file."""
     if not is_head_size(file.size_bytes):
         return None
-    data = _read(file, path, 0, min(file.size_bytes, _FIRST_BYTES), settings)
+    data = read_now(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
     if peek(bytes(data[:PEEK_BYTES])) is None:
         return None
     if len(data) < file.size_bytes:
-        data += _read(file, path, len(data), file.size_bytes - len(data), settings)
+        data += read_now(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
     try:
         return parse_head(bytes(data))
     except BootseerError as error:
         raise alike(error, f"{path}: {error}") from error
-
-
-def _read(file: OpenFile, path: str, offset: int, length: int, settings: ReadingSettings) -> bytearray:
-    data = bytearray(length)
-    waiting = Waiting()
-
-    def done(outcome: ReadOutcome) -> None:
-        waiting.ended(outcome.error)
-
-    file.read_into(offset, memoryview(data), done, deadline_s=settings.deadline_s)
-    waiting.wait(path, settings.deadline_s + settings.lost_s)
-    return data
 
 
 _readings: weakref.WeakSet[Reading] = weakref.WeakSet()

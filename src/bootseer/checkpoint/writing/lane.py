@@ -17,10 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.writing.segment import PartTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +112,6 @@ _STUCK_S = 600.0
 """Longer than any step takes: each has a deadline, and the pause after a failed one is short."""
 
 
-class Stepper(Protocol):
-    """What a lane runs."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The smallest goes first."""
-
-    def step(self) -> bool:
-        """Do a little, never raise: whether there is more to do now."""
-
-
 class Lane:
     """The steps of one file: `width` at a time, in their order."""
 
@@ -127,17 +119,17 @@ class Lane:
         self._workers = workers
         self._width = width
         self._change = threading.Condition()
-        self._ready: list[tuple[tuple[int, int], int, Stepper]] = []
+        self._ready: list[tuple[tuple[int, int], int, PartTask]] = []
         self._count = itertools.count()
         self._num_running = 0
         self._num_apart = 0
         self._moved_s = time.monotonic()
 
-    def ready(self, stepper: Stepper) -> None:
+    def ready(self, part: PartTask) -> None:
         """It has something to do. Once, until its `step` has returned False. Raises `TransientError` when no thread can
         be started for it; its step runs when there is a thread again."""
         with self._change:
-            self._push(stepper)
+            self._push(part)
             if self._num_running >= self._width:
                 return
             self._workers.submit(self._run)
@@ -162,9 +154,9 @@ class Lane:
         if still_s > _STUCK_S:
             raise TransientError(f"{what}: no request to the storage has ended for {still_s:.0f} s; try again")
 
-    def _push(self, stepper: Stepper) -> None:
+    def _push(self, part: PartTask) -> None:
         self._moved_s = time.monotonic()
-        heapq.heappush(self._ready, (stepper.order, next(self._count), stepper))
+        heapq.heappush(self._ready, (part.order, next(self._count), part))
 
     def _run(self) -> None:
         try:
@@ -172,10 +164,10 @@ class Lane:
                 with self._change:
                     if not self._ready:
                         break
-                    stepper = heapq.heappop(self._ready)[2]
-                if stepper.step():
+                    part = heapq.heappop(self._ready)[2]
+                if part.step():
                     with self._change:
-                        self._push(stepper)
+                        self._push(part)
                 self._moved_s = time.monotonic()
         finally:
             with self._change:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, WritingSettings
@@ -20,6 +20,9 @@ from bootseer.checkpoint.writing.publication import Progress, Publication, Writt
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.io.executor import Executor
+
+Read = Callable[[int, int], bytes]
+"""Gives bytes of a file by offset and length, more than once and to many threads."""
 
 
 class Pipeline:
@@ -29,7 +32,7 @@ class Pipeline:
         self,
         target: Target,
         workers: Executor,
-        read: Callable[[int, int], bytes],
+        read: Read,
         on_end: Callable[[SegmentWriter], None],
         on_sent: Callable[[int], None] = lambda length: None,
     ) -> None:
@@ -91,33 +94,8 @@ class Pipeline:
             segment.begin()
 
 
-class Replayable(Protocol):
-    """Bytes of a known number that can be read anywhere and more than once, by many threads."""
-
-    @property
-    def size_bytes(self) -> int:
-        """How many there are."""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes, which are there. Raises `PermanentError` when they are not any more."""
-
-
-class BytesSource:
-    """A `Replayable` of bytes in memory, which must not change meanwhile."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = memoryview(data).cast("B")
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self._data)
-
-    def read(self, offset: int, length: int) -> bytes:
-        return bytes(self._data[offset : offset + length])
-
-
 class FileSource:
-    """A `Replayable` of a local file as long as it was when this was made. Use it as a context manager."""
+    """A local file as long as it was when this was made. Use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -127,7 +105,7 @@ class FileSource:
         except OSError as error:
             raise PermanentError(f"{path} cannot be read: {error.strerror}") from error
         self._path = path
-        self._size_bytes = os.fstat(self._descriptor).st_size
+        self.size_bytes = os.fstat(self._descriptor).st_size
 
     def __enter__(self) -> Self:
         return self
@@ -137,11 +115,8 @@ class FileSource:
     ) -> None:
         os.close(self._descriptor)
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
     def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes. Raises `PermanentError` when they are not there any more."""
         try:
             data = os.pread(self._descriptor, length, offset)
             while len(data) < length:
@@ -181,7 +156,8 @@ class _Count:
 
 def write_replayed(
     publication: Publication,
-    source: Replayable,
+    size_bytes: int,
+    read: Read,
     policy: Policy,
     *,
     workers: Executor,
@@ -192,13 +168,13 @@ def write_replayed(
 ) -> Written:
     """Write a file and show it. Whatever fails leaves nothing behind. `progress` is called in this thread."""
     count = _Count()
-    pipeline = Pipeline(publication.target(excluded), workers, source.read, count.on_end, count.on_sent)
+    pipeline = Pipeline(publication.target(excluded), workers, read, count.on_end, count.on_sent)
     segments: list[SegmentWriter] = []
     try:
-        for start, length, stripes in policy.segments_of(source.size_bytes):
+        for start, length, stripes in policy.segments_of(size_bytes):
             segments.append(pipeline.add(start, stripes=stripes))
             segments[-1].grow(start + length, seal=True)
-        _wait(count, pipeline, len(segments), source.size_bytes, progress)
+        _wait(count, pipeline, len(segments), size_bytes, progress)
         results = [segment.result for segment in segments if segment.result is not None]
         written = publication.publish(results, verify=verify)
     except BaseException:

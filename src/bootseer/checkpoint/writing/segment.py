@@ -37,12 +37,13 @@ _LOG = logger(__name__)
 
 
 class PartTask:
-    """A `Stepper`. Its segment's lock guards `queued`; everything else belongs to the step that runs."""
+    """What a `Lane` runs. Its segment's lock guards `queued`; everything else belongs to the step that runs."""
 
     def __init__(self, segment: SegmentWriter, number: int) -> None:
         self.number = number
         """Of the stripe; the parity comes behind the last one."""
         self.order = (segment.start, number)
+        """The smallest goes first."""
         self.row = 0
         """The next one."""
         self.queued = True
@@ -79,7 +80,7 @@ class PartTask:
         return self._write_s / max(self.row, 1)
 
     def step(self) -> bool:
-        """See `Stepper.step`: one chunk."""
+        """Write one chunk, never raise: whether there is more to do now."""
         segment = self._segment
         try:
             if segment.is_over:

@@ -26,7 +26,7 @@ from typing import Literal
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.writing.lane import ExcludedNodes, WritingSettings
-from bootseer.checkpoint.writing.pipeline import Replayable, write_replayed
+from bootseer.checkpoint.writing.pipeline import Read, write_replayed
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.sending import Budget, Sending, Spool, TooLargeError
 from bootseer.errors import PermanentError
@@ -258,14 +258,16 @@ class Writing:
     def write_file(
         self,
         path: str,
-        source: Replayable,
+        size_bytes: int,
+        read: Read,
         *,
         mode: int = 0o644,
         policy: Policy | None = None,
         verify: Verify = "length",
         progress: Progress | None = None,
     ) -> Written:
-        """Write a file whose bytes are all there, over what has its name. Its folder must be there.
+        """Write a file whose bytes are all there, over what has its name: `read` gives them, a part that failed again.
+        Its folder must be there.
 
         It is durable, verified and visible when this returns; when it raises, nothing has changed. `progress` is called
         in this thread. For a file below a hidden folder, as in an attempt, `files` must be made `within` it.
@@ -273,14 +275,14 @@ class Writing:
         check_target(self._files, path)
         policy, publication = self._begin(path, policy, mode)
         try:
-            if policy.is_striped(source.size_bytes):
+            if policy.is_striped(size_bytes):
                 return write_replayed(
-                    publication, source, policy,
+                    publication, size_bytes, read, policy,
                     workers=self._workers, excluded=self._excluded, settings=self._settings, verify=verify,
                     progress=progress,
                 )  # fmt: skip
             return write_ordinary(
-                self._files, publication, source.size_bytes, source.read,
+                self._files, publication, size_bytes, read,
                 policy=policy, mode=mode, progress=progress,
             )  # fmt: skip
         finally:
