@@ -1,6 +1,6 @@
 """A month of a large fleet in the service's database: each question people ask, timed, and compared with the truth.
 
-10,000 nodes, the paper's seven scales, 5e7 spans. Both engines hold the same month; each question is asked five times
+10,000 nodes, the paper's seven scales. Both engines hold the same month; each question is asked five times
 and all of its answers counted. Then each page of a service is asked for over its month, alone, and by 200 readers
 at once while senders bring new starts.
 """
@@ -209,7 +209,6 @@ def measure(quick: bool) -> Outcome:
             "nodes": month.num_nodes,
             "days": month.num_days,
             "starts": truth.starts,
-            "spans": truth.spans,
             "jobs": month.num_jobs,
         },
         samples=samples,

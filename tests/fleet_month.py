@@ -33,7 +33,6 @@ STAGES = (
 INSTALL = 2
 NODES_OF = ((1, 1), (2, 12), (13, 60), (63, 120), (126, 240), (251, 370), (376, 1440))
 WEIGHTS = (0.35, 0.30, 0.20, 0.06, 0.05, 0.025, 0.015)
-SPANS_PER_NODE = 40
 GPUS = 8
 
 
@@ -42,7 +41,6 @@ class Truth:
     """What must come out."""
 
     starts: int = 0
-    spans: int = 0
     teams: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     overheads: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Of the starts on which training began, by scale."""
@@ -74,7 +72,7 @@ class Month:
     num_nodes: int = 10_000
     num_days: int = 30
     node_starts: int = 1_250_000
-    """Of all starts together, about; a node start has 40 spans."""
+    """Of all starts together, about."""
     num_jobs: int = 2_000
     num_lemons: int = 20
     seed: int = 7
@@ -97,7 +95,7 @@ class Month:
     def name(self, node: int) -> str:
         return f"node-{node:05d}"
 
-    def fill(self, database: Database, *, spans: bool = True) -> Truth:
+    def fill(self, database: Database) -> Truth:
         """Write the month, day by day, and compute the sums of its days."""
         with database.write() as connection:
             stages = [{"id": number + 1, "name": name} for number, name in enumerate(STAGES)]
@@ -108,7 +106,7 @@ class Month:
             ]
             database.insert_all(connection, schema.node, nodes)
         for day in range(self.first_day, self.last_day + 1):
-            self._day(database, day, spans)
+            self._day(database, day)
             roll_up(database, day)
         with database.write() as connection:
             if database.is_postgres:
@@ -116,32 +114,13 @@ class Month:
             connection.execute(text("ANALYZE"))
         return self.truth
 
-    def _day(self, database: Database, day: int, spans: bool) -> None:
+    def _day(self, database: Database, day: int) -> None:
         budget, tables = self.node_starts // self.num_days, defaultdict(list)
         while budget > 0:
             budget -= self._start(day, tables)
         with database.write() as connection:
             for table in (schema.start, schema.stage_start, schema.node_start, schema.technique_start, schema.batch):
                 database.insert_all(connection, table, tables[table.name])
-        if spans:
-            num = self._spans(database, day)
-            assert num == SPANS_PER_NODE * len(tables["node_start"])
-            self.truth.spans += num
-
-    def _spans(self, database: Database, day: int) -> int:
-        """Written by the database itself: 5e7 rows through Python would take an hour."""
-        numbers = " UNION ALL ".join(f"SELECT {number} AS n" for number in range(SPANS_PER_NODE))
-        with database.write() as connection:
-            database.make_days(connection, {day})
-            return connection.execute(
-                text(
-                    "INSERT INTO span (start_id, node_id, rank, stage_id, begin_ns, dur_ns, outcome, day) "  # noqa: S608 - numbers
-                    f"SELECT s.id, o.node_id, n.n % {GPUS}, n.n % {len(STAGES)} + 1, "
-                    f"s.began_ns + CAST(n.n AS BIGINT) * {NS_PER_S}, {NS_PER_S}, 0, s.day "
-                    f"FROM start s JOIN node_start o ON o.start_id = s.id, ({numbers}) n WHERE s.day = :day"
-                ),
-                {"day": day},
-            ).rowcount
 
     def _start(self, day: int, tables: dict[str, list[Any]]) -> int:
         """One start, as rows of the tables; how many nodes it has."""
@@ -231,7 +210,7 @@ class Month:
                     {
                         "raw_key": f"raw/{day}/{job}/attempt-{identity}/{node}-1-0123456789abcdef.events.zst",
                         "day": day, "job": job, "attempt": identity, "sender": self.name(node), "sequence": identity,
-                        "lines": SPANS_PER_NODE, "bytes": 16_000, "received_ns": began_ns, "done": True,
+                        "lines": 40, "bytes": 16_000, "received_ns": began_ns, "done": True,
                     }
                 )  # fmt: skip
         self._count(tables["start"][-1], nodes, last, delay_s)

@@ -38,7 +38,7 @@ SAMPLE = re.compile(r'([a-z_]+)(\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*\})? (-?[0-9.
 def month(database_url: str) -> Any:
     database = Database.open(database_url)
     made = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3)
-    made.fill(database, spans=False)
+    made.fill(database)
     yield made, database
     database.close()
 

@@ -70,7 +70,7 @@ def place(tmp_path: Path, database_url: str) -> Any:
 def contents(place: Place) -> dict[str, list[Any]]:
     """All that was derived, without what tells when."""
     found = {}
-    for table in (schema.stage_start, schema.node_start, schema.span, schema.start_report):
+    for table in (schema.stage_start, schema.node_start, schema.start_report):
         found[table.name] = sorted(map(repr, place.rows(table)))
     dropped = {"computed_ns", "computed_n", "state"}
     with place.database.read() as connection:
@@ -259,8 +259,10 @@ def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) 
     until(lambda: len(place.rows(schema.start)) == 6, "not all attempts were derived")
     until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
     with place.database.read() as connection:
-        spans = connection.execute(select(func.count()).select_from(schema.span).group_by(schema.span.c.start_id)).all()
-    assert len({count for (count,) in spans}) == 1
+        nodes = connection.execute(
+            select(func.count()).select_from(schema.node_start).group_by(schema.node_start.c.start_id)
+        ).all()
+    assert len({count for (count,) in nodes}) == 1
 
 
 def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place) -> None:

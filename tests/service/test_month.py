@@ -20,7 +20,7 @@ def test_answers_of_a_month_are_its_truth(database_url: str) -> None:
     database = Database.open(database_url)
     try:
         month = Month(num_nodes=400, num_days=5, node_starts=4000, num_jobs=20, num_lemons=4)
-        month.fill(database, spans=False)
+        month.fill(database)
         with database.read() as connection:
             assert wrong(connection, month) == []
             month.truth.heard += 1

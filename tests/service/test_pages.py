@@ -194,7 +194,7 @@ def test_a_start_is_its_report(service: RunningService, tmp_path: Path, monkeypa
 def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp_path: Path) -> None:
     database, today = Database.open(default_url(tmp_path)), day_of(time.time_ns())
     month = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3, first_day=today - 1)
-    month.fill(database, spans=False)
+    month.fill(database)
     with database.write() as connection:  # open ones would be derived again, from lines that there are not
         connection.execute(schema.start.update().values(state=schema.CLOSED))
     database.close()

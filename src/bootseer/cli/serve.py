@@ -45,13 +45,9 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _retention_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for name, days, what in (("--span-days", 90, "spans"), ("--raw-days", 14, "raw lines")):
-        stay = f"Days of {what} that stay."
-        function = click.option(name, type=click.IntRange(1), default=days, show_default=True, help=stay)(function)
-    return function
-
-
+_retention_option = click.option(
+    "--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days of raw lines that stay."
+)
 _pattern_option = click.option(
     "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
     help="A stage in logs of jobs without BootSeer, as of `bootseer report`, or a file of them; may be repeated.",
@@ -92,7 +88,7 @@ def opened_database(data: Path | None, database: str | None, raw: str | None) ->
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option
-@_retention_options
+@_retention_option
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
 @click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
@@ -110,7 +106,6 @@ def serve_command(
     alert_to: tuple[str, ...],
     patterns: tuple[str, ...],
     raw_days: int,
-    span_days: int,
     proxy_from: tuple[str, ...],
     proxy_header: str,
 ) -> None:
@@ -140,15 +135,13 @@ def serve_command(
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
-    from bootseer.service.upkeep import Retention
 
     def ready(address: str) -> None:
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
-    hooks, retention = tuple(webhook(one) for one in alert_to), Retention(raw_days, span_days)
-    stages = tuple(of_stages(patterns))
-    settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, retention=retention, patterns=stages)
+    hooks, stages = tuple(webhook(one) for one in alert_to), tuple(of_stages(patterns))
+    settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, raw_days=raw_days, patterns=stages)
     serve(settings, ready)
 
 
@@ -177,21 +170,19 @@ def reindex_command(
 
 @click.command("prune")
 @place_options
-@_retention_options
+@_retention_option
 @json_option("bootseer.serve-prune/1")
-def prune_command(
-    data: Path | None, database: str | None, raw: str | None, raw_days: int, span_days: int, output: Output
-) -> None:
-    """Forget old raw lines and spans now. The service does so every hour; starts and their reports stay for ever."""
+def prune_command(data: Path | None, database: str | None, raw: str | None, raw_days: int, output: Output) -> None:
+    """Forget old raw lines now. The service does so every hour; starts and their reports stay for ever."""
     import time
 
     settings = settings_of(data, database, raw).made()
     from bootseer.service.app import opened
-    from bootseer.service.upkeep import Retention, forget
+    from bootseer.service.upkeep import forget
 
     with opened(settings) as (place, lines):
-        found = forget(place, lines, Retention(raw_days, span_days), time.time_ns())
-    output(found, f"{found['raw_objects']} objects of raw lines and {found['span_days']} days of spans are gone")
+        found = forget(place, lines, raw_days, time.time_ns())
+    output({"raw_objects": found}, f"{found} objects of raw lines are gone")
 
 
 @click.group("token", cls=Group, verbs=_TOKEN_VERBS)

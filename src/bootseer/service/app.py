@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from bootseer.service.metrics import Metrics
 from bootseer.service.over_time import Answers, OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
-from bootseer.service.upkeep import Retention, Upkeep
+from bootseer.service.upkeep import RAW_DAYS, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
@@ -65,7 +65,7 @@ class Settings:
     """Processes that analyse."""
     proxies: tuple[Network, ...] = ()
     proxy_header: str = "x-forwarded-user"
-    retention: Retention = field(default_factory=Retention)
+    raw_days: int = RAW_DAYS
     alert_to: tuple[Webhook, ...] = ()
     patterns: Patterns = ()
     """Of stages in logs of jobs without BootSeer, which only this site's programs write."""
@@ -116,7 +116,7 @@ class Service:
                 on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )
-            self.upkeep = Upkeep(self.database, self.raw, settings.retention, self.deriver.wake)
+            self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
             self.answers = Answers()

@@ -17,7 +17,6 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from bootseer.errors import PermanentError, TransientError, UsageError
-from bootseer.service import schema
 
 _BUSY_S: Final = 20
 _ROWS: Final = 10_000
@@ -39,7 +38,6 @@ class Database:
         if self.is_postgres:
             options = {"pool_size": _POOL, "pool_pre_ping": True, "connect_args": {"connect_timeout": _BUSY_S}}
         self._engine = create_engine(self._url, **options)
-        self._days: set[int] = set()
         if not self.is_postgres:
             event.listen(self._engine, "connect", _set_up_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -84,8 +82,6 @@ class Database:
         """Insert many rows, which have the same columns: by COPY, or as many statements at once."""
         if not rows:
             return
-        if table is schema.span:
-            self.make_days(connection, {row["day"] for row in rows})
         if not self.is_postgres:
             for first in range(0, len(rows), _ROWS):
                 connection.execute(insert(table), rows[first : first + _ROWS])
@@ -110,13 +106,6 @@ class Database:
                 table.c.name.in_(some)))  # fmt: skip
             found.update({row.name: row.id for row in rows})
         return found
-
-    def make_days(self, connection: Connection, days: Iterable[int]) -> None:
-        """The partitions of `span` for these days, on PostgreSQL."""
-        for day in sorted(set(days) - self._days) if self.is_postgres else ():
-            connection.execute(text(f"CREATE TABLE IF NOT EXISTS span_{day:d} PARTITION OF span "
-                                    f"FOR VALUES FROM ({day:d}) TO ({day + 1:d})"))  # fmt: skip
-            self._days.add(day)
 
     def return_pages(self, most: int) -> None:
         """Give so many pages of what was deleted back to the disk, on SQLite."""

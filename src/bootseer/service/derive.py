@@ -34,7 +34,7 @@ from bootseer.trace.event import OK, Event
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
-_PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start, schema.span)
+_PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start)
 Patterns = Sequence[tuple[str, re.Pattern[bytes]]]
 _MARK: Final = re.compile(r"-[0-9a-f]{8,12}$")
 """What `bootseer ship` puts behind the name of a file."""
@@ -258,14 +258,13 @@ def _insert_parts(
         {"node": ("node_id", nodes), "stage": ("stage_id", stages), "last_stage": ("last_stage_id", stages)},
     )
     put(one.techniques, schema.technique_start, {})
-    put(one.spans, schema.span, {"node": ("node_id", nodes), "stage": ("stage_id", stages)})
 
 
 def _node_names(one: Rows) -> set[str]:
-    names = {row["node"] for row in (*one.nodes, *one.spans)} | {row["max_node"] for row in one.stages}
+    names = {row["node"] for row in one.nodes} | {row["max_node"] for row in one.stages}
     return {name for name in (*names, one.start["last_node"]) if name}
 
 
 def _stage_names(one: Rows) -> set[str]:
-    names = {row["stage"] for row in (*one.stages, *one.nodes, *one.spans)} | {row["last_stage"] for row in one.nodes}
+    names = {row["stage"] for row in (*one.stages, *one.nodes)} | {row["last_stage"] for row in one.nodes}
     return {name for name in (*names, one.start["last_stage"]) if name}

@@ -12,18 +12,16 @@ from typing import Any, Final
 
 import zstandard
 
-from bootseer.report.analysis.spans import RUN, TRUNCATED, Span, StartupSpans
+from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans
 from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.report.model import Report
 from bootseer.service.schema import CHECKPOINT, CLOSED, ENVIRONMENT, IMAGE, OPEN
-from bootseer.trace.event import FAILED, OK
+from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S, S_PER_H, seconds
 
 DAY_NS: Final = 86_400 * NS_PER_S
-_OUTCOMES: Final = {OK: 0, FAILED: 1, TRUNCATED: 2}
-_UNKNOWN: Final = 3
 _MAX_DAY: Final = 100_000
-"""In the year 2243: a wrong clock makes no partition beyond it."""
+"""In the year 2243: a wrong clock makes no day beyond it."""
 BEGAN: Final = "training_began"
 _VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
 
@@ -37,7 +35,6 @@ class Rows:
     stages: list[dict[str, Any]]
     nodes: list[dict[str, Any]]
     techniques: list[dict[str, Any]]
-    spans: list[dict[str, Any]]
     racks: dict[str, str]
     """Rack by node, where it is known."""
 
@@ -89,10 +86,9 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
         }
         for node in report.nodes
     ]
-    spans = [_span(span, day) for node in startup.nodes.values() for span in node.spans]
     places = {node.node: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
     racks = {name: str(place) for name, place in places.items() if place}
-    return Rows(start, zstandard.compress(report_json.encode(), 6), stages, nodes, techniques, spans, racks)
+    return Rows(start, zstandard.compress(report_json.encode(), 6), stages, nodes, techniques, racks)
 
 
 def day_of(ns: int) -> int:
@@ -237,15 +233,3 @@ def _with_peers(report: Report, fetched: Sequence[dict[str, Any]]) -> None:
     for one in fetched if came else ():
         one["peer_bytes"] = min(max(from_peers, 0) * one["origin_bytes"] // came, one["origin_bytes"])
         one["origin_bytes"] -= one["peer_bytes"]
-
-
-def _span(span: Span, day: int) -> dict[str, Any]:
-    return {
-        "node": span.node,
-        "rank": span.rank,
-        "stage": span.stage,
-        "begin_ns": span.begin_ns,
-        "dur_ns": span.end_ns - span.begin_ns,
-        "outcome": _OUTCOMES.get(span.outcome, _UNKNOWN),
-        "day": day,
-    }

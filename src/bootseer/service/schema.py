@@ -3,9 +3,9 @@
 One text for SQLite and PostgreSQL. Times are nanoseconds since 1970 (`_ns`), durations seconds (`_s`), days are counted
 since 1970 in UTC and are those of a start's begin. `migrations` brings older databases to this state.
 
-Numbers of starts and nodes grow to 10^7 and 10^4, of spans to 10^9: nothing that a page shows reads `span`, and what is
-summed over weeks lies in `stage_day` and `node_day`, which are computed anew for each day that changed, so that a start
-which is derived twice counts once.
+Numbers of starts and nodes grow to 10^7 and 10^4: what is summed over weeks lies in `stage_day` and `node_day`, which
+are computed anew for each day that changed, so that a start which is derived twice counts once. Spans have no table: a
+start's report has what people look at, and its raw lines all of them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ CLOSED: Final = "closed"
 IMAGE: Final = "image"
 ENVIRONMENT: Final = "environment"
 CHECKPOINT: Final = "checkpoint"
-TECHNIQUES: Final = (IMAGE, ENVIRONMENT, CHECKPOINT)
-CACHE_STATES: Final = ("hit", "mixed", "miss", "off")
-"""What a start found ready of what it needs: everything, some of it, nothing; or it uses none of the techniques."""
 
 # SQLite counts up by itself only columns of exactly this type.
 _ID: Final = BigInteger().with_variant(Integer, "sqlite")
@@ -92,6 +89,7 @@ start: Final = Table(
     Column("nodes_heard", Integer, nullable=False),
     Column("ranks", Integer, nullable=False),
     Column("gpus", Integer),
+    # What it found ready of what it needs: hit (everything), mixed, miss (nothing); off: it uses no technique.
     Column("cache_state", Text, nullable=False),
     *map(_text, ("image", "image_digest", "env_key", "checkpoint")),
     # What a comparison shows beside the times, as JSON: versions, digests, sizes.
@@ -191,23 +189,6 @@ technique_start: Final = Table(
     _sum("saved_s"),
     Index("technique_start_by_day", "day", "technique"),
     sqlite_with_rowid=False,
-)
-
-# Of PostgreSQL, one partition for each day (`database.Database.make_days`): to forget a day is to drop its table.
-span: Final = Table(
-    "span",
-    metadata,
-    Column("start_id", BigInteger, nullable=False),
-    Column("node_id", BigInteger, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("stage_id", BigInteger, nullable=False),
-    Column("begin_ns", BigInteger, nullable=False),
-    Column("dur_ns", BigInteger, nullable=False),
-    # 0 ok, 1 failed, 2 without an end, 3 unknown.
-    Column("outcome", SmallInteger, nullable=False),
-    Column("day", Integer, nullable=False),
-    Index("span_by_start", "start_id"),
-    postgresql_partition_by="RANGE (day)",
 )
 
 stage_day: Final = Table(

@@ -1,7 +1,7 @@
 """What goes on beside the starts: sums by day, raw lines that have no row yet, and forgetting what is old.
 
 Sums of a day are computed anew from the day's starts when one of them has changed, so that no start counts twice.
-What is forgotten gives its bytes back: PostgreSQL drops whole days of spans, SQLite returns free pages to the disk.
+What is forgotten gives its bytes back: SQLite returns free pages to the disk.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, cast, delete, distinct, func, insert, inspect, select, text
+from sqlalchemy import Connection, Integer, cast, delete, func, insert, select
 from sqlalchemy.sql.elements import ColumnElement
 
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -40,12 +39,8 @@ _PAGES: Final = 20_000
 """Of SQLite, returned to the disk at once: others wait meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How many days what is kept; starts, their reports and the sums stay for ever."""
-
-    raw_days: int = 14
-    span_days: int = 90
+RAW_DAYS: Final = 14
+"""How long raw lines are kept; starts, their reports and the sums stay for ever."""
 
 
 def class_of(value_s: float) -> int:
@@ -272,15 +267,14 @@ def reindex(
     return {"starts": found, "attempts": len(attempts), "batches": len(rows)}
 
 
-def forget(database: Database, raw: RawStore, retention: Retention, now_ns: int) -> dict[str, int]:
-    """Remove what is older than it may be; how many raw objects and days of spans there were."""
-    today = day_of(now_ns)
+def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int:
+    """Remove raw lines that are older than these days; how many objects there were."""
     batch = schema.batch
     # All lines of an attempt or none: half of them would be derived as half a start.
     latest = select(batch.c.job, batch.c.attempt, func.max(batch.c.day).label("day")).group_by(
         batch.c.job, batch.c.attempt
     )
-    old = latest.having(func.max(batch.c.day) < today - retention.raw_days).subquery()
+    old = latest.having(func.max(batch.c.day) < day_of(now_ns) - raw_days).subquery()
     same = (batch.c.job == old.c.job) & (batch.c.attempt == old.c.attempt)
     with database.read() as connection:
         names = list(connection.execute(select(batch.c.raw_key).join_from(batch, old, same)).scalars())
@@ -288,36 +282,19 @@ def forget(database: Database, raw: RawStore, retention: Retention, now_ns: int)
     with database.write() as connection:
         for name in names:
             connection.execute(delete(batch).where(batch.c.raw_key == name))
-        days = _forget_spans(database, connection, today - retention.span_days)
     if not database.is_postgres:
         database.return_pages(_PAGES)
-    return {"raw_objects": len(names), "span_days": days}
-
-
-def _forget_spans(database: Database, connection: Connection, before: int) -> int:
-    if not database.is_postgres:
-        days = connection.execute(
-            select(func.count(distinct(schema.span.c.day))).where(schema.span.c.day < before)
-        ).scalar_one()
-        connection.execute(delete(schema.span).where(schema.span.c.day < before))
-        return int(days)
-    dropped = 0
-    for name in inspect(connection).get_table_names():
-        number = name.removeprefix("span_")
-        if name.startswith("span_") and number.isdecimal() and int(number) < before:
-            connection.execute(text(f"DROP TABLE span_{int(number)}"))
-            dropped += 1
-    return dropped
+    return len(names)
 
 
 class Upkeep:
     """A thread that does all of this while a service runs."""
 
-    def __init__(self, database: Database, raw: RawStore, retention: Retention, found: Callable[[], None]) -> None:
+    def __init__(self, database: Database, raw: RawStore, raw_days: int, found: Callable[[], None]) -> None:
         """`found` is called when raw objects without a row have got one."""
         self._database = database
         self._raw = raw
-        self._retention = retention
+        self._raw_days = raw_days
         self._found = found
         self._days: set[int] = set()
         self._lock = threading.Lock()
@@ -359,7 +336,7 @@ class Upkeep:
                     since, due_s["reconcile"] = today - 1, now_s + _RECONCILE_EVERY_S
                 if now_s >= due_s["forget"]:
                     due_s["forget"] = now_s + _FORGET_EVERY_S
-                    forget(self._database, self._raw, self._retention, time.time_ns())
+                    forget(self._database, self._raw, self._raw_days, time.time_ns())
             except BootseerError as error:
                 self.changed(days)
                 _LOG.warning("upkeep: %s", error)
@@ -372,7 +349,7 @@ class Upkeep:
             latest = connection.execute(
                 select(func.max(schema.batch.c.day)).where(schema.batch.c.day <= today)
             ).scalar()
-        return max(latest if latest is not None else today, today - self._retention.raw_days)
+        return max(latest if latest is not None else today, today - self._raw_days)
 
     def changed_since(self, since_ns: int) -> None:
         """Sum the days of starts that were derived since."""
