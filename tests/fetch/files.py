@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
+
 from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
@@ -41,7 +43,7 @@ def stored(store: Store, data: bytes, num_stripes: int = 1) -> Index:
 def main(task: str, store: str, cache: str, description: str) -> None:
     """A process that fetches from the same cache as the test: `pull` all, or `hang` in the request for block 0."""
     origin = open_store(store)
-    index = read_index(origin, BlockFile.from_json(json.loads(description)))
+    index = read_index(origin, msgspec.json.decode(description, type=BlockFile))
     never = threading.Event()
 
     def slowly(request: object) -> Fault:

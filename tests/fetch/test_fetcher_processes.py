@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bootseer.blocks.block_file import read_index
@@ -35,7 +36,7 @@ def other(tmp_path, place):
     environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
 
     def start(task):
-        arguments = [task, str(tmp_path / "store"), str(tmp_path / "cache"), json.dumps(place[1].as_json())]
+        arguments = [task, str(tmp_path / "store"), str(tmp_path / "cache"), msgspec.json.encode(place[1]).decode()]
         command = [sys.executable, files.__file__, *arguments]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         children.append(child)

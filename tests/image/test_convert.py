@@ -162,7 +162,7 @@ def test_a_layer_document_that_does_not_fit_its_objects_is_made_again(tmp_path: 
     upload.write(json.dumps(value).encode())
     upload.commit(name)
     assert convert(open_source(parse_reference(f"oci:{tmp_path}")), store) == document
-    assert json.loads(b"".join(store.read(name)))["file"] == document.layers[0].file.as_json()
+    assert json.loads(b"".join(store.read(name)))["file"]["identity"] == document.layers[0].file.identity
 
 
 def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_kind_of_them(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from bootseer import errors
 from bootseer.errors import BootseerError, TransientError
@@ -20,7 +21,8 @@ from bootseer.mounts.process import end_child
 
 DEADLINE_S = 300.0
 """More than all deadlines of what is asked for together: only for a client that hangs."""
-_MAX_BYTES = 65_536
+_MAX_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
 _END_S = 10.0
 
 
@@ -29,8 +31,8 @@ def breaks_forks(uri: str | None) -> bool:
     return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
 
 
-def run_in_child(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
-    """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised.
+def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> Any:
+    """What `work` gives in a child process, as JSON has it. Raises the `BootseerError` that it raised.
 
     `TransientError` after `deadline_s` seconds: the child is killed then.
     """
@@ -45,15 +47,16 @@ def run_in_child(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) 
     except BaseException:
         end_child(pid)
         raise
-    if said:
-        kind, message = json.loads(said)
-        found = getattr(errors, kind, None)
-        raise (found if isinstance(found, type) and issubclass(found, BootseerError) else BootseerError)(message)
+    found, kind, message = json.loads(said) if said else (None, "", "")
+    if kind:
+        error = getattr(errors, kind, None)
+        raise (error if isinstance(error, type) and issubclass(error, BootseerError) else BootseerError)(message)
     if status is None:
         end_child(pid)
         raise TransientError(f"the process that asked the store has answered, and not ended for {_END_S:g} s")
     if status:
         raise TransientError(f"the process that asked the store ended with status {status}")
+    return found
 
 
 def _hear(answer: int, deadline_s: float) -> bytes:
@@ -63,22 +66,25 @@ def _hear(answer: int, deadline_s: float) -> bytes:
         while len(said) < _MAX_BYTES:
             if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise TransientError(f"the process that asked the store has not answered for {deadline_s:g} s")
-            piece = pipe.read(_MAX_BYTES - len(said))
+            piece = pipe.read(_PIECE_BYTES)
             if not piece:
                 break
             said += piece
     return said
 
 
-def _work(work: Callable[[], object], report: int) -> None:
+def _work(work: Callable[[], Any], report: int) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        work()
+        said = [work(), "", ""]
         code = 0
     except BaseException as error:  # nothing may unwind into the parent's code
         kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
         message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
-        os.write(report, json.dumps([kind, message[:4000]]).encode())
+        said = [None, kind, message[:4000]]
+    try:
+        with os.fdopen(report, "wb") as pipe:
+            pipe.write(json.dumps(said).encode())
     finally:
         os._exit(code)

@@ -9,7 +9,6 @@ import hashlib
 from contextlib import closing
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index, Stripe
@@ -47,18 +46,6 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
             Stored(self.index_name, self.index_bytes),
             *(Stored(stripe.name, stripe.size_bytes) for stripe in self.stripes if stripe.size_bytes),
         )
-
-    def as_json(self) -> dict[str, object]:
-        """A JSON object for `from_json`."""
-        return {**msgspec.to_builtins(self), "stripes": [list(stripe) for stripe in self.stripes]}
-
-    @classmethod
-    def from_json(cls, value: object) -> BlockFile:
-        """Read what `as_json` made. Raises `CorruptError`; unknown fields are ignored."""
-        try:
-            return msgspec.convert(value, cls)
-        except (msgspec.ValidationError, ValueError, RecursionError) as error:
-            raise CorruptError("a block file's description is missing or impossible") from error
 
 
 def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) -> Index:

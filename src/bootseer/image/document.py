@@ -8,12 +8,13 @@ configuration are kept to the byte, so that both can be compared with the digest
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from bootseer.artifact.document import parse_object
+from msgspec import Meta
+
+from bootseer.artifact.document import convert, encode, parse_object
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored
@@ -22,7 +23,6 @@ SCHEMA = "bootseer.image/2"
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 500  # what overlayfs mounts at once
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class LayerFile:
     something else: a folder, or the attributes of the root directory.
     """
 
-    source_digest: str
-    diff_id: str
+    source_digest: Annotated[str, Meta(pattern=r"\A(sha256:[0-9a-f]{64})?\Z")]
+    diff_id: Annotated[str, Meta(pattern=r"\A(sha256:[0-9a-f]{64})?\Z")]
     file: BlockFile
 
 
@@ -42,12 +42,12 @@ class LayerFile:
 class ImageDocument:
     """A converted image."""
 
-    digest: str
+    digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     manifest: bytes
     """As the source has it; empty for an image that has none: of an archive or a folder."""
     config_data: bytes
     """The OCI image configuration, as the source has it."""
-    layers: tuple[LayerFile, ...]
+    layers: Annotated[tuple[LayerFile, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     """Bottom first."""
 
     @property
@@ -77,17 +77,13 @@ class ImageDocument:
 
     def encode(self) -> bytes:
         """JSON; the same image gives the same bytes."""
+        texts = {"manifest": self.manifest, "config": self.config_data}
         value = {
-            "schema": SCHEMA,
+            **{name: data.decode("utf-8", "surrogateescape") for name, data in texts.items()},
             "digest": self.digest,
-            "manifest": self.manifest.decode("utf-8", "surrogateescape"),
-            "config": self.config_data.decode("utf-8", "surrogateescape"),
-            "layers": [
-                {"source_digest": layer.source_digest, "diff_id": layer.diff_id, "file": layer.file.as_json()}
-                for layer in self.layers
-            ],
+            "layers": self.layers,
         }
-        data = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        data = encode(value, SCHEMA)
         if len(data) > MAX_DOCUMENT_BYTES:
             raise PermanentError(f"image {self.digest}: its document would have {len(data)} bytes, too many to read")
         return data
@@ -100,34 +96,13 @@ class ImageDocument:
             raise PermanentError(
                 f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}; convert the image again"
             )
-        digest, rows = value.get("digest"), value.get("layers")
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise CorruptError("image document: no digest")
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_LAYERS:
-            raise CorruptError(f"image document of {digest}: no layers, or more than {MAX_LAYERS}")
-        manifest, config_data = (_bytes(value.get(name), f"{name} of {digest}") for name in ("manifest", "config"))
-        return cls(digest, manifest, config_data, tuple(_layer(row, digest) for row in rows))
+        try:
+            texts = {name: value[name].encode("utf-8", "surrogateescape") for name in ("manifest", "config")}
+        except (KeyError, AttributeError, UnicodeEncodeError) as error:
+            raise CorruptError("image document: manifest or configuration is not text") from error
+        return convert({**value, "manifest": texts["manifest"], "config_data": texts["config"]}, cls, "image document")
 
 
 def document_name(digest: str) -> str:
     """Where a store keeps the document of the image with this manifest digest (`sha256:…`)."""
     return "images/" + digest.replace(":", "-")
-
-
-def _bytes(text: object, what: str) -> bytes:
-    try:
-        if isinstance(text, str):
-            return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        pass
-    raise CorruptError(f"image document: the {what} is not text")
-
-
-def _layer(row: object, digest: str) -> LayerFile:
-    if not isinstance(row, dict):
-        raise CorruptError(f"image document of {digest}: a layer is not an object")
-    digests = (row.get("source_digest"), row.get("diff_id"))
-    for found in digests:
-        if not isinstance(found, str) or not (not found or _DIGEST.fullmatch(found)):
-            raise CorruptError(f"image document of {digest}: a layer has no digests")
-    return LayerFile(str(digests[0]), str(digests[1]), BlockFile.from_json(row.get("file")))

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import stat
 import struct
 import tempfile
 import threading
@@ -30,6 +32,7 @@ _READ_ONLY, _AUTOCLEAR = 1, 4
 # struct loop_config: fd, block_size, struct loop_info64 (lo_flags at its byte 52), eight reserved words.
 _LOOP_CONFIG = struct.Struct("=II52xI176x64x")
 _ATTEMPTS = 64
+_PLAIN = re.compile(rb"[A-Za-z0-9_./+=@%~-]+")
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
@@ -89,7 +92,7 @@ def mount_overlay(
         return
     attributes |= 0 if upper else MS_RDONLY
     top_first = list(reversed(lowers))
-    with _short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
+    with short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
         if one_option:
             options: list[tuple[str, str | None]] = [("source", "bootseer")]
             options += [("lowerdir+", name) for name in names[: len(lowers)]]
@@ -105,15 +108,28 @@ def mount_overlay(
         _mount_in_one_page(top_first, target, upper, work, attributes, userxattr=userxattr)
 
 
+def copy_attributes(source: Path | str, upper: Path) -> None:
+    """An overlay's root looks as its upper folder: let that look as `source`, as far as this user may."""
+    status = os.stat(source)  # noqa: PTH116
+    with contextlib.suppress(PermissionError):
+        os.chown(upper, status.st_uid, status.st_gid)
+    for name in os.listxattr(os.fsencode(source)):
+        if not os.fsencode(name).startswith((b"trusted.overlay.", b"user.overlay.")):
+            with contextlib.suppress(OSError):  # of a security module, or not for every user, or not here
+                os.setxattr(upper, name, os.getxattr(source, name))
+    upper.chmod(stat.S_IMODE(status.st_mode))
+    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 @contextlib.contextmanager
-def _short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
+def short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
     """Names that fit into one mount option: a folder's own path, or its descriptor's in /proc."""
     names, opened = [], []
     try:
         for folder in folders:
             name = str(folder.absolute())
-            # In upperdir and workdir the kernel reads a backslash as the beginning of an escape.
-            if len(os.fsencode(name)) > kernel.MAX_STRING or "\\" in name:
+            # Backslashes, commas and colons mean something in some options of some kernels.
+            if len(os.fsencode(name)) > kernel.MAX_STRING or not _PLAIN.fullmatch(os.fsencode(name)):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
                 name = f"/proc/self/fd/{opened[-1]}"
             names.append(name)

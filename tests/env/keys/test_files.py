@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.files import Facts, NodeFiles, zip_directory
+from bootseer.env.keys.files import Facts, NodeFiles, wheel_contents
 from bootseer.env.keys.sources import read_tree
 from bootseer.errors import PermanentError
 from setup_projects import git
@@ -115,7 +115,7 @@ def test_a_large_wheel_is_known_by_its_list_of_contents(tmp_path: Path) -> None:
             archive.writestr(zipfile.ZipInfo("large.bin"), b"\0" * (65 << 20))
             archive.writestr(zipfile.ZipInfo("x.py"), content)
         with path.open("rb") as file:
-            found = zip_directory(file.fileno(), path.stat().st_size)
+            found = wheel_contents(file)
         assert found is not None
         assert len(found) < 1000
         digests.append(_files().digest(str(path))[0])
@@ -131,4 +131,4 @@ def test_what_is_no_archive_has_no_list_of_contents(tmp_path: Path) -> None:
     ):
         (tmp_path / "x").write_bytes(data)
         with (tmp_path / "x").open("rb") as file:
-            assert zip_directory(file.fileno(), len(data)) is None
+            assert wheel_contents(file) is None

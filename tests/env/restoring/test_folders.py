@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootseer.env.restoring.folders import FoldersBelow
+from bootseer.env.restoring.inside import FoldersBelow
 
 
 def test_environments_are_told_by_what_is_in_them(tmp_path: Path) -> None:
@@ -31,10 +31,3 @@ def test_environments_are_told_by_what_is_in_them(tmp_path: Path) -> None:
     assert folders.is_folder("/conda")
     assert not folders.is_folder("/link")
     assert not folders.is_folder("/nowhere")
-
-
-def test_the_job_works_where_this_process_does_by_its_real_name(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    assert FoldersBelow(working_folder=str(tmp_path / "link")).working_folder == str(tmp_path / "real")
-    assert FoldersBelow().working_folder == str(Path.cwd().resolve())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.changes import Action, Change
+from bootseer.env.keys.files import Facts, stamp_of
 from bootseer.env.restoring.loose import Conflict, plan
 from bootseer.env.restoring.place import apply
 from bootseer.env.snapshot.manifest import Entry, Manifest
@@ -245,23 +245,19 @@ def test_what_a_setup_has_just_captured_is_written_without_digests(machine: Mach
 
 
 def test_files_that_were_compared_before_are_not_read_again(machine: Machine, tmp_path: Path) -> None:
-    known = tmp_path / "known" / "file"
     machine.setup.write("/home/u/large", "content")
     entries = machine.entries()
     machine.restore(entries)
     place = machine.at("/home/u/large")
     # Files that were changed a moment ago are read again; the time of a change cannot be set, that of the note can.
-    old = [entry for entry in entries if entry.kind == "file"]
-    status = place.stat()
-    row = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, "blake3:" + 64 * "1"]
-    known.parent.mkdir()
-    known.write_text(json.dumps({"/home/u/large": row}))
-    forged = [replace(old[0], digest="blake3:" + 64 * "1")]
-    assert plan(forged, machine.setup.at, root=str(machine.root), known=known).num_present == 1
+    facts = Facts(tmp_path / "known")
+    facts.put("blake3", "/home/u/large", stamp_of(place.stat()), "blake3:" + 64 * "1")
+    facts.save()
+    forged = [replace(entry, digest="blake3:" + 64 * "1") for entry in entries if entry.kind == "file"]
+    assert plan(forged, machine.setup.at, root=str(machine.root), facts=tmp_path / "known").num_present == 1
     place.write_text("CONTENT")
     with pytest.raises(Conflict):
-        plan(forged, machine.setup.at, root=str(machine.root), known=known)
-    assert json.loads(known.read_text()) == {}
+        plan(forged, machine.setup.at, root=str(machine.root), facts=tmp_path / "known")
 
 
 def test_two_restores_at_once_into_a_shared_folder_agree(machine: Machine) -> None:
@@ -412,16 +408,6 @@ def test_settings_that_are_not_there_are_no_longer_what_the_setup_found(machine:
     entries = settings(machine, sha256("found"))
     with pytest.raises(Conflict, match="/etc/profile"):
         machine.restore(entries, roots=("/etc",))
-
-
-def test_what_was_found_out_is_forgotten_after_a_month(machine: Machine, tmp_path: Path) -> None:
-    folder = tmp_path / "known"
-    folder.mkdir()
-    for name, age_s in (("old", 40 * 86_400), ("young", 86_400)):
-        (folder / name).write_text("{}")
-        os.utime(folder / name, times=(0, tmp_path.stat().st_mtime - age_s))
-    plan([], machine.setup.at, known=folder / "mine")
-    assert [path.name for path in folder.iterdir()] == ["young"]
 
 
 def test_who_asks_for_no_threads_gets_none(machine: Machine) -> None:

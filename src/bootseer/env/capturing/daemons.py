@@ -92,8 +92,7 @@ def recorded(pids: Mapping[int, str], setup: Setup, reads: Reads) -> tuple[list[
 
 def rights(pid: int | str) -> dict[str, str]:
     """What limits the rights of a process."""
-    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {name: value.strip() for name, _, value in lines if name in _RIGHTS}
+    return {name: value for name in _RIGHTS if (value := _status(Path(f"/proc/{pid}"), name))}
 
 
 def _found(top: Process, family: set[int], addresses: Mapping[int, str], setup: Setup, reads: Reads) -> Found:

@@ -16,25 +16,24 @@ written, without the few that move by themselves, so that nothing is blamed on a
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
-import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from bootseer.artifact.child import run_in_child
 from bootseer.env.capturing.daemons import Found, Setup, recorded, rights
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
 from bootseer.env.changes import Change
 from bootseer.env.processes import process
+from bootseer.errors import BootseerError
 from bootseer.mounts.kernel import mount_table
-from bootseer.mounts.process import end_child
 
 MARK = "BOOTSEER_SETUP"
 """The environment variable that tells the setup's processes."""
@@ -195,7 +194,6 @@ def _link(path: str) -> str:
 Enter = Callable[[], None]
 LOOK_S = 10.0
 _PREFIX_FILES = ("pyvenv.cfg", "conda-meta")
-_MAX_LOOK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,35 +318,16 @@ def _look(enter: Enter | None) -> Mapping[str, Any]:
     """What can be seen where the setup runs; empty when nothing can."""
     if enter is None:
         return _seen()
-    answer, report = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid == 0:
-        _tell(enter, report)
-    os.close(report)
-    data, end = b"", time.monotonic() + LOOK_S
-    try:
-        while select.select([answer], [], [], max(0.0, end - time.monotonic()))[0]:
-            piece = os.read(answer, 1 << 20)
-            data += piece
-            if not piece or len(data) > _MAX_LOOK_BYTES:
-                break
-    finally:
-        os.close(answer)
-        end_child(pid)
-    try:
-        said: Mapping[str, Any] = json.loads(data)
-    except ValueError:
-        return {}
-    return said
 
-
-def _tell(enter: Enter, report: int) -> NoReturn:
-    try:
+    def inside() -> dict[str, Any]:
         enter()
-        with os.fdopen(report, "wb") as pipe:
-            pipe.write(json.dumps(_seen()).encode())
-    finally:
-        os._exit(0)  # nothing may unwind into the parent's code
+        return _seen()
+
+    try:
+        found: Mapping[str, Any] = run_in_child(inside, deadline_s=LOOK_S)
+    except BootseerError:
+        return {}
+    return found
 
 
 def _seen() -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
+from bootseer.mounts.layers import copy_attributes, short_names
 from bootseer.mounts.namespace import Built
 
 _DISKS = {
@@ -123,7 +123,6 @@ def _is_ours(path: str) -> bool:
 
 
 _ATTRIBUTES = {"nosuid": 2, "nodev": 4, "noexec": 8}
-_PLAIN = re.compile(rb"[A-Za-z0-9_./+=@%~-]+")
 TREE, EMPTY, UPPERS, WORKS = "tree", "empty", "uppers", "works"
 
 
@@ -161,7 +160,7 @@ class _Work:
         upper, work = self.place / UPPERS / number, self.place / WORKS / number
         for made in (upper, work):
             made.mkdir(parents=True, exist_ok=True)
-        _like(upper, point)
+        copy_attributes(point, upper)
         made_mount = _overlay(point, upper, work, attributes, userxattr=self.plan.userxattr)
         self.points.append(point)
         return made_mount
@@ -257,8 +256,7 @@ def _begin(plan: Plan) -> _Work:
 
 def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr: bool) -> int:
     """Deletions, copies of whole files and nothing else: marks that only the kernel could read later are off."""
-    with contextlib.ExitStack() as opened:
-        names = [_name(path, opened) for path in (Path(lower), upper, work)]
+    with short_names([Path(lower), upper, work]) as names:
         options: list[tuple[str, str | None]] = [
             ("source", "bootseer"),
             ("lowerdir", names[0]),
@@ -277,28 +275,6 @@ def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr:
             if number_of(error) != errno.EINVAL:
                 raise
             return kernel.create("overlay", options, attributes=attributes)
-
-
-def _name(path: Path, opened: contextlib.ExitStack) -> str:
-    """What to call a folder in an option: by a descriptor where its name has letters that mean something there."""
-    name = os.fsencode(path)
-    if len(name) <= kernel.MAX_STRING and _PLAIN.fullmatch(name):
-        return str(path)
-    number = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    opened.callback(os.close, number)
-    return f"/proc/self/fd/{number}"
-
-
-def _like(upper: Path, lower: str) -> None:
-    """The root of an overlay has the attributes of the upper folder."""
-    state = os.stat(lower)  # noqa: PTH116
-    os.chown(upper, state.st_uid, state.st_gid)
-    upper.chmod(stat.S_IMODE(state.st_mode))
-    for name in os.listxattr(lower):
-        if not name.startswith(("trusted.overlay.", "user.overlay.")):
-            with contextlib.suppress(OSError):  # attributes of a security module that decides by itself
-                os.setxattr(upper, name, os.getxattr(lower, name))
-    os.utime(upper, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
 def _attributes(mount: Mount) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
-from bootseer.env.installing.packages import installed
+from bootseer.env.installing.packages import below, installed
 from bootseer.env.installing.settings import Read, Translation, requirement_files, settings, translate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
@@ -81,7 +81,7 @@ def choose(
     `root` is where the job's `/` can be read, `cwd` its working folder, `run` asks uv for its version. `at` tells where
     a path of the job can be read, if that is not always below `root`.
     """
-    at = at or (lambda path: _below(root, path))
+    at = at or (lambda path: below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
     if kind == "conda":
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
@@ -173,7 +173,7 @@ def _uv(
 
 def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
     for folder in python.folders:
-        for info in _below(root, folder).glob("pip-*.dist-info"):
+        for info in below(root, folder).glob("pip-*.dist-info"):
             found = re.match(r"pip-(\d+)\.(\d+)", info.name)
             if found:
                 return tuple(map(int, found.groups()))
@@ -182,7 +182,7 @@ def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
 
 def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
     found = installed(python.folders, root=root).distributions
-    return sorted({each.name for each in found if _below(root, f"{each.record}/direct_url.json").is_file()})
+    return sorted({each.name for each in found if below(root, f"{each.record}/direct_url.json").is_file()})
 
 
 def _reader(at: Callable[[str], Path]) -> Read:
@@ -194,7 +194,3 @@ def _reader(at: Callable[[str], Path]) -> Read:
             return None
 
     return read
-
-
-def _below(root: str, path: str) -> Path:
-    return Path(root) / path.lstrip("/")

@@ -93,14 +93,15 @@ def _order(each: Distribution) -> tuple[str, str, str]:
     return each.name, each.version, each.record
 
 
-def _below(root: str, path: str) -> Path:
+def below(root: str, path: str) -> Path:
+    """Where a path of the job can be read; `root` is where its `/` can."""
     return Path(root) / path.lstrip("/")
 
 
 def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
     for folder in folders:
         try:
-            with os.scandir(_below(root, folder)) as entries:
+            with os.scandir(below(root, folder)) as entries:
                 infos = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
                 # An interrupted uninstallation of pip leaves names that begin with a tilde.
                 found = [(entry.name, entry.stat().st_mtime_ns) for entry in infos if not entry.name.startswith("~")]
@@ -108,7 +109,7 @@ def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
             continue
         for name, stamp in found:
             record = f"{folder.rstrip('/')}/{name}"
-            known = _named(name) or _told(_below(root, record))
+            known = _named(name) or _told(below(root, record))
             if known is not None:
                 yield Distribution(normalised(known[0]), known[1], record, stamp)
 
@@ -138,7 +139,7 @@ def _told(record: Path) -> tuple[str, str] | None:
 
 def _system_packages(root: str) -> dict[str, str]:
     try:
-        with _below(root, _DPKG_STATUS).open("rb") as file:
+        with below(root, _DPKG_STATUS).open("rb") as file:
             data = file.read(_MAX_STATUS_BYTES)
     except OSError:
         return {}

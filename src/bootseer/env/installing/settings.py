@@ -17,6 +17,8 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bootseer.env.keys.requirements import VARIABLE, logical_lines
+
 Read = Callable[[str], str | None]
 """The text of a file as the job sees it; None if it is not there or may not be read."""
 
@@ -25,8 +27,6 @@ _SECTIONS = ("global", "install")
 _NOT_OPTIONS = {"config-file", "version", "help"}
 _ALIASES = {"default-timeout": "timeout", "pypi-url": "index-url", "i": "index-url", "f": "find-links", "U": "upgrade"}
 _TAKES_FILE = {"-r": "requirement", "--requirement": "requirement", "-c": "constraint", "--constraint": "constraint"}
-_COMMENT = re.compile(r"(^|\s+)#.*$")
-_VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +109,10 @@ def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], re
         if text is None:
             found.unread.append(path)
             continue
-        for line in _lines(text):
-            expanded = _VARIABLE.sub(lambda name: env.get(name[1]) or name[0], line)
+        for line in logical_lines(text.removeprefix("\ufeff"), between=""):
+            expanded = VARIABLE.sub(lambda name: env.get(name[1]) or name[0], line)
             waiting += _read_line(expanded, path, kind, cwd, found)
     return found
-
-
-def _lines(text: str) -> Iterable[str]:
-    """Logical lines without comments."""
-    joined = re.sub(r"\\\r?\n", "", text.removeprefix("\ufeff"))
-    for line in joined.splitlines():
-        bare = _COMMENT.sub("", line).strip()
-        if bare:
-            yield bare
 
 
 def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -> list[tuple[str, str]]:

@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import stat
-import struct
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -158,10 +158,11 @@ class NodeFiles:
             if isinstance(known, str):
                 return known, status.st_size
             if path.endswith(".whl") and status.st_size > _LARGE_WHEEL_BYTES:
-                directory = zip_directory(file.fileno(), status.st_size)
-                if directory is not None:
-                    self._count(path, len(directory))
-                    return hashlib.sha256(directory).hexdigest(), status.st_size
+                contents = wheel_contents(file)
+                if contents is not None:
+                    self._count(path, len(contents))
+                    return hashlib.sha256(contents).hexdigest(), status.st_size
+                file.seek(0)
             self._count(path, status.st_size)
             digest, size = hashlib.sha256(), 0
             while chunk := file.read(_CHUNK):
@@ -209,34 +210,11 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         raise PermanentError(f"{path}: {why}") from error
 
 
-_END = struct.Struct("<4s4H2IH")
-_END64_PLACE = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_MAX_COMMENT = 65_535
-_MAX_DIRECTORY_BYTES = 64 << 20
-
-
-def zip_directory(number: int, size: int) -> bytes | None:
-    """The central directory of the zip archive of `size` bytes behind a descriptor; None when it is no such archive."""
+def wheel_contents(file: BinaryIO) -> bytes | None:
+    """Names, sizes and checksums of what a zip archive has; None for what is none."""
     try:
-        start = max(size - _END.size - _MAX_COMMENT - _END64_PLACE.size, 0)
-        tail = os.pread(number, size - start, start)
-        at = tail.rfind(b"PK\x05\x06")
-        if at < 0 or at + _END.size > len(tail):
-            return None
-        end = _END.unpack_from(tail, at)
-        length, offset = end[5], end[6]
-        if offset == 0xFFFF_FFFF or length == 0xFFFF_FFFF:
-            place = at - _END64_PLACE.size
-            if place < 0 or tail[place : place + 4] != b"PK\x06\x07":
-                return None
-            data = os.pread(number, _END64.size, _END64_PLACE.unpack_from(tail, place)[2])
-            if len(data) < _END64.size or data[:4] != b"PK\x06\x06":
-                return None
-            length, offset = _END64.unpack(data)[8:10]
-        if not 0 < length <= _MAX_DIRECTORY_BYTES or offset + length > size:
-            return None
-        found = os.pread(number, length, offset)
-    except (OSError, OverflowError):
+        with zipfile.ZipFile(file) as archive:
+            rows = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
-    return found if len(found) == length and found[:4] == b"PK\x01\x02" else None
+    return json.dumps(rows).encode()

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from bootseer.artifact.lease import Held, Lease, NoLease, acquire, look, take_over
 from bootseer.artifact.lease_state import TTL_S, Next, Watch
-from bootseer.env.document import EnvironmentDocument, is_key
-from bootseer.env.life.catalog import Catalog
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.catalog import ENVIRONMENTS, Catalog
 from bootseer.env.life.decide import Ended
-from bootseer.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class Waited:
 
 def lease_name(key: str) -> str:
     """Where a store keeps the lease of a request key."""
-    if not is_key(key):
-        raise UsageError(f"{key[:80]!r} is not a request key", hint="a key has 64 hexadecimal digits")
+    ENVIRONMENTS.check_key(key)
     return f"environments/{key}/lease"
 
 

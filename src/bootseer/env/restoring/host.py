@@ -25,6 +25,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import is_below, mount_table, visible
+from bootseer.mounts.layers import copy_attributes
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
 from bootseer.mounts.user_namespace import is_host
 
@@ -35,7 +36,6 @@ _OF_THE_MACHINE = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 """What a machine knows of itself: no snapshot has it, and a setup's own version would not do elsewhere."""
 _FORBIDDEN = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
 """What holds for a folder's files holds for those that are shown over them; the numbers are those of mounts."""
-_MARKS = (b"trusted.overlay.", b"user.overlay.")
 
 
 class HostView:
@@ -148,7 +148,7 @@ class _Building:
         if not _is_folder(layer):
             raise PermanentError(f"{place}: the snapshot has no such folder")
         upper, work = self.folder.folders(place)
-        _copy_attributes(layer, upper)
+        copy_attributes(layer, upper)
         lowers = [layer] if alone or _is_opaque(layer) else [real, layer]
         forbidden = os.statvfs(real).f_flag & _FORBIDDEN
         notes = overlay_in_place(real, lowers, upper=upper, work=work, userxattr=self.userxattr)
@@ -172,16 +172,3 @@ def _is_opaque(layer: Path) -> bool:
             if os.getxattr(layer, name) == b"y":
                 return True
     return False
-
-
-def _copy_attributes(layer: Path, upper: Path) -> None:
-    """The root of an overlay looks as its upper layer does: let that look as the snapshot's folder."""
-    status = layer.stat()
-    with contextlib.suppress(PermissionError):
-        os.chown(upper, status.st_uid, status.st_gid)
-    for name in os.listxattr(os.fsencode(layer)):
-        if not os.fsencode(name).startswith(_MARKS):
-            with contextlib.suppress(OSError):  # not all can be set by every user, or here
-                os.setxattr(upper, name, os.getxattr(layer, name))
-    upper.chmod(stat.S_IMODE(status.st_mode))
-    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,15 +1,18 @@
 """Look and write below a folder without ever following a symbolic link: one in a user's project must not lead us
-anywhere.
-"""
+anywhere. `FoldersBelow` is what `roots` wants to know of the tree that a setup left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 
+from bootseer.env.restoring.roots import Environment
+
+_PYTHON = re.compile(r"python3\.\d+t?")
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -85,3 +88,37 @@ class Inside:
                 return os.listdir(opened)  # noqa: PTH208 - names
             finally:
                 os.close(opened)
+
+
+class FoldersBelow:
+    """Looks into the tree at `root`; symbolic links are not followed."""
+
+    def __init__(self, root: str = "") -> None:
+        """`root`: where `/` as the setup saw it can be read from here. The job works where this process does."""
+        self._root = root.rstrip("/")
+        self.working_folder = os.path.realpath(".")
+
+    def environment(self, folder: str) -> Environment:
+        """What kind of environment the folder is; empty for none."""
+        if self.is_folder(f"{folder}/conda-meta"):
+            return "conda"
+        if self._mode(f"{folder}/pyvenv.cfg"):
+            return "venv"
+        lib = f"{folder}/lib"
+        if not self.is_folder(lib):
+            return ""
+        try:
+            names = os.listdir(self._root + lib)  # noqa: PTH208 - names
+        except OSError:
+            return ""
+        return "python" if any(_PYTHON.fullmatch(name) and self.is_folder(f"{lib}/{name}") for name in names) else ""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a folder itself, and no symbolic link to one."""
+        return stat.S_ISDIR(self._mode(path))
+
+    def _mode(self, path: str) -> int:
+        try:
+            return os.lstat(self._root + path).st_mode
+        except OSError:
+            return 0

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from blake3 import blake3
-
 from bootseer.env.changes import lies_in
+from bootseer.env.keys.files import Facts, is_settled, stamp_of
 from bootseer.env.restoring.inside import Inside
-from bootseer.env.restoring.known import Known
 from bootseer.env.restoring.roots import is_checked, is_system
+from bootseer.env.snapshot.contents import digest_of_file
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import is_below, mount_table
@@ -75,7 +74,7 @@ def plan(
     roots: Sequence[str] = (),
     root: str = "/",
     captured: bool = False,
-    known: Path | None = None,
+    facts: Path | None = None,
 ) -> Plan:
     """Plan to write the entries outside of `roots` below the folder `root`. Raises `Conflict`.
 
@@ -83,7 +82,7 @@ def plan(
     the setup had found: otherwise the job would see the builder's version of this machine's settings.
 
     `captured`: the setup has just run on this machine. What it deleted or replaced is what is there now, so that whole
-    folders go; elsewhere it is unknown what was in them. `known` is a file for what was found out (`known.Known`).
+    folders go; elsewhere it is unknown what was in them. `facts` is a folder for digests of files.
     """
     wanted: dict[str, Entry] = {}
     mounted: list[Entry] = []
@@ -92,13 +91,13 @@ def plan(
             mounted.append(entry)
         else:
             wanted[entry.path] = entry
-    planning = _Planning(Inside(root), where, wanted, captured, Known(known))
+    planning = _Planning(Inside(root), where, wanted, captured, Facts(facts))
     for path in sorted(planning.entries, key=lambda path: path.split("/")):
         planning.add(planning.entries[path])
     planning.check_deletions()
     for entry in mounted:
         planning.check_hidden(entry)
-    planning.known.save()
+    planning.facts.save()
     if planning.reasons:
         raise Conflict(planning.reasons)
     return Plan((*reversed(planning.deletions), *planning.steps, *planning.links), planning.num_present, root)
@@ -110,7 +109,7 @@ class _Planning:
     where: Where
     entries: dict[str, Entry]
     captured: bool
-    known: Known
+    facts: Facts
     steps: list[Step] = field(default_factory=list)
     links: list[Step] = field(default_factory=list)
     deletions: list[Step] = field(default_factory=list)
@@ -230,12 +229,13 @@ class _Planning:
 
     def _same_content(self, entry: Entry, found: os.stat_result) -> bool:
         if entry.digest:
-            if self.known.has(entry.path, found, entry.digest):
-                return True
-            same = f"blake3:{_blake3(self.inside.read(entry.path))}" == entry.digest
-            if same:
-                self.known.note(entry.path, found, entry.digest)
-            return same
+            digest = self.facts.get("blake3", entry.path, stamp_of(found))
+            if digest is None:
+                with os.fdopen(self.inside.read(entry.path), "rb") as file:
+                    digest = digest_of_file(file)
+                if is_settled(found):
+                    self.facts.put("blake3", entry.path, stamp_of(found), digest)
+            return bool(digest == entry.digest)
         here = self.inside.read(entry.path)
         with os.fdopen(here, "rb") as ours, self.where(entry.path).open("rb") as theirs:
             while piece := theirs.read(_PIECE):
@@ -287,11 +287,3 @@ def _is_bytecode(path: str) -> bool:
 def _sha256(opened: int) -> str:
     with os.fdopen(opened, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _blake3(opened: int) -> str:
-    found = blake3()
-    with os.fdopen(opened, "rb") as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
@@ -252,6 +252,14 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
 def digest_of(data: bytes) -> str:
     """The digest of a file's content, as manifests have it."""
     return f"blake3:{blake3(data).hexdigest()}"
+
+
+def digest_of_file(file: BinaryIO) -> str:
+    """The same of a file that is open. Raises `OSError`."""
+    digest = blake3()
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    return f"blake3:{digest.hexdigest()}"
 
 
 def read_whole(item: Item) -> bytes:

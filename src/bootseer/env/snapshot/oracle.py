@@ -21,14 +21,12 @@ from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.canonical import canonical, ignored
 from bootseer.env.snapshot.contents import Item, look
 from bootseer.env.snapshot.manifest import Entry, path_bytes
-from bootseer.env.snapshot.verify import Difference
+from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
 _MAX_CANONICAL_BYTES = 256 << 20
-_BYTECODE_HEADER = 16
 _MAX_THREADS = 8
-MAX_DIFFERENCES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,6 @@ class Comparison:
     """Sorted by path, `MAX_DIFFERENCES` at most; empty: the two are the same."""
     num_compared: int
     """Paths that both have."""
-    num_excused: int
-    """Paths that may differ, or may be in one of them alone."""
 
 
 def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root: str) -> Comparison:
@@ -52,12 +48,9 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
     items, _ = look(changes, None)
     fresh = {item.change.path: item for item in items}
     pairs: list[tuple[Entry, Item | None]] = []
-    excused = 0
     for entry in entries:
         item = fresh.pop(entry.path, None) or _standing(entry, root)
-        if ignored(entry.path) or (item is None and _is_chance(entry.path)):
-            excused += 1
-        else:
+        if not ignored(entry.path) and (item is not None or not _is_chance(entry.path)):
             pairs.append((entry, item))
     more = [path for path in fresh if not ignored(path) and not _is_chance(path)]
     differences = [Difference(path, "only in the fresh installation") for path in more]
@@ -65,7 +58,7 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
         words = pool.map(lambda pair: "; ".join(_differences(pair[0], pair[1], tree)), pairs)
         differences += [Difference(entry.path, said) for (entry, _), said in zip(pairs, words, strict=True) if said]
     differences.sort(key=lambda difference: path_bytes(difference.path))
-    return Comparison(tuple(differences[:MAX_DIFFERENCES]), len(pairs), excused + len(fresh) - len(more))
+    return Comparison(tuple(differences[:MAX_DIFFERENCES]), len(pairs))
 
 
 def _is_chance(path: str) -> bool:
@@ -90,7 +83,8 @@ def _differences(entry: Entry, item: Item | None, tree: str) -> Iterator[str]:
             yield "deleted by the fresh installation" if item is not None else "only in the snapshot"
         return
     if entry.kind != item.kind:
-        yield f"a {item.kind} in the fresh installation, {_called(entry)} in the snapshot"
+        ours = "deleted" if entry.kind == "deleted" else f"a {entry.kind}"
+        yield f"a {item.kind} in the fresh installation, {ours} in the snapshot"
         return
     if item.kind != "symlink" and stat.S_IMODE(item.mode) != entry.mode:
         yield f"mode {entry.mode:04o}, {stat.S_IMODE(item.mode):04o} in the fresh installation"
@@ -104,10 +98,6 @@ def _differences(entry: Entry, item: Item | None, tree: str) -> Iterator[str]:
         yield from _content_differs(entry.path, f"{tree.rstrip('/')}{entry.path}", item)
 
 
-def _called(entry: Entry) -> str:
-    return "deleted" if entry.kind == "deleted" else f"a {entry.kind}"
-
-
 def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
     try:
         if same_bytes(restored, item.change.source):
@@ -119,15 +109,8 @@ def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
     except OSError as error:
         yield f"cannot be read: {error.strerror}"
         return
-    if path.endswith(".pyc") and _body(ours) == _body(theirs):
-        return
     if canonical(path, ours) != canonical(path, theirs):
         yield "other content"
-
-
-def _body(bytecode: bytes) -> tuple[bytes, bytes]:
-    """Version and code, without time or digest of the source."""
-    return bytecode[:4], bytecode[_BYTECODE_HEADER:]
 
 
 Install = Callable[[Capture, Mapping[str, str]], int]

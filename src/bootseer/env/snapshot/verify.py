@@ -14,16 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from blake3 import blake3
-
-from bootseer.env.snapshot.contents import xattrs_of
+from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
 from bootseer.env.snapshot.manifest import Entry, path_bytes
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
-_PIECE = 1 << 20
 _BATCH = 128
 _BATCHES_PER_THREAD = 4
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo"}
@@ -184,11 +181,5 @@ def _walk(tree: bytes) -> Iterator[bytes]:
 
 
 def _digest(path: bytes) -> str:
-    digest = blake3()
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        while piece := os.read(descriptor, _PIECE):
-            digest.update(piece)
-    finally:
-        os.close(descriptor)
-    return f"blake3:{digest.hexdigest()}"
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        return digest_of_file(file)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bootseer.artifact.document import parse_object
+from bootseer.artifact import document
 from bootseer.blocks.block_file import BlockFile
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError
@@ -21,6 +20,8 @@ SCHEMA = "bootseer.layer/1"
 RULES = 1
 """Raised whenever the same layer would become other bytes: `erofs`, `layer_tree` and the like."""
 MAX_BYTES = 4 << 20
+_WHAT = "layer document"
+_NUMBERS = ("mode", "uid", "gid", "mtime_ns")
 MAX_QUESTIONS = 10_000
 """A layer with more is converted again each time; its document would be too large to read first."""
 
@@ -46,49 +47,28 @@ def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") 
 
 def encode(layer: ConvertedLayer | Questions) -> bytes:
     """The document."""
-    value: dict[str, object] = {"schema": SCHEMA}
-    if isinstance(layer, ConvertedLayer):
-        root = _root_as_json(layer.root) if layer.root is not None else None
-        value |= {"file": layer.file.as_json(), "root": root, "opaque": layer.opaque}
-    else:
-        value["questions"] = [[name.hex() for name in path] for path in layer]
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    if not isinstance(layer, ConvertedLayer):
+        return document.encode({"questions": [[name.hex() for name in path] for path in layer]}, SCHEMA)
+    root = None
+    if layer.root is not None:
+        root = {name: getattr(layer.root, name) for name in _NUMBERS}
+        root["xattrs"] = {name.hex(): value.hex() for name, value in layer.root.xattrs.items()}
+    return document.encode({"file": layer.file, "root": root, "opaque": layer.opaque}, SCHEMA)
 
 
 def parse(data: bytes) -> ConvertedLayer | Questions:
     """Read a document. Raises `CorruptError`."""
-    value = parse_object(data, "layer document", MAX_BYTES)
+    value = document.parse_object(data, _WHAT, MAX_BYTES)
+    if value.get("schema") != SCHEMA:
+        raise CorruptError(f"{_WHAT}: schema {value.get('schema')!r}, {SCHEMA} expected")
     try:
-        if value.get("schema") != SCHEMA:
-            raise CorruptError(f"layer document: schema {value.get('schema')!r}, {SCHEMA} expected")
-        questions = value.get("questions")
+        questions, root = value.get("questions"), value.get("root")
         if isinstance(questions, list):
             return tuple(tuple(bytes.fromhex(name) for name in path) for path in questions[:MAX_QUESTIONS])
-        root = value.get("root")
-        return ConvertedLayer(
-            BlockFile.from_json(value.get("file")),
-            _root_from_json(root) if isinstance(root, dict) else None,
-            value.get("opaque") is True,
-        )
+        if isinstance(root, dict):
+            xattrs = {bytes.fromhex(name): bytes.fromhex(content) for name, content in root["xattrs"].items()}
+            root = {**{name: root[name] for name in _NUMBERS}, "xattrs": xattrs}
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CorruptError(f"layer document: {error}") from error
-
-
-def _root_as_json(root: Attributes) -> dict[str, object]:
-    return {
-        "mode": root.mode,
-        "uid": root.uid,
-        "gid": root.gid,
-        "mtime_ns": root.mtime_ns,
-        "xattrs": {name.hex(): value.hex() for name, value in root.xattrs.items()},
-    }
-
-
-def _root_from_json(value: Mapping[str, object]) -> Attributes:
-    numbers = [value[key] for key in ("mode", "uid", "gid", "mtime_ns")]
-    xattrs = value["xattrs"]
-    if not all(type(number) is int for number in numbers) or not isinstance(xattrs, dict):
-        raise CorruptError("layer document: the root directory's attributes are not numbers")
-    mode, uid, gid, mtime_ns = (int(str(number)) for number in numbers)
-    found = {bytes.fromhex(name): bytes.fromhex(content) for name, content in xattrs.items()}
-    return Attributes(mode, uid, gid, mtime_ns, xattrs=found)
+        raise CorruptError(f"{_WHAT}: {error}") from error
+    found = {"file": value.get("file"), "root": root, "opaque": value.get("opaque") is True}
+    return document.convert(found, ConvertedLayer, _WHAT)

@@ -159,9 +159,9 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         return
     with task.stage("restore.show"):
         if entries:
-            known = environments_folder(wanted.cache) / "known" / document.key
+            facts = environments_folder(wanted.cache) / "known"
             roots = () if written_out else document.roots
-            place.apply(loose.plan(entries, layer.at, roots=roots, known=known), layer.at)
+            place.apply(loose.plan(entries, layer.at, roots=roots, facts=facts), layer.at)
         if written_out:
             say("nothing can be mounted here: all files of the environment are written to this machine's own")
         elif document.roots:

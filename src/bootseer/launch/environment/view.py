@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fell_back
 from bootseer.env.restoring import loose, place
-from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
+from bootseer.env.restoring.inside import FoldersBelow
 from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import BootseerError
