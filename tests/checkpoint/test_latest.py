@@ -120,7 +120,7 @@ def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Pat
     lock = job / ".attempts" / "latest.lock"
     files.place.write_bytes(".attempts/latest.lock", b"somebody")
     with ThreadPoolExecutor(1) as threads:
-        moving = threads.submit(move_latest, files, "", "step-1", lock_s=60.0)
+        moving = threads.submit(move_latest, files, "", "step-1")
         assert read_latest(files.place, "") is None
         lock.unlink()
         assert moving.result(timeout=180) == "step-1"

@@ -222,7 +222,7 @@ class HaPair:
     def _ask(self, number: int, method: str, request: bytes, timeout_s: float = _CALL_S) -> bytes:
         host, _, port = self.addresses[number].rpartition(":")
         secured = _PRINCIPAL in self._client_settings
-        login = Login(self._client_settings, None, principal=_PRINCIPAL) if secured else None
+        login = Login(self._client_settings, None) if secured else None
         user = "" if secured else "root"
         connection = RpcConnection(host, int(port), _PROTOCOL, user, timeout_s=timeout_s, login=login)
         try:

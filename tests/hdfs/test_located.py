@@ -21,14 +21,14 @@ def two(generation: int = 1, *, ports: tuple[int, ...] = (1, 2)) -> LocatedFile:
     return parse(MIB + 5, [block(0, 1, MIB, ports, generation=generation), block(MIB, 2, 5, ports)])
 
 
-def being_written(length: int, *, number: int = 2, generation: int = 1) -> LocatedFile:
-    last = block(MIB, number, length, (3,), generation=generation)
+def being_written(length: int) -> LocatedFile:
+    last = block(MIB, 2, length, (3,))
     return parse(MIB, [block(0, 1, MIB, (1,)), last], more=field(4, last), under_construction=True)
 
 
 def test_blocks_and_their_nodes_are_read() -> None:
     file = two()
-    assert (file.size_bytes, file.readable, file.under_construction) == (MIB + 5, True, False)
+    assert (file.size_bytes, file.readable) == (MIB + 5, True)
     assert [(block.start, block.length, block.id, str(block)) for block in file.blocks] == [
         (0, MIB, 1, "blk_1"),
         (MIB, 5, 2, "blk_2"),
@@ -49,8 +49,7 @@ def test_an_empty_file_has_no_blocks() -> None:
 
 def test_the_version_tells_blocks_generations_and_lengths_apart_but_not_their_nodes() -> None:
     assert two().version == two(ports=(8,)).version
-    others = {two().version, two(2).version, parse(MIB, [block(0, 1, MIB, (1,))]).version, being_written(6).version}
-    assert len(others) == 4
+    assert len({two().version, two(2).version, being_written(6).version}) == 3
 
 
 def test_a_file_continues_itself_wherever_its_blocks_are() -> None:
@@ -60,22 +59,12 @@ def test_a_file_continues_itself_wherever_its_blocks_are() -> None:
     assert not parse(MIB + 5, [block(0, 9, MIB, (1,)), block(MIB, 2, 5, (1,))]).continues(two())
 
 
-def test_a_file_that_is_being_written_may_grow_and_change_its_writers() -> None:
-    open_file = being_written(0).grown(100)
-    assert (open_file.size_bytes, open_file.blocks[-1].length) == (MIB + 100, 100)
-    assert being_written(0, generation=2).continues(open_file)
-    assert two().continues(being_written(0).grown(5))
-    assert not being_written(0, number=3).continues(open_file)
-
-
-def test_the_open_block_is_named_once_whether_or_not_it_is_in_the_list() -> None:
-    last = block(MIB, 2, 0, (3,))
-    first = block(0, 1, MIB, (1,))
+def test_of_a_file_that_is_being_written_the_finished_blocks_are_there() -> None:
+    last, first = block(MIB, 2, 7, (3,)), block(0, 1, MIB, (1,))
     for blocks in ([first], [first, last]):
         file = parse(MIB, blocks, more=field(4, last), under_construction=True)
-        assert [block.id for block in file.blocks] == [1, 2]
-        assert file.open_block is file.blocks[-1]
-        assert file.under_construction
+        assert (file.size_bytes, [block.id for block in file.blocks]) == (MIB, [1])
+        assert two().continues(file)
 
 
 @pytest.mark.parametrize("number", [6, 7])

@@ -68,10 +68,10 @@ def read_latest(place: Place, folder: str) -> str | None:
     return text
 
 
-def move_latest(files: Files, folder: str, name: str, *, lock_s: float = LOCK_S) -> str:
+def move_latest(files: Files, folder: str, name: str) -> str:
     """Let `latest` name a checkpoint that was just published, unless it names a later one. Returns what it names."""
     _check_published(files, folder, name)
-    with _locked(files.place, folder, lock_s):
+    with _locked(files.place, folder):
         try:
             current = read_latest(files.place, folder)
         except CorruptError:
@@ -82,16 +82,16 @@ def move_latest(files: Files, folder: str, name: str, *, lock_s: float = LOCK_S)
     return name
 
 
-def set_latest(files: Files, folder: str, name: str, *, lock_s: float = LOCK_S) -> None:
+def set_latest(files: Files, folder: str, name: str) -> None:
     """Let `latest` name any published checkpoint. Raises `NotFoundError` when there is none of this name."""
     _check_published(files, folder, name)
-    with _locked(files.place, folder, lock_s):
+    with _locked(files.place, folder):
         _write(files.place, folder, name)
 
 
-def drop_latest(files: Files, folder: str, name: str, other: str | None, *, lock_s: float = LOCK_S) -> None:
+def drop_latest(files: Files, folder: str, name: str, other: str | None) -> None:
     """A checkpoint is about to go: if `latest` names it, let it name another one, or nothing when there is none."""
-    with _locked(files.place, folder, lock_s):
+    with _locked(files.place, folder):
         if read_latest(files.place, folder) != name:
             return
         if other is not None:
@@ -122,16 +122,16 @@ def _write(place: Place, folder: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
+def _locked(place: Place, folder: str) -> Iterator[None]:
     attempts = join(folder, ATTEMPTS)
     lock = f"{attempts}/{LATEST}.lock"
     mark = lease_bytes(secrets.token_hex(8))
     make_alike(place, attempts)
-    until = time.monotonic() + 2 * lock_s
+    until = time.monotonic() + 2 * LOCK_S
     while not place.create_bytes(lock, mark):
         with contextlib.suppress(NotFoundError, TakenError):
-            if _is_old(place, lock, lock_s):
-                _take_away(place, lock, lock_s)
+            if _is_old(place, lock):
+                _take_away(place, lock)
                 continue
         if time.monotonic() > until:
             raise TransientError(f"{place.uri}/{folder}: another process keeps moving `latest`; try again")
@@ -145,15 +145,15 @@ def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
                 place.delete(lock)
 
 
-def _is_old(place: Place, lock: str, lock_s: float) -> bool:
-    return place.now_s() - place.stat(lock).mtime_ns / 1e9 > lock_s
+def _is_old(place: Place, lock: str) -> bool:
+    return place.now_s() - place.stat(lock).mtime_ns / 1e9 > LOCK_S
 
 
-def _take_away(place: Place, lock: str, lock_s: float) -> None:
+def _take_away(place: Place, lock: str) -> None:
     """Remove an old lock. Another process may have been faster, and this be the new one: that is put back."""
     aside = f"{lock}-{secrets.token_hex(8)}"
     place.rename(lock, aside, replace=False)
-    if _is_old(place, aside, lock_s):
+    if _is_old(place, aside):
         place.delete(aside)
     else:
         place.rename(aside, lock, replace=False)

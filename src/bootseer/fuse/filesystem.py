@@ -132,8 +132,6 @@ class Changes:
     uid: int | None = None
     gid: int | None = None
     mtime_ns: int | None = None
-    handle: int | None = None
-    """The open file that this came through, if it did."""
 
 
 class FileSystem(Protocol):

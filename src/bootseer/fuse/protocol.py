@@ -190,7 +190,7 @@ _OPEN_OUT = Struct("=QII")
 _WRITE_OUT = Struct("=II")
 _NO_ENTRY = bytes(ENTRY_OUT.size + ATTR.size)
 
-_MODE, _UID, _GID, _SIZE, _MTIME, _HANDLE, _MTIME_NOW = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 6, 1 << 8
+_MODE, _UID, _GID, _SIZE, _MTIME, _MTIME_NOW = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
 _NANOSECONDS = 1_000_000_000
 
 
@@ -227,7 +227,7 @@ def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
 
 def parse_changes(body: memoryview, now_ns: int) -> Changes:
     """What a SETATTR asks for. The time of the last access is nothing that is kept."""
-    valid, _, handle, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = _SETATTR_IN.unpack_from(body)
+    valid, _, _, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = _SETATTR_IN.unpack_from(body)
     seconds = mtime - (1 << 64) if mtime >> 63 else mtime
     given = seconds * _NANOSECONDS + mtime_ns if valid & _MTIME else None
     return Changes(
@@ -236,7 +236,6 @@ def parse_changes(body: memoryview, now_ns: int) -> Changes:
         uid=uid if valid & _UID else None,
         gid=gid if valid & _GID else None,
         mtime_ns=now_ns if valid & _MTIME_NOW else given,
-        handle=handle if valid & _HANDLE else None,
     )
 
 

@@ -65,14 +65,10 @@ class LocatedFile:
     path: str
     size_bytes: int
     blocks: tuple[Block, ...]
-    """In order, without gaps. The last of a file that is being written may be empty."""
+    """In order, without gaps; of a file that is being written, the finished ones."""
     version: str
-    under_construction: bool
-    """Whether it is being written. Then `size_bytes` may be less than what can be read of the last block."""
     readable: bool
     """False when its bytes need decoding that is not supported here: erasure coding, encryption."""
-    open_block: Block | None = None
-    """The last block, while it is being written."""
 
     @property
     def end(self) -> int:
@@ -88,35 +84,22 @@ class LocatedFile:
         behind = tuple(block for block in more.blocks if block.start >= self.end)
         if not behind or behind[0].start != self.end or more.size_bytes != self.size_bytes:
             raise MalformedError("blocks do not follow each other")
-        return _file(
-            self.path, (*self.blocks, *behind), open_block=more.open_block, readable=True, size_bytes=self.size_bytes
-        )
+        return _file(self.path, (*self.blocks, *behind), readable=True, size_bytes=self.size_bytes)
 
     def block_at(self, offset: int) -> Block:
         """The block with the byte at `offset`, which lies inside the file."""
         return self.blocks[bisect_right(self.blocks, offset, key=lambda block: block.start) - 1]
 
-    def grown(self, length: int) -> LocatedFile:
-        """The same file, of whose open block this many bytes can be read."""
-        last = self.open_block
-        if last is None:
-            return self
-        grown = Block(last.start, length, last.pool, last.id, last.generation, last.token, last.nodes)
-        blocks = (*self.blocks[:-1], grown)
-        return _file(self.path, blocks, open_block=grown, readable=self.readable)
-
     def continues(self, other: LocatedFile) -> bool:
         """Whether this is the file that `other` was, perhaps with blocks elsewhere or with more at its end."""
-        # While it is written, the NameNode knows less of its length than the DataNodes.
-        if len(self.blocks) < len(other.blocks) or (self.size_bytes < other.size_bytes and not self.under_construction):
+        if len(self.blocks) < len(other.blocks) or self.size_bytes < other.size_bytes:
             return False
-        for mine, theirs in zip(self.blocks, other.blocks, strict=False):
-            same = (mine.start, mine.pool, mine.id) == (theirs.start, theirs.pool, theirs.id)
-            # Writers come and go while a block is open; after that, another generation means that it was changed.
-            written = theirs is other.open_block
-            if not same or (not written and (mine.generation, mine.length) != (theirs.generation, theirs.length)):
-                return False
-        return True
+        # Another generation of a finished block means that it was changed.
+        return all(
+            (mine.start, mine.pool, mine.id, mine.generation, mine.length)
+            == (theirs.start, theirs.pool, theirs.id, theirs.generation, theirs.length)
+            for mine, theirs in zip(self.blocks, other.blocks, strict=False)
+        )
 
 
 def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> LocatedFile:
@@ -125,31 +108,24 @@ def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> L
     size_bytes = message.number(1)
     readable = 6 not in message and 7 not in message
     blocks = [parse_block(data, known_nodes) for data in message.every(2)]
-    open_block = None
     if message.number(3) and not message.number(5, 1) and 4 in message:
         open_block = parse_block(message.data(4), known_nodes)
-        if blocks and blocks[-1].id == open_block.id:
-            blocks.pop()
-        blocks.append(open_block)
+        blocks = [block for block in blocks if block.id != open_block.id]
     blocks.sort(key=lambda block: block.start)
     if len(blocks) > MAX_BLOCKS or not 0 <= size_bytes <= 1 << 62:
         raise MalformedError(f"a file of {size_bytes} bytes in {len(blocks)} blocks")
     # An erasure-coded block is a group: its locations hold other bytes than the file, in another order.
     if readable and any(before.end != after.start for before, after in pairwise(blocks)):
         raise MalformedError("blocks do not follow each other")
-    return _file(path, tuple(blocks), open_block=open_block, readable=readable, size_bytes=size_bytes)
+    return _file(path, tuple(blocks), readable=readable, size_bytes=size_bytes)
 
 
-def _file(
-    path: str, blocks: tuple[Block, ...], *, open_block: Block | None, readable: bool, size_bytes: int = 0
-) -> LocatedFile:
+def _file(path: str, blocks: tuple[Block, ...], *, readable: bool, size_bytes: int) -> LocatedFile:
     size_bytes = max(size_bytes, blocks[-1].end if blocks else 0)
     digest = hashlib.sha256(
         repr([(block.pool, block.id, block.generation, block.length) for block in blocks]).encode()
     ).hexdigest()
-    return LocatedFile(
-        path, size_bytes, blocks, f"{size_bytes}-{digest[:32]}", open_block is not None, readable, open_block
-    )
+    return LocatedFile(path, size_bytes, blocks, f"{size_bytes}-{digest[:32]}", readable)
 
 
 def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:

@@ -32,14 +32,13 @@ from bootseer.hdfs.located import FileStatus, LocatedFile, Node, parse_located, 
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
-from bootseer.hdfs.sasl import Token, delegation_token, has_ciphers
+from bootseer.hdfs.sasl import delegation_token, has_ciphers
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
-_DATANODE_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientDatanodeProtocol"
 _MAX_CONNECTIONS: Final = 8
 _MAX_NUMBER: Final = 0x7FFFFFFF
 _IDLE_S: Final = 8.0
@@ -95,7 +94,7 @@ class NameNode:
         self._idle: list[tuple[float, int, RpcConnection]] = []
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
-        """Where the blocks of a file lie; one that is being written has its open block too, as the NameNode knows it.
+        """Where the blocks of a file lie, of one that is being written the finished ones.
         Raises `NotFoundError`, `AccessError`, `UnsupportedError`, `TransientError`."""
         located = self._locate(path, 0, timeout_s)
         while not located.is_whole:
@@ -115,31 +114,6 @@ class NameNode:
             if 1 not in message:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_located(path, message.data(1), self._known_nodes)
-
-    def with_open_block(self, file: LocatedFile, *, timeout_s: float = 2.0) -> LocatedFile:
-        """A file that is being written, with the bytes that its DataNodes have of its open block by now."""
-        block = file.open_block
-        if block is None:
-            return file
-        request = field(
-            1, field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
-        )
-        for node in block.nodes:
-            host = node.hostname if self.cluster.by_hostname else node.host_port.rpartition(":")[0].strip("[]")
-            try:
-                login = Login(self.cluster.settings, Token.parse(block.token)) if self.cluster.kerberos else None
-                user = "" if login else self.cluster.user
-                asked = RpcConnection(host, node.ipc_port, _DATANODE_PROTOCOL, user, timeout_s=timeout_s, login=login)
-                try:
-                    length = Message(asked.call("getReplicaVisibleLength", request, timeout_s)).number(1)
-                finally:
-                    asked.close()
-            except (BootseerError, RemoteError, MalformedError):
-                continue
-            if block.length <= length < _EVERYTHING:
-                return file.grown(length)
-        # What the NameNode knows of it was there at the writer's last sync.
-        return file
 
     def space(self) -> tuple[int, int]:
         """Bytes of all DataNodes together, and how many of them are free."""
@@ -302,7 +276,7 @@ class NameNode:
         login, user = None, self.cluster.user
         if self.cluster.kerberos:
             token = delegation_token(self._services(host, port))
-            login = Login(self.cluster.settings, token, principal="dfs.namenode.kerberos.principal")
+            login = Login(self.cluster.settings, token)
             user = os.environ.get("HADOOP_PROXY_USER", "")
         connection = RpcConnection(
             host, port, _PROTOCOL, user, timeout_s=timeout_s, client_id=self._client_id, login=login

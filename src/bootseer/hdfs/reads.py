@@ -39,7 +39,7 @@ class HdfsReads:
             raise UnsupportedError(
                 f"{named} is erasure-coded or encrypted, which BootSeer's HDFS client does not support"
             )
-        return HdfsFile(self._serving, self._namenode.with_open_block(located), named)
+        return HdfsFile(self._serving, located, named)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """Seconds until so much would be here from one of these DataNodes, by estimate; as `HdfsFile.delay_s`."""

@@ -45,6 +45,8 @@ _SUCCESS, _FATAL = 0, 2
 _UNAUTHORIZED = 15
 _DONE, _NEGOTIATE, _INITIATE, _CHALLENGE, _RESPONSE, _WRAP = range(6)
 """States of a login."""
+_PRINCIPAL: Final = "dfs.namenode.kerberos.principal"
+"""The setting that names the server's own."""
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -87,12 +89,10 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 class Login:
     """What a client logs in with: a token, or else the user's Kerberos ticket."""
 
-    def __init__(self, settings: Mapping[str, str], token: Token | None, *, principal: str = "") -> None:
-        """`principal`: the setting that names the server's own; "" where only the token may be used."""
+    def __init__(self, settings: Mapping[str, str], token: Token | None) -> None:
         self._token = token
-        self._principal = settings.get(principal, "")
-        self._pattern = settings.get(f"{principal}.pattern", "")
-        self._uses_tickets = bool(principal)
+        self._principal = settings.get(_PRINCIPAL, "")
+        self._pattern = settings.get(f"{_PRINCIPAL}.pattern", "")
         self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
 
     def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
@@ -104,7 +104,7 @@ class Login:
                 if PRIVACY in self._protections and not has_ciphers():
                     raise UnsupportedError(f"{peer} may encrypt, which needs the Python package cryptography")
                 return offer, self._token.login(f"{service}/{host}", self._protections)
-            if way == ("KERBEROS", "GSSAPI") and self._uses_tickets:
+            if way == ("KERBEROS", "GSSAPI"):
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)
         names = ", ".join(offer.text(1) for offer in offers)
         raise UnsupportedError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")

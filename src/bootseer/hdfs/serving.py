@@ -368,7 +368,6 @@ class Serving:
         answer: LocatedFile | BootseerError
         try:
             answer = self.namenode.locate(source.located.path)
-            answer = self.namenode.with_open_block(answer)
         except NotFoundError:
             answer = PermanentError(f"{source.named} was removed while it was read")
         except BootseerError as error:

@@ -65,7 +65,7 @@ class Cluster:
         self._num_blocks += 1
         block = Block(0, num_bytes, "pool", self._num_blocks, 1, b"", tuple(nodes))
         path = f"/{self._num_blocks}"
-        return HdfsSource(LocatedFile(path, num_bytes, (block,), path, False, True), path)
+        return HdfsSource(LocatedFile(path, num_bytes, (block,), path, True), path)
 
     def draw(self) -> list[Node]:
         """Where a NameNode puts a block."""

@@ -6,10 +6,9 @@ nothing that is held is dropped. Memory is taken before it is allocated. When th
 waits for drop what was read ahead and not used for longest, or wait in turn until others let go; reads ahead drop only
 what is used up or idle, and else are refused.
 
-Materializer part of a file into the node's cache, or into memory, before it is read.
-
-It keeps a bounded number of pieces under way, gives way to all that wait for a read, for memory or for the disk,
-and its failure does no harm: what it did not bring is read when it is wanted.
+`Prefetch` brings a part of a file into the node's cache, or into memory, before it is read. It keeps a bounded number
+of pieces under way, gives way to all that wait for a read, for memory or for the disk, and its failure does no harm:
+what it did not bring is read when it is wanted.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ import contextlib
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from bootseer.blocks.index import Index
@@ -37,21 +36,12 @@ _FULL_PAUSE_S = 10.0
 """A disk that was full is asked again after this."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    cached: CachedFile
-    block: int
-    data: memoryview
-    then: Callable[[], None]
-
-
 class CacheWriter:
-    """The thread that puts, and its queue."""
+    """The thread that puts; what waits for its turn waits in its queue."""
 
     def __init__(self, facts: Counters) -> None:
         self._facts = facts
         self._change = threading.Condition(threading.Lock())
-        self._queue: deque[_Chunk | CachedFile] = deque()  # a file stands for its closing
         self._unsynced: set[CachedFile] = set()
         self._queued_bytes = 0
         self._num_chunks = 0  # queued, or being put
@@ -69,18 +59,18 @@ class CacheWriter:
         to be done: until then `data` may not be changed nor `cached` closed.
         """
         with self._change:
-            accepted = self.has_room(len(data)) and self._add(_Chunk(cached, block, data, then))
+            accepted = self.has_room(len(data)) and self._submit(partial(self._put, cached, block, data, then))
             if accepted:
                 self._queued_bytes += len(data)
                 self._num_chunks += 1
         if not accepted:
-            self._drop(cached, block, then)
+            self._facts.add("not_kept_chunks")
+            _release(cached, block)
+            then()
 
     def close_file(self, cached: CachedFile) -> None:
         """Close a file when all that was put into it is there."""
-        with self._change:
-            accepted = self._add(cached)
-        if not accepted:
+        if not self._submit(partial(self._close_file, cached)):
             self._close_file(cached)
 
     def settle(self, timeout_s: float, still_s: float) -> bool:
@@ -101,61 +91,35 @@ class CacheWriter:
     def close(self, timeout_s: float, still_s: float) -> None:
         """`settle`, and drop what is not kept then. Files are still closed."""
         self.settle(timeout_s, still_s)
-        with self._change:
-            self._closed = True
-            dropped = [item for item in self._queue if isinstance(item, _Chunk)]
-            self._queue = deque(item for item in self._queue if not isinstance(item, _Chunk))
-            for chunk in dropped:
-                self._queued_bytes -= len(chunk.data)
-            self._num_chunks -= len(dropped)
-        for chunk in dropped:
-            self._drop(chunk.cached, chunk.block, chunk.then)
+        self._closed = True
         self._thread.close()
 
-    def _drop(self, cached: CachedFile, block: int, then: Callable[[], None]) -> None:
-        self._facts.add("not_kept_chunks")
-        _release(cached, block)
-        then()
-
-    def _add(self, item: _Chunk | CachedFile) -> bool:
-        """Have the thread do this in its turn: False when there is no thread and none can be started."""
-        self._queue.append(item)
+    def _submit(self, job: Callable[[], None]) -> bool:
+        """False when there is no thread for it and none can be started."""
         try:
-            self._thread.submit(self._step)
+            self._thread.submit(job)
         except TransientError:
-            self._queue.pop()
             return False
         return True
 
-    def _step(self) -> None:
-        """Do the next thing, unless it was dropped."""
-        with self._change:
-            if not self._queue:
-                return
-            item = self._queue.popleft()
-        if not isinstance(item, _Chunk):
-            self._close_file(item)
-            return
+    def _put(self, cached: CachedFile, block: int, data: memoryview, then: Callable[[], None]) -> None:
+        is_kept = False
         try:
-            self._put(item)
-        finally:
-            with self._change:
-                self._queued_bytes -= len(item.data)
-                self._num_chunks -= 1
-                self._change.notify_all()
-            item.then()
-
-    def _put(self, chunk: _Chunk) -> None:
-        try:
-            chunk.cached.put(chunk.block, chunk.data)
-            self._unsynced.add(chunk.cached)
-            self._facts.add("kept_chunks")
+            if not self._closed:
+                cached.put(block, data)
+                self._unsynced.add(cached)
+                is_kept = True
         except BootseerError as error:
-            self._facts.add("not_kept_chunks")
             if isinstance(error, CacheFull):
                 self._full_until = time.monotonic() + _FULL_PAUSE_S
         finally:
-            _release(chunk.cached, chunk.block)
+            self._facts.add("kept_chunks" if is_kept else "not_kept_chunks")
+            _release(cached, block)
+            with self._change:
+                self._queued_bytes -= len(data)
+                self._num_chunks -= 1
+                self._change.notify_all()
+            then()
 
     def _close_file(self, cached: CachedFile) -> None:
         try:
@@ -164,7 +128,7 @@ class CacheWriter:
             cached.close()
 
     def _sync_all(self) -> None:
-        while self._unsynced and not self._queue:
+        while self._unsynced and not self._num_chunks:
             self._sync(next(iter(self._unsynced)))
 
     def _sync(self, cached: CachedFile) -> None:
