@@ -70,7 +70,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
                 lambda: client.delete("/hung/folder/a"),
                 lambda: client.set_permission("/hung/folder/a", 0o600),
                 lambda: client.set_owner("/hung/folder/a", "me", None),
-                lambda: client.set_times("/hung/folder/a", 5),
+                lambda: client.set_mtime("/hung/folder/a", 5),
                 lambda: client.put("/hung/folder/c", b"x"),
                 lambda: client.create("/hung/folder/d"),
                 lambda: client.space("/"),

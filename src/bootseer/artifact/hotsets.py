@@ -25,8 +25,8 @@ from bootseer.fetch.hotset import (
     Block,
     HotSet,
     Record,
+    coverage,
     encode_hot_set,
-    judge,
     parse_hot_set,
 )
 from bootseer.fetch.record import read_record
@@ -185,7 +185,7 @@ class HotSetUpdater:
             record = read_record(path)
             if record.needs:
                 if self.plan is not None:
-                    record = replace(record, coverage=judge(self.plan, record).coverage)
+                    record = replace(record, coverage=coverage(self.plan, record))
                 store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
                 sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
                 imports = _text_of(self.imports)

@@ -78,25 +78,6 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """How well a plan met one startup."""
-
-    needs: int
-    covered: int
-    """Needs that were planned."""
-    late: int
-    """Planned, but not here when they were needed."""
-    planned: int
-    wasted: int
-    """Planned, and not needed."""
-
-    @property
-    def coverage(self) -> float:
-        """Planned part of the needs; 1 when nothing was needed."""
-        return self.covered / self.needs if self.needs else 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
     """The needs of one startup, in the order of their time, each block once."""
 
@@ -179,17 +160,11 @@ class HotSet:
         return times
 
 
-def judge(plan: Sequence[Block], record: Record) -> Quality:
-    """How well a plan met what one startup needed."""
+def coverage(plan: Sequence[Block], record: Record) -> float:
+    """What part of the needs of one startup a plan covered; 1 when nothing was needed."""
     planned = frozenset(plan)
-    covered = [need for need in record.needs if (need.file, need.block) in planned]
-    return Quality(
-        needs=len(record.needs),
-        covered=len(covered),
-        late=sum(need.found is not Found.READY for need in covered),
-        planned=len(planned),
-        wasted=len(planned) - len(covered),
-    )
+    covered = sum((need.file, need.block) in planned for need in record.needs)
+    return covered / len(record.needs) if record.needs else 1.0
 
 
 def _early(times: list[int]) -> int:

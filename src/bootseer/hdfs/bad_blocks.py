@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 from bootseer.errors import BootseerError, TransientError
@@ -42,7 +42,7 @@ class BadBlockReports:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Block, tuple[Node, ...]]] = deque()
+        self._num_waiting = 0
         self._known: set[tuple[str, int, int, str]] = set()
         self._is_closed = False
 
@@ -58,26 +58,25 @@ class BadBlockReports:
         with self._lock:
             keys = {node.host_port: (block.pool, block.id, block.generation, node.host_port) for node in bad}
             fresh = tuple(node for node in bad if keys[node.host_port] not in self._known)
-            if not fresh or self._is_closed or len(self._waiting) >= _MAX_WAITING:
+            if not fresh or self._is_closed or self._num_waiting >= _MAX_WAITING:
                 return
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             self._known.update(keys[node.host_port] for node in fresh)
             with contextlib.suppress(TransientError):  # no thread can be started: another reader will report it
-                self._thread.submit(self._send_next)
-                self._waiting.append((block, fresh))
+                self._thread.submit(partial(self._send, block, fresh))
+                self._num_waiting += 1
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            self._waiting.clear()
         self._thread.close()
 
-    def _send_next(self) -> None:
+    def _send(self, block: Block, nodes: tuple[Node, ...]) -> None:
         with self._lock:
-            if not self._waiting:
+            self._num_waiting -= 1
+            if self._is_closed:
                 return
-            block, nodes = self._waiting.popleft()
         _LOG.info("%s is corrupt on %s: reported to the NameNode", block, ", ".join(node.host_port for node in nodes))
         # When this report is lost, another reader will send one.
         with contextlib.suppress(BootseerError):

@@ -112,9 +112,9 @@ class HdfsClient:
         """Set owner and group by name; None leaves one as it is. Only HDFS's superuser may give files away."""
         self._ask(lambda names: names.set_owner(path, owner, group))
 
-    def set_times(self, path: str, mtime_ms: int, atime_ms: int | None = None) -> None:
-        """Set the times of the last change and of the last reading; None leaves the latter as it is."""
-        self._ask(lambda names: names.set_times(path, mtime_ms, atime_ms))
+    def set_mtime(self, path: str, mtime_ms: int) -> None:
+        """Set the time of the last change."""
+        self._ask(lambda names: names.set_mtime(path, mtime_ms))
 
     def put(
         self,

@@ -63,8 +63,6 @@ class DataNodeConnection:
             raise DataNodeError(f"cannot be reached: {error}") from error
         self._stopped = False
         self.silent_s = silent_s
-        self.num_reads = 0
-        """Reads that it has served to their end."""
         self.last_used_s = 0.0
         self.sums = bytearray()
         """Room for checksums, kept for the next read."""
@@ -197,7 +195,6 @@ class DataNodeConnection:
     def finish(self, status: int) -> None:
         """The read has ended well: tell it, so that the connection serves another one."""
         self.send(delimited(field(1, status)))
-        self.num_reads += 1
         self.last_used_s = time.monotonic()
 
 

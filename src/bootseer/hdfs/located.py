@@ -173,8 +173,6 @@ class FileStatus:
     size_bytes: int
     """0 for folders. Of a file that is being written: its finished blocks."""
     mtime_ms: int
-    atime_ms: int
-    """0 where the NameNode does not keep it."""
     mode: int
     """Permission bits."""
     owner: str
@@ -192,7 +190,6 @@ def parse_status(path: str, message: Message) -> FileStatus:
         is_folder=message.number(1) == _FOLDER,
         size_bytes=message.number(3),
         mtime_ms=message.number(7),
-        atime_ms=message.number(8),
         mode=message.message(4).number(1) & 0o7777,
         owner=message.text(5),
         group=message.text(6),

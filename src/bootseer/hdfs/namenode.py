@@ -411,9 +411,8 @@ class Names:
         told = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
         self._ask("setOwner", field(1, path) + told, path)
 
-    def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
-        atime = _UNCHANGED if atime_ms is None else atime_ms
-        self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, atime), path)
+    def set_mtime(self, path: str, mtime_ms: int) -> None:
+        self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
 
     def _list_one(self, path: str) -> Iterator[FileStatus]:
         """What lies in a folder, a page at a time; a file itself."""

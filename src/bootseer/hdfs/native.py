@@ -225,13 +225,8 @@ class NativeNames:
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         self._call(path, lambda client: client.set_owner(path, owner, group))
 
-    def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
-
-        def change(client: Client) -> None:
-            atime = client.get_file_info(path).access_time if atime_ms is None else atime_ms
-            client.set_times(path, mtime_ms, atime)
-
-        self._call(path, change)
+    def set_mtime(self, path: str, mtime_ms: int) -> None:
+        self._call(path, lambda client: client.set_times(path, mtime_ms, client.get_file_info(path).access_time))
 
     def room(self, path: str) -> tuple[int, int]:
         """Bytes that a folder may have, 0 or less for as many as it likes, and how many it has, all copies counted."""
@@ -256,7 +251,6 @@ def _status(found: Found) -> FileStatus:
         is_folder=found.isdir,
         size_bytes=found.length,
         mtime_ms=found.modification_time,
-        atime_ms=found.access_time,
         mode=found.permission & 0o7777,
         owner=found.owner,
         group=found.group,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from hdfs_native import Client, FileReader
@@ -57,11 +58,11 @@ class NativeReads:
         self._closed = True
         self.threads.close()
 
-    def submit(self, piece: _Piece, urgent: bool) -> None:
-        """Have a piece fetched. Raises `TransientError` when there is no thread for it."""
+    def submit(self, job: Callable[[], None], urgent: bool) -> None:
+        """Have a worker do this. Raises `TransientError` when there is none."""
         if self._closed:
             raise PermanentError(f"{self.native.uri}: reading has ended")
-        self.threads.submit(piece.run, urgent=urgent)
+        self.threads.submit(job, urgent=urgent)
 
     def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
         """The bytes, in pieces. After an error the file is opened again, which lists the replicas in another order."""
@@ -162,14 +163,13 @@ class NativeFile:
 
 
 class NativeTicket:
-    """A read on its way."""
+    """A read on its way. Each of its jobs, which workers carry out, fetches a piece of it."""
 
     def __init__(
         self, reads: NativeReads, file: NativeFile, offset: int, into: memoryview, done: Done, until: float
     ) -> None:
-        self.reads, self.file, self.until = reads, file, until
-        self.cancelled = False
-        self._done = done
+        self._reads, self._file, self._done, self._until = reads, file, done, until
+        self._cancelled = False
         self._lock = threading.Lock()
         self._error: BootseerError | None = None
         into = into.cast("B")
@@ -177,79 +177,61 @@ class NativeTicket:
             self._error = PermanentError(
                 f"{file.what} has {file.size_bytes} bytes; {offset + len(into)} were asked for"
             )
-        self._pieces: list[_Piece] = []
+        self._jobs: list[Callable[[], None]] = []
         at = 0
         while at < len(into) and self._error is None:
             # Within one block: of two, each could hang.
             end = min(at + _PIECE_BYTES, at + file.block_size - (offset + at) % file.block_size, len(into))
-            self._pieces.append(_Piece(self, offset + at, into[at:end]))
+            self._jobs.append(partial(self._fetch, offset + at, into[at:end]))
             at = end
-        self._left = len(self._pieces)
+        self._left = len(self._jobs)
 
     def start(self, *, urgent: bool) -> None:
-        if not self._pieces:
+        if not self._jobs:
             self._done(ReadOutcome(self._error, ""))
-        for piece in self._pieces:
+        for job in self._jobs:
             try:
-                self.reads.submit(piece, urgent)
+                self._reads.submit(job, urgent)
             except TransientError as error:
-                self.ended(error)
+                self._ended(error)
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self._cancelled = True
 
     def hurry(self) -> None:
-        for piece in self._pieces:
-            self.reads.threads.hurry(piece.run)
+        for job in self._jobs:
+            self._reads.threads.hurry(job)
 
     def left_s(self) -> float:
         return 0.0
 
-    def ended(self, error: BootseerError | None) -> None:
-        """One piece less."""
+    def _fetch(self, start: int, into: memoryview) -> None:
+        began = time.monotonic()
+        error: BootseerError | None = None
+        if self._cancelled or self._error is not None or began >= self._until:
+            error = TransientError(f"{self._file.what}: this read was given up, or its time is over")
+        else:
+            try:
+                at = 0
+                for piece in self._reads.fetch(self._file, start, len(into), self._until):
+                    into[at : at + len(piece)] = piece
+                    at += len(piece)
+            except BootseerError as raised:
+                error = raised
+            except Exception as raised:  # whatever it is, a reader waits for this piece
+                error = TransientError(f"{self._file.what}: {type(raised).__name__}: {raised}")
+                report_exception()
+            num_bytes = 0 if error else len(into)
+            self._reads.done(num_bytes, time.monotonic() - began, failed=error is not None)
+        self._ended(error)
+
+    def _ended(self, error: BootseerError | None) -> None:
         with self._lock:
             self._error = self._error or error
             self._left -= 1
             if self._left:
                 return
         self._done(ReadOutcome(self._error, ""))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rest of it is of no use."""
-        return self.cancelled or self._error is not None
-
-
-class _Piece:
-    """A part of a read that is fetched at once."""
-
-    def __init__(self, ticket: NativeTicket, start: int, into: memoryview) -> None:
-        self._ticket, self._start, self._into = ticket, start, into
-
-    def run(self) -> None:
-        ticket = self._ticket
-        began = time.monotonic()
-        error: BootseerError | None = None
-        if ticket.is_lost or began >= ticket.until:
-            error = TransientError(f"{ticket.file.what}: this read was given up, or its time is over")
-        else:
-            try:
-                length = len(self._into)
-                self._fill(ticket.reads.fetch(ticket.file, self._start, length, ticket.until))
-            except BootseerError as raised:
-                error = raised
-            except Exception as raised:  # whatever it is, a reader waits for this piece
-                error = TransientError(f"{ticket.file.what}: {type(raised).__name__}: {raised}")
-                report_exception()
-            num_bytes = 0 if error else len(self._into)
-            ticket.reads.done(num_bytes, time.monotonic() - began, failed=error is not None)
-        ticket.ended(error)
-
-    def _fill(self, pieces: list[bytes]) -> None:
-        at = 0
-        for piece in pieces:
-            self._into[at : at + len(piece)] = piece
-            at += len(piece)
 
 
 @dataclass(frozen=True, slots=True)

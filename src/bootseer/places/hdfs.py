@@ -187,7 +187,7 @@ class HdfsPlace(SmallReads):
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         """See `Place.set_mtime`. HDFS keeps milliseconds."""
         with _EXACT_ERRORS:
-            self._client.set_times(self._full(path), mtime_ns // 1_000_000)
+            self._client.set_mtime(self._full(path), mtime_ns // 1_000_000)
 
     def now_s(self) -> float:
         """See `Place.now_s`. Nothing tells the NameNode's clock but the time of a file that is written now."""
