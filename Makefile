@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 export PYTHON ?= python3
-# Where it is set, each run of the tests compiles all of them again.
+# Where it is set, each worker of the tests compiles all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 # Where these are set, pytest's summary has whole diffs, behind which the names of the tests that failed are lost.
 unexport CI BUILD_NUMBER
@@ -39,7 +39,7 @@ check: setup ## Lint, types, import rules and module sizes
 test: setup ## Run the tests (16 minutes on 2 cores); WORKERS=0 runs them in one process
 	@scripts/test.sh -n $(WORKERS) $(ARGS)
 
-# All of these folders needs torch, which takes 3 s to import.
+# All of these folders needs torch, which takes each worker 3 s to import.
 quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (2 minutes)
 	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp --ignore=tests/checkpoint/safetensors --hypothesis-profile=quick -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 

@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,12 +24,13 @@ pytest_plugins = [
     "postgres",
     "s3_server",
     "shared_hdfs",
-    "side_by_side",
     "ways_image",
 ]
 
 
 _FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")
+_LONGEST = ("shared_hdfs", "shared_s3")
+"""What takes a minute and more, longest first: test files, and servers whose files one worker runs."""
 _FUZZ_EXAMPLES = 1000
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()
@@ -54,8 +56,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # What a failed run leaves is looked at.
-    base = None if hasattr(session.config, "workerinput") else session.config.stash.get(_base, None)
-    if base is not None and session.exitstatus == pytest.ExitCode.OK:
+    if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(base / "t", ignore_errors=True)
 
 
@@ -78,19 +79,45 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def _unit(nodeid: str) -> str:
+    """What one worker runs: a test file, or all that share a server."""
+    from s3_server import SHARES_S3
+    from shared_hdfs import SHARES_HDFS
+
+    file = nodeid.partition("::")[0]
+    return "shared_hdfs" if file in SHARES_HDFS else "shared_s3" if file in SHARES_S3 else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take units, in the order of `pytest_collection_modifyitems`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs servers, the kernel or time comes first: a slow file at the end would keep one worker, others idle."""
+    """Longest first, then what needs servers, the kernel or time: a slow file at the end would keep one worker while
+    the others are idle."""
     if settings.get_current_profile_name() == "fuzz":
         for test in (getattr(item, "function", None) for item in items):
             # Those that say how many examples they want take nothing from the profile.
             own = getattr(test, "_hypothesis_internal_use_settings", None)
             if own is not None and own.max_examples < _FUZZ_EXAMPLES:
                 test._hypothesis_internal_use_settings = settings(own, max_examples=10 * own.max_examples)
-    if config.option.workers:
-        from shared_hdfs import SHARES_HDFS
-
+    if hasattr(config, "workerinput"):
         slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _FIRST)}
-        items.sort(key=lambda item: (item.nodeid.partition("::")[0] not in SHARES_HDFS, item.path not in slow))
+
+        def turn(item: pytest.Item) -> tuple[int, bool]:
+            unit = _unit(item.nodeid)
+            return _LONGEST.index(unit) if unit in _LONGEST else len(_LONGEST), item.path not in slow
+
+        items.sort(key=turn)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def made_place() -> Iterator[Place]:
         place = Place(root)
         for folder in (place.project, place.store, root / "home", root / "cache"):
             folder.mkdir()
-        shutil.copytree(python_with_pip(), place.venv, symlinks=True)
+        python_with_pip(place.venv)
         make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
         make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
         make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import warm_torch
+import warm
 
 MOE = Path(__file__).parents[2] / "examples" / "moe"
 TINY = "--layers 2 --hidden 32 --heads 2 --experts 4 --checkpoint-mb 2 --sequence 32 --batch 4 --lr 0.01 --text-mb 1"
@@ -58,7 +58,7 @@ def torchrun(checkpoints: Path, flags: str, ranks: int) -> subprocess.CompletedP
 def run(checkpoints: Path, flags: str, *, ranks: int = 1, **limits: int) -> subprocess.CompletedProcess[str]:
     """The job without the seconds that each process takes to import PyTorch; of ranks, the first that failed or is."""
     commands = [command(checkpoints, flags)[2:]] * ranks
-    results = warm_torch.run(MOE / "train.py", *commands, folder=checkpoints.with_name("output"), **limits)
+    results = warm.run(MOE / "train.py", *commands, folder=checkpoints.with_name("output"), **limits)
     return max(results, key=lambda result: result.returncode != 0)
 
 
@@ -100,7 +100,7 @@ def test_two_ranks_learn_and_a_stop_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_that_cannot_share_the_experts_fail_with_one_line(tmp_path: Path) -> None:
-    results = warm_torch.run(MOE / "train.py", *[command(tmp_path, "--experts 3")[2:]] * 2, folder=tmp_path / "output")
+    results = warm.run(MOE / "train.py", *[command(tmp_path, "--experts 3")[2:]] * 2, folder=tmp_path / "output")
     assert [result.returncode for result in results] == [1, 1]
     said = "".join(result.stderr for result in results)
     assert said.count("train.py: error: --experts 3 cannot be divided among 2 ranks\n") == 1

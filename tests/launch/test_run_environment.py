@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from environment_place import Place, made_place
+from once import copy
 
 pytestmark = pytest.mark.root
 
@@ -389,7 +390,7 @@ def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
 
 def test_a_python_in_a_scratch_folder_is_as_good_as_any(place: Place, tmp_path: Path) -> None:
     """Either its packages are captured there, or the start says why not: never a snapshot that lacks them."""
-    shutil.copytree(place.venv, tmp_path / "venv", symlinks=True)
+    copy(place.venv, tmp_path / "venv")
     place.write("requirements.txt", "alpha==1.0\n")
     more = {"PATH": f"{tmp_path}/venv/bin:{place.env['PATH']}"}
     words = ("-r", "requirements.txt", "--", "python", "-c", "import alpha; print(alpha.VERSION)")

@@ -15,6 +15,7 @@ import bootseer
 from bootseer.mounts import kernel
 from conftest_launch import BOOTSEER
 from environment_place import DEADLINE_S, Place, Ran, made_place
+from once import copy
 
 pytestmark = pytest.mark.root
 
@@ -85,7 +86,7 @@ def run(place: Place, *words: str) -> Ran:
 
 
 def test_a_replaced_container_gets_the_files_and_keeps_its_rights(place: Place) -> None:
-    shutil.copytree(place.venv, place.root / "cache" / "image", symlinks=True)
+    copy(place.venv, place.root / "cache" / "image")
     script = place.counting_script("python -m pip install -q beta==2.0\nmkdir data; echo words > data/vocab\n")
     check = "import alpha, beta; print(beta.VERSION, alpha.__file__)"
     words = ("--setup", script, "--", "sh", "-c", f"python -c '{check}'; cat data/vocab; grep CapEff /proc/self/status")
@@ -96,7 +97,7 @@ def test_a_replaced_container_gets_the_files_and_keeps_its_rights(place: Place) 
     assert place.published()["published"] is True
     shutil.rmtree(place.venv)
     shutil.rmtree(place.project / "data")
-    shutil.copytree(place.root / "cache" / "image", place.venv, symlinks=True)
+    copy(place.root / "cache" / "image", place.venv)
     place.cache = "other"
     second = run(place, *words)
     assert second.stdout == first.stdout
@@ -107,7 +108,7 @@ def test_a_replaced_container_gets_the_files_and_keeps_its_rights(place: Place) 
 
 
 def test_a_user_s_own_file_in_the_way_is_not_written_over(place: Place) -> None:
-    shutil.copytree(place.venv, place.root / "cache" / "image", symlinks=True)
+    copy(place.venv, place.root / "cache" / "image")
     script = place.counting_script("mkdir -p data; echo words > data/vocab\n")
     words = ("--setup", script, "--", "cat", "data/vocab")
     run(place, *words)

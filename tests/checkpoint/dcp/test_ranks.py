@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import warm_torch
+import warm
 
 torch = pytest.importorskip("torch")
 
@@ -24,7 +24,7 @@ def run(ranks: int, what: str, uri: Path, folder: Path) -> list[dict[str, Any]]:
     meet = str(folder / "meet")
     commands = [(str(rank), str(ranks), meet, what, str(uri)) for rank in range(ranks)]
     # A collective's time-out is longer than this waits, so ranks that wait for it fail the test.
-    results = warm_torch.run(RANK, *commands, folder=folder)
+    results = warm.run(RANK, *commands, folder=folder)
     assert all(result.stdout for result in results), [result.stderr for result in results]
     return [json.loads(result.stdout) for result in results]
 

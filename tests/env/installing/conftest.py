@@ -25,7 +25,7 @@ def job_env(tmp_path: Path) -> dict[str, str]:
 def python(tmp_path: Path, job_env: dict[str, str]) -> Interpreter:
     """The Python of a fresh environment that has pip and nothing else."""
     environment = tmp_path / "environment"
-    shutil.copytree(python_with_pip(), environment, symlinks=True)
+    python_with_pip(environment)
     return ask(str(environment / "bin" / "python"), job_env, runner())
 
 

@@ -12,6 +12,7 @@ import pytest
 from bootseer.env.installing.choose import choose
 from bootseer.env.installing.interpreter import ask, runner
 from bootseer.env.installing.packages import installed, new_packages
+from once import copy
 from wheels import make_index, make_wheel
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def both(uv, job_env, python, tmp_path):
         installation = _choose(requirements, job_env, python, tmp_path)
         assert [command.installer for command in installation.commands] == ["uv", "pip"], installation.why_pip
         for command in installation.commands:
-            shutil.copytree(python.prefix, tmp_path / "kept", symlinks=True)
+            copy(Path(python.prefix), tmp_path / "kept")
             _install(command, job_env, tmp_path)
             found[command.installer] = new_packages(before, installed(python.folders))
             found[f"{command.installer} content"] = {

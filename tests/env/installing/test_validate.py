@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def install(python, job_env, tmp_path):
+def install(python, job_env, uv):
     def call(*wheels: Path) -> None:
-        argv = [python.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", *map(str, wheels)]
+        argv = [uv, "pip", "install", "--python", python.executable, "--no-deps", "--no-index", "-q", *map(str, wheels)]
         subprocess.run(argv, env=job_env, check=True, timeout=120)
 
     return call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ def ask(tmp_path):
     The setup's working folder and environment lie in `/srv`, as it sees them.
     """
     work = tmp_path / "work"
-    shutil.copytree(python_with_pip(), work / "venv", symlinks=True)
+    python_with_pip(work / "venv")
     foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env |= {"HOME": "/srv", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -1,0 +1,158 @@
+"""Programs run by forks of a process that has imported what they import: PyTorch's import is 2 s of processor time, and
+that of the modules of `bootseer report` more than its work on a small log.
+
+Each is a process of its own, with its own arguments, environment, output and exit code, as of `python FILE` or `python
+-m bootseer`. How Python or torchrun starts (and what the hook does then) is not seen this way, nor that a verb imports
+all that it needs.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import resource
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from unittest import mock
+
+_PATIENCE_S = 600
+_context = multiprocessing.get_context("forkserver")
+
+
+class _Parent:
+    """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
+    starts it, with that test's environment and imports."""
+
+    def __init__(self, *modules: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload([*modules])
+
+    def start(self, processes: Sequence[ForkServerProcess]) -> None:
+        with (
+            # PyTorch reads how many threads it may start when it is imported.
+            mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+            mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
+        ):
+            for process in processes:
+                process.start()
+
+
+_torch = _Parent("torch.distributed.checkpoint", "torch.distributed.tensor")
+_bootseer = _Parent(
+    *(f"bootseer.cli.{name}" for name in ("main", "report", "image", "env", "ckpt", "simulate", "fleet")),
+    *("bootseer.report.render.terminal", "bootseer.report.render.html", "bootseer.places.objects"),
+    *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
+)
+
+
+def bootseer(
+    words: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float = _PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
+    """`python -m bootseer` with these words, to its end and that of all who have its output."""
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    process = _context.Process(
+        target=_bootseer_main, args=(list(words), dict(env), str(cwd), *(writer for _, writer in pipes))
+    )
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            _bootseer.start([process])
+        finally:
+            for _, writer in pipes:
+                writer.close()
+        outputs = [threads.submit(_all_of, reader) for reader, _ in pipes]
+        try:
+            if not wait([process.sentinel], timeout):
+                raise subprocess.TimeoutExpired(words, timeout)
+            process.join()
+            return subprocess.CompletedProcess(words, process.exitcode, *(output.result() for output in outputs))
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _all_of(reader: Connection) -> str:
+    with reader, open(reader.fileno(), encoding="utf-8", closefd=False) as file:
+        return file.read()
+
+
+def _bootseer_main(words: list[str], environment: dict[str, str], cwd: str, *outputs: Connection) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    os.chdir(cwd)
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), number)
+        output.close()
+    # Those of the parent know what was behind these numbers there.
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
+    )
+    sys.argv = ["bootseer", *words]
+    runpy.run_module("bootseer", run_name="__main__", alter_sys=True)
+
+
+def run(
+    script: Path, *commands: Sequence[str], folder: Path, max_file_bytes: int = resource.RLIM_INFINITY
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run the script, which uses PyTorch, with each of these arguments at once, to the end; several are ranks, with
+    torchrun's variables.
+
+    What they print is kept in the folder; `max_file_bytes`: of any file that they write.
+    """
+    from registry import free_port  # which copies need not import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [(str(folder / f"{number}.out"), str(folder / f"{number}.err")) for number in range(len(commands))]
+    port = free_port()
+    processes = [
+        _context.Process(
+            target=_main,
+            args=([str(script), *words], _rank(rank, len(commands), port), output, max_file_bytes),
+            daemon=True,
+        )
+        for rank, (words, output) in enumerate(zip(commands, outputs, strict=True))
+    ]
+    try:
+        _torch.start(processes)
+        for process in processes:
+            assert wait([process.sentinel], _PATIENCE_S), f"{process} has not ended"
+            process.join()
+        return [
+            subprocess.CompletedProcess(words, process.exitcode, *(Path(path).read_text() for path in output))
+            for words, process, output in zip(commands, processes, outputs, strict=True)
+        ]
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+                process.close()
+
+
+def _rank(rank: int, world: int, port: int) -> dict[str, str]:
+    if world == 1:
+        return {}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **rendezvous}
+
+
+def _main(words: list[str], environment: dict[str, str], output: tuple[str, str], max_file_bytes: int) -> None:
+    os.environ.update(environment)
+    for number, path in enumerate(output, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY))
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
