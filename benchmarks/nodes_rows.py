@@ -126,7 +126,7 @@ def rows(
         checksums: dict[str, set[bytes]] = defaultdict(set)
         # Thrown away: it records the replay itself.
         run_row(lab, Arm("first", 1, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
-        arms = list(arms_of(lab)) * rounds
+        arms = [arm for arm in arms_of(lab) if _is_chosen(named(arm.name, arm.number))] * rounds
         left = Left([float(arm.number) for arm in arms])
         for count, arm in enumerate(arms, 1):
             print(f"  {left}", flush=True)
@@ -178,6 +178,12 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
         if len(known) != 1:
             raise RuntimeError(f"{arm.name}: the nodes have not read the same: {sorted(known)}")
     return row
+
+
+def _is_chosen(name: str) -> bool:
+    """Whether the user wants this arm: all, or those that `NODES_ARMS` names, with semicolons between them."""
+    chosen = os.environ.get("NODES_ARMS", "")
+    return not chosen or name in [word.strip() for word in chosen.split(";")]
 
 
 def _busy() -> tuple[float, float]:

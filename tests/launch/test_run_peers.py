@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,8 +174,12 @@ def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageN
         )
     digests = {start.communicate(timeout=120)[0] for start in starts}
     (digest,) = digests
-    sent = [logged.size_bytes for logged in node.registry.requests()[before:] if logged.status == 206]
+    answers = node.registry.requests()[before:]
+    sent = [logged.size_bytes for logged in answers if logged.status == 206]
     assert 2 * LARGE_BYTES < sum(sent) < 2.4 * LARGE_BYTES
+    whole = Counter(logged.path for logged in answers if logged.status == 200 and "/blobs/" in logged.path)
+    indexes = {path: count for path, count in whole.items() if hashlib.sha256(b"{}").hexdigest() not in path}
+    assert list(indexes.values()) == [1, 1]
     data = b"".join((tmp_path / "tree" / name).read_bytes() for name in ("hot", "cold"))
     assert digest.split()[0] == hashlib.sha256(data).hexdigest()
     told = json.loads(subprocess.check_output([*BOOTSEER, "report", "three", "--json"], env=env))["peers"]

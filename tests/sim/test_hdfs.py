@@ -77,7 +77,7 @@ def test_what_four_nodes_read_of_the_same_checkpoint_is_predicted(peers: bool, m
         reads = Reads(cluster, lambda link: (link,), 1e9, Policy(stripes=4))
         up = engine.link(f"up{at}", 1e9)
         if peers:
-            shared.read(f"node{at}", at / 4, 1, reads, lambda name, up=up: (up,), ended)  # type: ignore[misc]
+            shared.read(f"node{at}", at / 4, 1, reads.read, lambda name, up=up: (up,), ended)  # type: ignore[misc]
         else:
             reads.read(64 * MIB, ended)
     engine.run(1e3)

@@ -5,17 +5,23 @@ What is kept lets a node start again what it has while the store is away; a full
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.artifact.progress import Say
-from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.blocks.block_file import MAX_READ_BYTES, BlockFile, parse_index
 from bootseer.blocks.index import Index
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.io.tasks import Tasks
 from bootseer.store.file import FileStore
-from bootseer.store.retry import retrying
-from bootseer.store.store import Store, Stored
+from bootseer.store.retry import read_all, retrying
+from bootseer.store.store import Store, Stored, content_path
+
+if TYPE_CHECKING:
+    from bootseer.peers.objects import OfferedObject
 
 WRITE_S = 60.0
 _THREADS = 8
@@ -63,16 +69,33 @@ class LocalObjects:
 
     def __init__(self, folder: Path, say: Say) -> None:
         self.store = FileStore(folder)
+        self._folder = folder
         self._say = say
 
     def index(self, file: BlockFile, origin: Store) -> Index:
-        """The index of a block file, which is fetched from `origin` where it is not here. Raises as `read_index`."""
+        """The index of a block file, as `content`. Raises as `read_index`."""
+        if file.index_bytes > MAX_READ_BYTES:
+            raise CorruptError(f"{file.index_name}: an index of {file.index_bytes} bytes is too large")
+        data = self.content(Stored(file.index_name, file.index_bytes), origin)
+        return parse_index(data, file, origin.uri)
+
+    def content(self, stored: Stored, origin: Store, *, timeout_s: float = 60.0) -> bytes:
+        """An object that is named by its content: from this node, else from another node of the job, else `origin`.
+
+        Raises what `read_all` raises.
+        """
+        offered = _offered(stored, self._folder / content_path(stored.name))
+        with contextlib.suppress(BootseerError):
+            return read_all(self.store, stored.name, stored.size_bytes)
         try:
-            return read_index(self.store, file)
-        except BootseerError:
-            index = retrying(lambda left_s: read_index(origin, file, timeout_s=left_s))
-        self.keep(file.index_name, index.encode())
-        return index
+            data = offered.get(self._say) if offered is not None else None
+            if data is None:
+                data = read_all(origin, stored.name, stored.size_bytes, timeout_s)
+            self.keep(stored.name, data)
+        finally:
+            if offered is not None and not offered.path.exists():
+                offered.withdraw()
+        return data
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep an object that never changes, or the newest form of one."""
@@ -80,3 +103,12 @@ class LocalObjects:
             put_once(self.store, name, data)
         except BootseerError as error:
             self._say(f"not kept on this node: {error}")
+
+
+def _offered(stored: Stored, path: Path) -> OfferedObject | None:
+    """The object as the other nodes of this process's job may ask for it; None without peers."""
+    if not os.environ.get("BOOTSEER_PEERS_DIR"):
+        return None
+    from bootseer.peers.objects import OfferedObject  # most starts have none, and importing it takes milliseconds
+
+    return OfferedObject.of_environment(*stored, path)

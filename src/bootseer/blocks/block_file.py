@@ -62,10 +62,15 @@ def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) 
             data += piece
             if len(data) > block_file.index_bytes:
                 break
+    return parse_index(bytes(data), block_file, store.uri)
+
+
+def parse_index(data: bytes, block_file: BlockFile, where: str) -> Index:
+    """The index that these bytes from `where` are. Raises `CorruptError` when it is not the one described."""
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != block_file.index_name:
-        raise CorruptError(f"{store.uri}: the bytes of {block_file.index_name} are not those of its name")
+        raise CorruptError(f"{where}: the bytes of {block_file.index_name} are not those of its name")
     index = Index.parse(data)
     described = (block_file.identity, block_file.size_bytes, block_file.stripes)
     if (index.identity, index.size_bytes, index.stripes) != described:
-        raise CorruptError(f"{block_file.index_name} in {store.uri}: not the index of the file that is described")
+        raise CorruptError(f"{block_file.index_name} in {where}: not the index of the file that is described")
     return index

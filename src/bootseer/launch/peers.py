@@ -184,6 +184,7 @@ class PeersStart:
     def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
         """In the service's process."""
         from bootseer.peers.members import Listed, open_source
+        from bootseer.peers.objects import OBJECT, ObjectFiles
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
@@ -202,8 +203,8 @@ class PeersStart:
             source.before_listening = lambda addresses: _tell_agent(
                 wanted.runtime, {"addresses": addresses}, begins=True
             )
-        blocks, chunks = BlockFiles(), CachedFiles()
-        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
+        blocks, chunks, objects = BlockFiles(), CachedFiles(), ObjectFiles()
+        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open, OBJECT: objects.open}
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
@@ -218,6 +219,7 @@ class PeersStart:
                     _tell_agent(wanted.runtime, left, begins=False)
             blocks.close()
             chunks.close()
+            objects.close()
 
     def _stop(self) -> None:
         if self._service is not None:

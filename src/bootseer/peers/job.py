@@ -142,6 +142,10 @@ class JobPeers:
         """Let the service serve a file to the job's nodes. `fields` are those of its `kind`, as JSON."""
         _replace(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
 
+    def unregister(self, identity: str) -> None:
+        """Do not serve a file any more."""
+        self._file(identity, "json").unlink(missing_ok=True)
+
     def registered(self, identity: str) -> dict[str, Any] | None:
         """What was registered: `kind` and its fields. None for what this job does not use, or what is damaged."""
         path = self._file(identity, "json")

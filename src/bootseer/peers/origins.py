@@ -28,7 +28,7 @@ from bootseer.peers.protocol import MAX_RANGE, Request
 _LOG = logger(__name__)
 NAME: Final = "peers"
 _MIN_RUN_BYTES: Final = 1 << 20
-_RUNS: Final = 256
+_RUNS: Final = 1024
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ that asks reads the chunk where it lies, the others get it from those that asked
 reads costs its share of one question.
 
 A node is sent to one of those that asked before it, so that nodes cannot wait for each other in a circle: to one of
-the later half of them, another one for each unit. So no node has to send much more than it gets: with a binary tree,
-the node that is ahead of all the others is the root of every unit and sends each of them twice.
+the later half of them, another one for each unit and node. So no node has to send much more than it gets, and an object
+of one unit passes through few nodes: with a binary tree, the node that is ahead of all the others is the root of every
+unit and sends each of them twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
@@ -36,7 +38,8 @@ UNIT_BLOCKS: Final = 16
 _MAX_UNITS: Final = 1 << 17
 """Of 16 MiB each: 2 TiB of a job's checkpoint for each of its nodes."""
 _MAX_READERS: Final = 64
-"""As many nodes serve a chunk; those that ask later are sent to one of them."""
+"""As many nodes serve each chunk of a unit, and more where one is asked for alone; those that ask later are sent to one
+of them."""
 _MAX_LEASES: Final = 64
 _POLL_S: Final = 0.02
 _STILL_S: Final = 2.0
@@ -75,10 +78,11 @@ class Readers:
         if question.without in nodes:
             nodes[question.without] = False
         before = [name for name in takewhile(lambda name: name != question.sender, nodes) if nodes[name]]
-        if question.keeps and len(nodes) < _MAX_READERS:
+        if question.keeps and len(nodes) < _MAX_READERS * UNIT_BLOCKS // question.blocks.bit_count():
             nodes.setdefault(question.sender, True)
         late = max(len(before) // 2, 1)
-        return before[-1 - question.first // UNIT_BLOCKS % late] if before else ""
+        turn = question.first // UNIT_BLOCKS + crc32(question.sender.encode())
+        return before[-1 - turn % late] if before else ""
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -349,7 +349,7 @@ class _InOrder:
 
 
 class Shared:
-    """What all nodes of a job read: from HDFS once, then from each other. Which node passes what on, decides
+    """What all nodes of a job read: from where it lies once, then from each other. Which node passes what on, decides
     `peers.readers`."""
 
     def __init__(self, engine: Engine, num_bytes: float, latency_s: float) -> None:
@@ -362,11 +362,11 @@ class Shared:
         """Reads that wait until a node has a unit; None: it has it."""
 
     def read(
-        self, name: str, turn: float, width: int, reads: Reads, way: Callable[[str], Sequence[Link]],
-        done: Callable[[], None],
+        self, name: str, turn: float, width: int, read_first: Callable[[int, Callable[[], None]], object],
+        way: Callable[[str], Sequence[Link]], done: Callable[[], None],
     ) -> None:  # fmt: skip
         """Read all of it on the node called `name`, beginning at the part `turn` of it, `width` units at a time.
-        `way`: the links from another node."""
+        `read_first`: so many bytes from where they lie; `way`: the links from another node."""
         first = int(turn * self._num)
         units = iter([*range(first, self._num), *range(first)])
         left = [width]
@@ -389,7 +389,7 @@ class Shared:
             question = Question("checkpoint", unit * UNIT_BLOCKS, 1, name, True)
             node = next(iter(self._readers.answer(question, 0, "")), None)
             if node is None:
-                reads.read(self._unit_bytes, partial(step, unit))
+                read_first(self._unit_bytes, partial(step, unit))
                 return
 
             def begin() -> None:

@@ -198,12 +198,19 @@ class _Start:
         self.waiting: list[Callable[[], None]] = []
         """Nodes that wait for it."""
         self.shared = Shared(engine, self._shared_bytes, links.peer_latency_ms / 1e3)
+        self.indexes = Shared(engine, self._index_bytes, links.peer_latency_ms / 1e3)
         if self._techniques.warm:
             for node in self._nodes:
                 node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
         self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
+
+    @property
+    def _index_bytes(self) -> float:
+        """Of the index of all blocks of the image."""
+        image = self._scenario.image
+        return _INDEX_BYTES * image.gb * 1e9 / image.ratio / (image.block_kib << 10)
 
     @property
     def _shared_bytes(self) -> float:
@@ -290,10 +297,16 @@ class _NodeStart:
             self._node.loaders[0].prefetch(hot)
         fixed_s = image.fixed_s * self._factor
         if techniques.image:
-            # Each node gets the index of all blocks by itself, before it can mount, and keeps it.
-            num_blocks = 0 if techniques.warm else image.gb * 1e9 / image.ratio / (image.block_kib << 10)
+            # Each node needs the index of all blocks before it can mount, and keeps it.
             mounted = partial(self._engine.after, fixed_s, self._environment)
-            self._engine.start(self._down(self._start._pulls), _INDEX_BYTES * num_blocks, partial(self._load, mounted))
+            load, start = partial(self._load, mounted), self._start
+            if techniques.warm:
+                load()
+            elif start._peers:
+                read_first = partial(self._engine.start, self._down(start._job.store.link))
+                start.indexes.read(self._node.name, 0.0, 1, read_first, self._way_from, load)
+            else:
+                self._engine.start(self._down(start._pulls), start._index_bytes, load)
             return
         unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
         way = (*self._down(self._start._pulls), unpack)
@@ -386,18 +399,18 @@ class _NodeStart:
         piece_bytes = min(max(int(mine or shared) // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
         reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
         if passed_on:
-            turn, by_name = start._nodes.index(self._node) / len(start._nodes), start._job.by_name
-            start.shared.read(
-                self._node.name, turn, checkpoint.readers, reads,
-                lambda name: self._node.way_from(by_name[name])[:-1],  # written into the cache, not decompressed
-                ended,
-            )  # fmt: skip
+            turn = start._nodes.index(self._node) / len(start._nodes)
+            start.shared.read(self._node.name, turn, checkpoint.readers, reads.read, self._way_from, ended)
         for _ in range(left[0] - passed_on):
             if self._techniques.checkpoint:
                 reads.read(max(num_bytes, 1), ended, in_order=checkpoint.in_order)
             else:
                 pace = self._engine.link("stream", stream_bytes_per_s)
                 start._datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
+
+    def _way_from(self, name: str) -> Sequence[Link]:
+        """The way of bytes from another node into this one's cache: they are not decompressed."""
+        return self._node.way_from(self._start._job.by_name[name])[:-1]
 
     def _down(self, link: Link) -> tuple[Link, ...]:
         """The way of bytes from a server to this node."""

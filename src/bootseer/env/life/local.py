@@ -24,7 +24,6 @@ from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Lookup
 from bootseer.errors import BootseerError
 from bootseer.store.file import FileStore
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store, Stored
 
 MAX_KNOWN = 200
@@ -74,15 +73,8 @@ class Local:
             self.store.delete(document_name(key))
 
     def object(self, stored: Stored, origin: Store, *, timeout_s: float = _OBJECT_S) -> bytes:
-        """A small object that is named by its content, from this node or else from `origin`: the manifest.
-
-        Raises what `read_all` raises.
-        """
-        with contextlib.suppress(BootseerError):
-            return read_all(self.store, stored.name, stored.size_bytes)
-        data = read_all(origin, stored.name, stored.size_bytes, timeout_s)
-        self._kept.keep(stored.name, data)
-        return data
+        """A small object that is named by its content, as `LocalObjects.content`: the manifest."""
+        return self._kept.content(stored, origin, timeout_s=timeout_s)
 
     def _tidy(self) -> None:
         """Forget the snapshots that were not used for the longest time, with what only they need."""

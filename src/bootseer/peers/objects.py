@@ -1,0 +1,184 @@
+"""Small objects of stores that all nodes of a job read whole, such as the indexes of block files.
+
+A node needs an index before it knows any block of its file, so that an index itself does not come in blocks. It is
+named by its content, and that name stands in the (signed) document: the first node that asks reads it from the store,
+each other one gets it from a node that asked before (`readers`), which sends it when all of it has come, and compares
+it with the name. Whatever other nodes do, the store is asked in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.io.timer import Timer
+from bootseer.logs import logger
+from bootseer.peers.choice import Level
+from bootseer.peers.client import Client
+from bootseer.peers.job import JobPeers
+from bootseer.peers.protocol import MAX_RANGE, Question, Request
+
+_LOG = logger(__name__)
+OBJECT: Final = "object"
+"""The kind of a file that is a whole object: it is served when it lies in its place."""
+_SOURCES: Final = 3
+_TRIES: Final = 4
+_ANSWER_S: Final = 1.0
+"""A question is answered from memory."""
+_SILENT_S: Final = 2.0
+_WAIT_S: Final = 60.0
+_POLL_S: Final = 0.005
+_RANDOM: Final = random.SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedObject:
+    """An object that this node has, or is about to get; the job's other nodes may ask for it."""
+
+    job: JobPeers
+    digest: str
+    size_bytes: int
+    path: Path
+
+    @classmethod
+    def of_environment(cls, name: str, size_bytes: int, path: Path) -> OfferedObject | None:
+        """For the job that this process belongs to; None without peers. `name`: by its content; `path`: where it lies
+        once it is here."""
+        try:
+            job = JobPeers.of_environment()
+            if job is None or job.training:
+                return None
+            offered = cls(job, name.removeprefix("sha256:"), size_bytes, path)
+            job.register(offered.digest, OBJECT, {"path": str(path), "size_bytes": size_bytes})
+        except (BootseerError, OSError) as error:
+            _LOG.debug("%s is not shared: %s", name, error)
+            return None
+        return offered
+
+    def withdraw(self) -> None:
+        """It does not come: nodes that wait for it here ask elsewhere."""
+        self.job.unregister(self.digest)
+
+    def get(self, say: Callable[[str], None]) -> bytes | None:
+        """Its bytes, from another node; None where this one is to read it from its store. `say`: for a node that sent
+        other bytes."""
+        members, without = self.job.members(), ""
+        if all(peer.name == members.own for peer in members.peers):
+            return None
+        with contextlib.closing(Client(self.job.secret, self.job.pace, tls=self.job.tls)) as client:
+            for _ in range(_SOURCES):
+                name = self._node_with_it(client, without)
+                peer = next((peer for peer in members.peers if peer.name == name), None)
+                if peer is None or name == without:
+                    return None
+                try:
+                    data = self._read(client, _RANDOM.choice(peer.addresses))
+                    if hashlib.sha256(data).hexdigest() == self.digest:
+                        return data
+                    say(f"{name} sent wrong bytes of {self.digest[:16]}")
+                except BootseerError as error:
+                    _LOG.info("%s does not come from %s: %s", self.digest[:16], name, error)
+                without = name
+        return None
+
+    def _node_with_it(self, client: Client, without: str) -> str:
+        """The name of a node that reads or has it; empty where this one is to read it."""
+        members, silent = self.job.members(), frozenset[str]()
+        question = Question(self.digest, 0, 1, members.own or "-", bool(members.own), without)
+        for _ in range(_TRIES):
+            owner = members.owner(self.digest, 0, silent)
+            if owner is None:
+                break
+            try:
+                return next(iter(client.ask(owner.addresses[0], question, _ANSWER_S)), "")
+            except TransientError as error:
+                if error.retry_after_s is None:
+                    silent |= {owner.name}
+                else:  # all nodes ask at once
+                    time.sleep(_RANDOM.uniform(0, error.retry_after_s))
+            except BootseerError:
+                silent |= {owner.name}
+        return ""
+
+    def _read(self, client: Client, address: str) -> bytes:
+        until_s = time.monotonic() + _WAIT_S
+
+        def heard(num_bytes: int) -> float:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TransientError(f"not in {_WAIT_S:g} s")
+            return min(left_s, _SILENT_S)
+
+        data = bytearray(self.size_bytes)
+        for start in range(0, self.size_bytes, MAX_RANGE):
+            part = memoryview(data)[start : start + MAX_RANGE]
+            client.read(address, Request(self.digest, start, len(part), Level.GLOBAL, "-"), part, heard=heard)
+        return bytes(data)
+
+
+class ObjectFiles:
+    """Opens objects that local processes read; nothing is fetched for other nodes."""
+
+    def __init__(self) -> None:
+        self.timer = Timer("bootseer-peers-objects")
+
+    def open(self, job: JobPeers, identity: str) -> ObjectFile | None:
+        """The content of an object that was registered as `OBJECT`."""
+        match job.registered(identity):
+            case {"path": str(path), "size_bytes": int(size_bytes)} if size_bytes >= 0:
+                return ObjectFile(self.timer, OfferedObject(job, identity, size_bytes, Path(path)))
+        return None
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        self.timer.close(drop=True)
+
+
+class ObjectFile:
+    """An object as `server.Content`: one block, which is here as soon as the file is in its place."""
+
+    def __init__(self, timer: Timer, offered: OfferedObject) -> None:
+        self.size_bytes = offered.size_bytes
+        self._timer = timer
+        self._offered = offered
+
+    @property
+    def num_ready(self) -> int:
+        """See `Content.num_ready`."""
+        return int(self._offered.path.exists())
+
+    def open(self) -> int:
+        """See `Content.open`."""
+        return os.open(self._offered.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def here(self, first: int, blocks: int) -> int:
+        """See `Content.here`."""
+        return self.num_ready & blocks
+
+    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+        """See `Content.want`."""
+        if self.num_ready:
+            return True
+        self._look(done, time.monotonic() + _WAIT_S)
+        return False
+
+    def _look(self, done: Callable[[BootseerError | None], None], until_s: float) -> None:
+        offered = self._offered
+        if self.num_ready:
+            done(None)
+        elif time.monotonic() > until_s or offered.job.registered(offered.digest) is None:
+            done(NotFoundError("this node did not get it"))
+        else:
+            try:
+                self._timer.after(_POLL_S, partial(self._look, done, until_s))
+            except TransientError as error:
+                done(error)

@@ -1,0 +1,151 @@
+"""Indexes and other objects that all nodes read whole: from the store once, then from each other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bootseer.artifact.objects import LocalObjects
+from bootseer.errors import NotFoundError, TransientError
+from bootseer.peers.choice import Peer
+from bootseer.peers.job import FOLDER, JobPeers
+from bootseer.peers.objects import ObjectFiles, OfferedObject
+from bootseer.peers.server import Server
+from bootseer.store.file import FileStore
+from bootseer.store.store import Stored
+
+SECRET = b"s" * 32
+DATA = os.urandom((5 << 20) + 7)  # more than a request may ask for
+NAME = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
+OBJECT = Stored(NAME, len(DATA))
+
+
+class Node:
+    """One node of a job in this process."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.folder = name, folder / name
+        self.job = JobPeers.create(folder / f"{name}-peers", SECRET)
+        self.files = ObjectFiles()
+        self.said: list[str] = []
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.peer = Peer(name, (f"127.0.0.1:{listening.getsockname()[1]}",))
+        self.server = Server([listening], SECRET, partial(self.files.open, self.job), name=name)
+        self.offered = OfferedObject(self.job, NAME.removeprefix("sha256:"), len(DATA), self.folder / "object")
+
+    def offer(self) -> None:
+        self.job.register(self.offered.digest, "object", {"path": str(self.offered.path), "size_bytes": len(DATA)})
+
+    def start(self, read: Callable[[], bytes]) -> threading.Thread:
+        """As a node that starts: from another node, or by `read`."""
+
+        def work() -> None:
+            self.offer()
+            data = self.offered.get(self.said.append)
+            self.keep(read() if data is None else data)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    def keep(self, data: bytes) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "new").write_bytes(data)
+        (self.folder / "new").rename(self.offered.path)
+
+    def close(self) -> None:
+        self.server.close()
+        self.files.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    made = [Node(tmp_path, f"n{at}") for at in range(6)]
+    for node in made:
+        node.job.write_members(node.name, [one.peer for one in made])
+    yield made
+    for node in made:
+        node.close()
+
+
+def test_the_store_is_read_once_and_what_it_takes_is_waited_for(nodes: list[Node]) -> None:
+    reads = []
+
+    def read() -> bytes:
+        reads.append(1)
+        time.sleep(0.5)
+        return DATA
+
+    for thread in [node.start(read) for node in nodes]:
+        thread.join()
+    assert [node.offered.path.read_bytes() == DATA for node in nodes] == [True] * 6
+    assert len(reads) == 1
+
+
+def test_a_node_whose_read_fails_or_that_is_gone_is_replaced(nodes: list[Node]) -> None:
+    keeper = nodes[0].job.members().owner(nodes[0].offered.digest, 0)
+    failed, gone, *others = [node for node in nodes if node.peer != keeper]
+    failed.offer()
+    assert failed.offered.get(failed.said.append) is None  # it is to read it from the store, and does not
+    gone.server.close()
+    gone.offer()
+    threading.Timer(0.2, failed.offered.withdraw).start()
+    assert gone.offered.get(gone.said.append) is None
+    began = time.monotonic()
+    for thread in [node.start(lambda: DATA) for node in others]:
+        thread.join()
+    assert all(node.offered.path.read_bytes() == DATA for node in others)
+    assert time.monotonic() - began < 30
+
+
+def test_wrong_bytes_are_not_taken_and_their_node_is_named(nodes: list[Node]) -> None:
+    first, second = nodes[:2]
+    first.offer()
+    assert first.offered.get(first.said.append) is None
+    first.keep(DATA[:-1] + bytes([DATA[-1] ^ 1]))
+    second.offer()
+    assert second.offered.get(second.said.append) is None
+    assert second.said == [f"n0 sent wrong bytes of {NAME[7:23]}"]
+
+
+def test_nothing_that_is_not_offered_is_sent(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
+    first, second = nodes[:2]
+    first.keep(DATA)
+    with pytest.raises(NotFoundError):
+        from bootseer.peers.client import Client
+
+        second.offered._read(Client(SECRET), first.peer.addresses[0])
+
+
+def test_a_node_keeps_what_came_from_another_and_serves_it(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = nodes[:3]
+    first.offer()
+    first.offered.get(first.said.append)
+    first.keep(DATA)
+    objects = {node: LocalObjects(tmp_path / f"{node.name}-objects", node.said.append) for node in (second, third)}
+    for node in (second, third):
+        monkeypatch.setenv(FOLDER, str(node.job.folder))
+        # The store has nothing.
+        assert objects[node].content(OBJECT, FileStore(tmp_path / "store"), timeout_s=1) == DATA
+        first.server.close()
+    assert objects[third].store.stat(NAME).size_bytes == len(DATA)
+
+
+def test_what_is_not_there_is_not_offered_for_long(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(nodes[0].job.folder))
+    with pytest.raises((NotFoundError, TransientError)):
+        LocalObjects(tmp_path / "objects", print).content(OBJECT, FileStore(tmp_path / "store"), timeout_s=1)
+    assert nodes[0].job.identities() == set()
