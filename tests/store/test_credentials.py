@@ -20,6 +20,7 @@ HOST = "registry.example:5000"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path / "none"))
 
     def write(content: Any) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
@@ -64,6 +65,24 @@ def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> No
     config({"auths": {key: {"auth": encoded("me:pass:word")}}})
     assert find_credentials(HOST) == Credentials("me", "pass:word")
     assert find_credentials("registry.example") == Credentials()
+
+
+def test_logins_of_enroot_are_found_and_its_commands_not_run(
+    config: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
+    (tmp_path / ".credentials").write_text(
+        "# NGC\nmachine nvcr.io login $oauthtoken password word\n"
+        f"machine {HOST.partition(':')[0]} login me password two words\n"
+        f"machine ecr.example login AWS password $(touch {tmp_path}/ran)\n"
+    )
+    assert find_credentials("nvcr.io") == Credentials("$oauthtoken", "word")
+    assert find_credentials(HOST) == Credentials("me", "two words")
+    assert find_credentials("other.example") == Credentials()
+    assert "is a command, which is not run" in find_credentials("ecr.example").why
+    assert not (tmp_path / "ran").exists()
+    config({"auths": {"nvcr.io": {"auth": encoded("docker:first")}}})
+    assert find_credentials("nvcr.io") == Credentials("docker", "first")
 
 
 def test_user_and_password_may_be_written_out(config: Callable[[Any], None]) -> None:

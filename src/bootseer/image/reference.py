@@ -81,6 +81,8 @@ def parse_reference(text: str) -> Reference:
     ):
         scheme = re.match(r"https?://", text, re.IGNORECASE)
         hint = f"leave out {scheme[0]}; {_FORMS}" if scheme else _FORMS
+        if text.startswith(("dockerd://", "podman://")):  # as enroot calls what such a program has on this machine
+            hint = "push it into a registry, or write it into a file (docker save) for docker-archive:FILE"
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=hint)
     return _in_registry(text) if in_registry else _of_any_place(text)
 
@@ -98,6 +100,11 @@ def store_uri(reference: Reference, given: str | None) -> str | None:
 def _of_any_place(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)
+    if text.endswith((".sqsh", ".squashfs")):
+        raise UsageError(
+            f"{shown(text)!r} is a squashfs, which has no layers",
+            hint="name the image that it was made of: host#repository:tag",
+        )
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
         return Reference(Place.FOLDER, path=text)
     kind, colon, rest = text.partition(":")

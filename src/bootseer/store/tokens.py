@@ -11,8 +11,9 @@ One lock guards it all and is held while a token is fetched: of many readers tha
 the others wait for it. A burst of token requests is how registries start to answer 429.
 
 Logins are those that `docker login` and its kin left behind: in `config.json` in `$DOCKER_CONFIG` or `~/.docker`,
-`auths` hold the secret itself, `credHelpers` and `credsStore` name a program that knows it; then those of kubelet's
-plugins (`credential_providers`). They are asked when a registry wants to know, not before: helpers may be slow.
+`auths` hold the secret itself, `credHelpers` and `credsStore` name a program that knows it; then enroot's, in
+`.credentials` in `$ENROOT_CONFIG_PATH` or `~/.config/enroot`, lines as in a netrc file; then those of kubelet's plugins
+(`credential_providers`). They are asked when a registry wants to know, not before: helpers may be slow.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from bootseer.store.transport import Answer, Origin, Transport
 _HELPER_S = 20.0
 _MAX_CONFIG_BYTES = 1024 * 1024
 _HELPER = re.compile(r"[A-Za-z0-9._-]+")
+_NETRC = re.compile(r"\s*machine\s+(\S+)\s+login\s+(\S+)\s+password\s+(\S.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def find_credentials(host: str, repository: str = "") -> Credentials:
 
     Raises `AccessError` when one is there but unusable.
     """
-    found = _of_docker(host)
+    found = _of_docker(host) or _of_enroot(host)
     if found is not None:
         return found
     login, source = find_login(host, repository, os.environ)
@@ -86,6 +88,29 @@ def _of_docker(host: str) -> Credentials | None:
             return found
     entry = _lookup(_table(config, "auths"), host)
     return _decode(entry, path, host) if isinstance(entry, dict) else None
+
+
+def _of_enroot(host: str) -> Credentials | None:
+    folder = os.environ.get("ENROOT_CONFIG_PATH") or os.path.join(  # noqa: PTH118
+        os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"),  # noqa: PTH111
+        "enroot",
+    )
+    path = Path(folder) / ".credentials"
+    try:
+        with path.open(errors="surrogateescape") as file:
+            lines = file.read(_MAX_CONFIG_BYTES).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise AccessError(f"cannot read the logins in {path}: {error}") from error
+    names = {host, re.sub(r":\d+$", "", host)}  # enroot leaves the port out
+    for match in filter(None, map(_NETRC.fullmatch, lines)):
+        if match[1] in names:
+            password = match[3].strip()
+            if password.startswith("$"):  # enroot has a shell make the password of it
+                return Credentials(why=f"the password for {match[1]} in {path} is a command, which is not run")
+            return Credentials(match[2], password)
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:
