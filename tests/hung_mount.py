@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,20 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.session import mount
 from fuse.memory_tree import MemoryTree
 
+_asked = threading.Event()
+"""The file system has read a request: one that still waits to be read is taken back when the process that made it is
+killed."""
+
 
 @contextlib.contextmanager
 def hung_mount(folder: Path) -> Iterator[Path]:
     """A path that nothing is heard of until the end of the block."""
     gate = threading.Event()
+    _asked.clear()
 
     class Hung(MemoryTree):
         def lookup(self, parent, name):
+            _asked.set()
             gate.wait(300)  # in the thread that reads requests, so that it does not see the kernel's interrupts either
 
     folder.mkdir()
@@ -47,8 +52,5 @@ def child_that_asks(path: Path) -> int:
         with contextlib.suppress(OSError):
             path.stat()
         os._exit(0)
-    until = time.monotonic() + 120
-    while b"request_wait" not in Path(f"/proc/{pid}/wchan").read_bytes():
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    assert _asked.wait(120)
     return pid

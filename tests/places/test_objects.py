@@ -40,7 +40,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.hdfs.requests import ReadOutcome
-from bootseer.places import open_place
+from bootseer.places import bucket, object_data, open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY, Place, TakenError
 from bootseer.places.uploads import Uploads
@@ -333,8 +333,11 @@ def some(fault: Fault, share: float) -> Plan:
     ids=["slow-down", "too-many", "dropped", "cut"],
 )
 def test_a_server_that_fails_every_fifth_request_of_whatever_kind_is_asked_again(
-    proxy: FaultProxy, uri: str, source: Path, tmp_path: Path, fault: Fault
+    proxy: FaultProxy, uri: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
+    for module in (bucket, object_data):
+        monkeypatch.setattr(module, "_PAUSE_S", 0.02)
+        monkeypatch.setattr(module, "_MAX_PAUSE_S", 0.5)
     proxy.plan = some(fault, 0.2)
     with closing(open_place(uri)) as place:
         put_checkpoint(place, source, "step-1", settings=_STRIPED)
