@@ -26,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bootseer.blocks.codec import digest_of
+from bootseer.cache.disk import write_all
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head
@@ -302,9 +303,7 @@ def _copy_all(
         read = file.readinto(offset, view)
         if read != length:
             raise PermanentError(f"{file.path}: {read} bytes instead of {length}; it was changed while it was read")
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
+        write_all(descriptor, view, offset)
         done.add(length)
 
     def copy_file(info: FileInfo, threads: Tasks | None) -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from bootseer.blocks.codec import Buffer
 
 Done = Callable[["Buffer | BootseerError"], None]
-_FIRST_LOOK_S = 0.002
+_LOOK_S = 0.005
+_LOOK_EACH_S = 50e-6
 _LONGEST_LOOK_S = 0.05
 
 
@@ -118,56 +119,40 @@ class PendingReads:
         return self._deadlines[0][0] if self._deadlines else None
 
 
-@dataclass(slots=True)
-class _Watched:
-    since: float
-    pause_s: float
-
-
 class ForeignClaims:
     """The blocks that other processes are about to bring, and when to look for them again.
 
-    There is no message between processes: a block appears in the shared cache, or its claim falls. So blocks are looked
-    at again and again, soon at first. A claim that is held for `overdue_s` is not believed.
+    There is no message between processes: a block appears in the shared cache, or its claim falls. So all of them are
+    looked at again and again, less often the more they are. A claim that is held for `overdue_s` is not believed.
     """
 
     def __init__(self, overdue_s: float) -> None:
         self._overdue_s = overdue_s
-        self._watched: dict[Key, _Watched] = {}
-        self._heap: list[tuple[float, Key]] = []
-
-    def __len__(self) -> int:
-        return len(self._watched)
+        self._since: dict[Key, float] = {}
+        self._next_look = 0.0
 
     def watch(self, key: Key, now: float) -> None:
         """Another process has claimed this block."""
-        if key not in self._watched:
-            self._watched[key] = _Watched(now, _FIRST_LOOK_S)
-            heapq.heappush(self._heap, (now + _FIRST_LOOK_S, key))
+        if not self._since:
+            self._next_look = now + _LOOK_S
+        self._since.setdefault(key, now)
 
     def forget(self, key: Key) -> None:
         """The block is here, or not waited for."""
-        self._watched.pop(key, None)
+        self._since.pop(key, None)
 
     def due(self, now: float) -> list[Key]:
-        """The blocks to look at now; those that stay watched come again, a little later each time."""
-        due: dict[Key, None] = {}
-        while self._heap and self._heap[0][0] <= now:
-            key = heapq.heappop(self._heap)[1]
-            if key in self._watched:
-                due[key] = None
-        for key in due:
-            watched = self._watched[key]
-            watched.pause_s = min(1.5 * watched.pause_s, _LONGEST_LOOK_S)
-            heapq.heappush(self._heap, (now + watched.pause_s, key))
-        return list(due)
+        """The blocks to look at now."""
+        if not self._since or now < self._next_look:
+            return []
+        self._next_look = now + min(_LOOK_S + len(self._since) * _LOOK_EACH_S, _LONGEST_LOOK_S)
+        return list(self._since)
 
     def overdue(self, key: Key, now: float) -> bool:
         """Whether its claim has been held for so long that its holder must hang."""
-        watched = self._watched.get(key)
-        return watched is not None and now - watched.since >= self._overdue_s
+        return now - self._since.get(key, now) >= self._overdue_s
 
     @property
     def next_look(self) -> float | None:
         """When the next one is due."""
-        return self._heap[0][0] if self._watched and self._heap else None
+        return self._next_look if self._since else None

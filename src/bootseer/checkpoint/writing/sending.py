@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.cache.disk import punch
+from bootseer.cache.disk import punch, write_all
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.ranges import Ranges
@@ -105,11 +105,8 @@ class Spool:
             raise self._mapped(error) from error
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data).cast("B")
         try:
-            while rest:
-                count = os.pwrite(self._descriptor, rest, offset)
-                rest, offset = rest[count:], offset + count
+            write_all(self._descriptor, memoryview(data).cast("B"), offset)
         except OSError as error:
             raise self._mapped(error) from error
 
