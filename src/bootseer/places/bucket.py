@@ -42,6 +42,7 @@ _CLIENT = {
     "pool_max_idle_per_host": "64",
 }
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
+LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AT_ONCE = 1000
 """Objects that are removed by one request."""
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -84,7 +85,7 @@ class Bucket:
         self.scheme, _, rest = self.uri.partition("://")
         if not rest or ".." in rest.split("/"):
             raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
-        options: Any = {**_CLIENT, "allow_http": allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"}
+        options: Any = {**_CLIENT, "allow_http": allow_http or allows_http()}
         try:
             self.reader: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 0})
             """Makes one attempt."""
@@ -144,7 +145,7 @@ class Bucket:
             return AccessError(f"{self.uri}: {name}: {refusal[1]}: {_ABOUT_LOGINS[refusal[1]]}")
         if "169.254.169.254" in said:
             # Without any credentials, obstore asks the machine's own cloud for some.
-            names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else LOGIN
             return AccessError(f"{self.uri}: no credentials; set {names}")
         if _OTHER_RANGE.search(str(error)):
             return OtherRangeError(f"{said}; the server sends other bytes than requested")
@@ -155,6 +156,11 @@ class Bucket:
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
             return PermanentError(said)
         return TransientError(said)
+
+
+def allows_http() -> bool:
+    """Whether an endpoint without encryption may be used."""
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
 
 
 def status_of(error: Exception) -> int | None:

@@ -259,7 +259,7 @@ class ObjectReads:
                     self._slow_down()
                 raise
         if len(data) != length:
-            raise TransientError(f"{file.what}: {len(data)} bytes in place of {length}")
+            raise OtherRangeError(f"{file.what}: the server sends {len(data)} bytes, {length} were requested")
         return data
 
     def _slow_down(self) -> None:
