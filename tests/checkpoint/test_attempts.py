@@ -201,6 +201,11 @@ def test_parts_stay_as_long_as_there_is_a_head_that_cannot_be_read(place: Place,
     stepwise.read_first = refuse  # type: ignore[attr-defined]
     assert collect(stepwise, "") == 0  # type: ignore[arg-type]
     assert (job / STRIPES / head.id).exists()
+    damaged = bytearray((job / "kept").read_bytes())
+    damaged[3] ^= 1
+    (job / "kept").write_bytes(damaged)
+    assert collect(place, "") == 0
+    assert (job / STRIPES / head.id).exists()
 
 
 def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place, job: Path) -> None:

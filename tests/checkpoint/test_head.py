@@ -183,6 +183,14 @@ def test_a_segment_that_ends_inside_of_a_chunk_is_only_the_last_one() -> None:
         encode_head(Head(head.id, 2 * CHUNK_BYTES + 5, (*head.segments, moved)))
 
 
+@pytest.mark.parametrize("at", [0, 7, 8, 20, 47, 63])
+def test_the_beginning_of_a_damaged_head_is_not_taken_for_an_ordinary_file(at: int) -> None:
+    first = bytearray(encode_head(some_head(CHUNK_BYTES, CHUNK_BYTES, stripes=1, parity=False))[:PEEK_BYTES])
+    first[at] ^= 0x10
+    with pytest.raises(CorruptError, match="damaged"):
+        peek(bytes(first))
+
+
 def test_ordinary_files_are_no_heads() -> None:
     assert peek(b"") is None
     assert peek(b"BSSTRIPE") is None

@@ -358,8 +358,8 @@ def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_l
     try:
         # After their ages, and twice: a head that is renamed meanwhile may be missed by one listing.
         named = _ids_of_heads(place, place.list(folder)) | _ids_of_heads(place, place.list(folder))
-    except AccessError:
-        return 0  # a head that we may not read can name any of them
+    except (AccessError, CorruptError):
+        return 0  # a head that cannot be read can name any of them
     return sum(_delete(place, entry.path) for entry in old if name_of(entry.path) not in named)
 
 

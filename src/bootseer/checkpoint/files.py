@@ -222,7 +222,9 @@ class Files:
         check_name(f"{path}/".removeprefix(self._within))
 
     def _info(self, entry: Entry) -> FileInfo:
-        size_bytes = self._size(entry) if maybe_head(entry) else None
+        size_bytes = None
+        with contextlib.suppress(CorruptError):  # as long as its head is; reading it is an error
+            size_bytes = self._size(entry) if maybe_head(entry) else None
         if size_bytes is None:
             return FileInfo(entry, entry.size_bytes, is_striped=False)
         return FileInfo(entry, size_bytes, is_striped=True)

@@ -34,6 +34,7 @@ MAX_HEAD_BYTES = 256 << 20
 """For files of up to 7 TiB."""
 
 _HEADER = struct.Struct("<8sIIQ16sQII")  # magic, version, zero, size, id, length of the body, segments, zero
+_MARK = MAGIC + struct.pack("<II", VERSION, 0)
 _SEGMENT = struct.Struct("<QHBB")  # size, stripes, parity parts, zero
 _CHECK_BYTES = PEEK_BYTES - _HEADER.size
 # One of 4096 other files has a length like this: those are peeked into for nothing.
@@ -146,10 +147,16 @@ def encode_head(head: Head) -> bytes:
 
 
 def peek(first: bytes) -> int | None:
-    """The size of the striped file whose head begins so; None when this is not a head. Of every version."""
-    if len(first) < PEEK_BYTES or not first.startswith(MAGIC):
+    """The size of the striped file whose head begins so; None when this is not a head. Of every version.
+
+    Raises `CorruptError` for a head that was damaged here: taken for a file of its own, it would be shown as content.
+    """
+    if len(first) < PEEK_BYTES:
         return None
-    if first[_HEADER.size : PEEK_BYTES] != _check(first[: _HEADER.size]):
+    check = first[_HEADER.size : PEEK_BYTES]
+    if not first.startswith(MAGIC) or check != _check(first[: _HEADER.size]):
+        if first.startswith(_MARK) or check == _check(_MARK + first[len(_MARK) : _HEADER.size]):
+            raise CorruptError("the head of a striped file is damaged")
         return None
     return int(_HEADER.unpack_from(first)[3])
 

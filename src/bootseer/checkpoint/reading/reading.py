@@ -343,11 +343,11 @@ def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | N
     if not is_head_size(file.size_bytes):
         return None
     data = read_now(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
-    if peek(bytes(data[:PEEK_BYTES])) is None:
-        return None
-    if len(data) < file.size_bytes:
-        data += read_now(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
     try:
+        if peek(bytes(data[:PEEK_BYTES])) is None:
+            return None
+        if len(data) < file.size_bytes:
+            data += read_now(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
         return parse_head(bytes(data))
     except BootseerError as error:
         raise alike(error, f"{path}: {error}") from error
