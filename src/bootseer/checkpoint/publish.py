@@ -149,7 +149,6 @@ def put_checkpoint(
 
 
 def _planned(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:
-    """What would be done."""
     target = join(folder, name)
     _check_free(files, target, source, settings.replace)
     try:

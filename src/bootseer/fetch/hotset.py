@@ -106,7 +106,6 @@ class HotSet:
     here."""
 
     def merge(self, record: Record) -> HotSet:
-        """The set with one more run."""
         return self.union(replace(self, records=(record,)))
 
     def union(self, other: HotSet) -> HotSet:

@@ -72,7 +72,6 @@ class NodeChoice:
         """The rate that what is underway at a node allows for, by now."""
 
     def is_open(self, node: str) -> bool:
-        """Whether it is not asked."""
         return node in self._open
 
     def rate(self, node: str, now_s: float) -> float:

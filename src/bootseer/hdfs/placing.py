@@ -109,7 +109,6 @@ class BlockFileWriter:
         """Give back what the file has besides."""
 
     def _begin_block(self, draw: Callable[[Nodes], NewBlock]) -> BlockWriter:
-        """A block on nodes that take it."""
         self._new, self._block = begin_block(self._namenode, self._lease, self._settings.defaults, self._excluded, draw)
         return self._block
 
@@ -357,7 +356,6 @@ class LongWriter(BlockFileWriter):
         self._kept.close()
 
     def _write(self, piece: memoryview) -> None:
-        """Append what fits into the block."""
         block = self._block or self._begin()
         self._kept.write(self._at, piece)
         self._at += len(piece)

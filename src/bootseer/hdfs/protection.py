@@ -48,11 +48,9 @@ class Aes:
         self._in: Any = Cipher(algorithms.AES(in_key), modes.CTR(option.data(5))).decryptor()
 
     def seal(self, views: Sequence[bytes | memoryview]) -> list[bytes]:
-        """What to send for these bytes."""
         return [self._out.update(view) for view in views]
 
     def open(self, data: bytes) -> bytes:
-        """What was sent, for what has come."""
         return bytes(self._in.update(data))
 
     def open_in_place(self, views: Sequence[memoryview], length: int) -> None:

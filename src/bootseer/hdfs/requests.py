@@ -333,7 +333,6 @@ class NodeQueue:
         self._urgent.append(piece)
 
     def remove(self, piece: Piece) -> None:
-        """A piece is not queued here any more."""
         piece.queues.remove(self)
         self._gone_bytes += piece.length
         self.num_queued -= 1

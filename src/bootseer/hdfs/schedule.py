@@ -349,7 +349,6 @@ class Schedule:
     # Ends
 
     def _finish(self, piece: Piece, node: str) -> None:
-        """Its bytes are there."""
         original = piece.original
         if original is None:
             piece.ticket.node = node

@@ -67,7 +67,6 @@ class Startup:
         self._ahead: dict[str, CheckpointFile] = {}
 
     def note(self, path: str, offset: int, length: int) -> None:
-        """A reader asked for this."""
         with self._lock:
             if self._recorder is not None:
                 self._recorder.read(path, offset, length)

@@ -273,7 +273,6 @@ class ChunkBuffer:
         return piece
 
     def _remove(self, piece: BufferedPiece) -> None:
-        """Forget a piece, and give its memory back."""
         del self._pieces[piece.key]
         keys = self._files[piece.key.file]
         keys.discard(piece.key)

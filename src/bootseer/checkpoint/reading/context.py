@@ -64,7 +64,6 @@ class LazyPart:
                 self._opened(None, error)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """The nodes that have the byte at `offset`, as far as is known."""
         file = self._file
         return self._part.nodes if file is None else file.nodes(offset)
 
@@ -307,7 +306,6 @@ class ReadContext:
         return self.cache_writer is not None and self.cache_writer.has_room(num_bytes)
 
     def release_claim(self, segment: OpenSegment, chunk: int) -> None:
-        """Undo `claim`."""
         if segment.cached is not None:
             with contextlib.suppress(BootseerError):  # else the kernel does it, when this process ends
                 segment.cached.release(chunk - segment.first_chunk)

@@ -198,7 +198,6 @@ class SharedFile:
             return self._ahead.note(offset, length, limit)
 
     def _bring(self, advice: Advice) -> None:
-        """Follow an advice, as far as there is memory."""
         if advice.start >= advice.end or self._closed:
             return
         asks = [

@@ -176,7 +176,6 @@ class DedupSources:
             self._searching.release()
 
     def has(self, digest: bytes) -> bool:
-        """Whether a file had this chunk."""
         return digest in self._places
 
     def read(self, digest: bytes, start: int, into: memoryview) -> bool:

@@ -225,7 +225,6 @@ class Row:
         return all(part.delay_s(offset, CHUNK_BYTES) < waited_s for part, offset in map(segment.place_of, missing))
 
     def _advance(self) -> None:
-        """Do what can be done now."""
         interrupt: BaseException | None = None
         while True:
             try:
@@ -443,5 +442,4 @@ class _RowChunk(ChunkRead):
 
 
 def _delay_s(part: LazyPart, offset: int) -> float:
-    """When a chunk of this part would be here, if it was asked for now."""
     return part.delay_s(offset, CHUNK_BYTES)

@@ -431,7 +431,6 @@ class SegmentWriter:
         )
 
     def _wake(self) -> None:
-        """Let all parts go on that can."""
         woken = []
         with self._lock:
             for part in self._parts:

@@ -217,7 +217,6 @@ class Sending:
                 self._kept_from = None
 
     def missing(self, start: int, end: int) -> int:
-        """How much of a range the spool does not have yet."""
         with self._state:
             return self._present.missing(start, end)
 
