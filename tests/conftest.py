@@ -29,9 +29,17 @@ pytest_plugins = [
 
 
 _FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")
-_LONGEST = ("shared_hdfs", "shared_s3")
-"""What takes a minute and more, longest first: test files, and servers whose files one worker runs."""
-_FUZZ_EXAMPLES = 1000
+_LONGEST = (
+    *("shared_hdfs", "shared_s3", "tests/examples/test_demo.py", "tests/checkpoint/mount/test_programs.py"),
+    *("tests/hdfs/test_reads_faults.py", "tests/env/installing/test_choose.py", "tests/env/capturing/test_effects.py"),
+    *("tests/env/installing/test_validate.py", "tests/cli/test_env.py", "tests/hook/test_warm_torch.py"),
+    "tests/launch/test_run_environment.py",
+    # Of `make quick`:
+    *("tests/store/test_oci.py", "tests/store/test_registry.py", "tests/trace/test_event_properties.py"),
+    *("tests/service/test_ingest.py", "tests/report/test_scan.py", "tests/peers/test_choice.py"),
+)
+"""What takes longest, in about this order: test files, and servers whose files one worker runs."""
+_EXAMPLES = 50
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()
 
@@ -104,12 +112,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest first, then what needs servers, the kernel or time: a slow file at the end would keep one worker while
     the others are idle."""
-    if settings.get_current_profile_name() == "fuzz":
-        for test in (getattr(item, "function", None) for item in items):
-            # Those that say how many examples they want take nothing from the profile.
-            own = getattr(test, "_hypothesis_internal_use_settings", None)
-            if own is not None and own.max_examples < _FUZZ_EXAMPLES:
-                test._hypothesis_internal_use_settings = settings(own, max_examples=10 * own.max_examples)
+    profile = settings.get_profile(settings.get_current_profile_name())
+    factor = profile.max_examples / _EXAMPLES if profile.max_examples <= _EXAMPLES else 10.0
+    for test in {getattr(item, "function", None) for item in items}:
+        # Those that say how many examples they want take nothing from the profile.
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples != profile.max_examples:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=int(factor * own.max_examples))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _FIRST)}
 
@@ -151,10 +160,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples at each run, and as long for each as the machine takes: whether the tests pass depends on the code
 # alone. `make fuzz` looks for new examples, with 1,000 for each test, or ten times what a test says itself;
-# `make quick` takes fewer.
+# `make quick` takes three of ten.
 settings.register_profile(
-    "same", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "same", deadline=None, derandomize=True, max_examples=_EXAMPLES, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("fuzz", settings.get_profile("same"), derandomize=False, max_examples=_FUZZ_EXAMPLES)
+settings.register_profile("fuzz", settings.get_profile("same"), derandomize=False, max_examples=1000)
 settings.register_profile("quick", settings.get_profile("same"), max_examples=15)
 settings.load_profile("same")

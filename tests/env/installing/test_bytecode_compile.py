@@ -27,11 +27,11 @@ COMPILED = {"__init__.py", "other.py", "warns.py"}
 
 
 @pytest.fixture
-def library(python, job_env, tmp_path):
+def library(python, job_env, uv, tmp_path):
     """A distribution that was installed without bytecode."""
     wheel = make_wheel(tmp_path, "app", "1.0", FILES)
     before = installed(python.folders)
-    argv = [python.executable, "-m", "pip", "install", "--no-compile", "--no-index", "-q", str(wheel)]
+    argv = [uv, "pip", "install", "--python", python.executable, "--no-index", "-q", str(wheel)]
     subprocess.run(argv, env=job_env, check=True, timeout=120)
     new = new_distributions(before, installed(python.folders))
     assert [each.name for each in new] == ["app"]
