@@ -49,6 +49,8 @@ krb5kdc krb5-kdc the test that runs an HDFS with Kerberos
 kadmin.local krb5-admin-server the same
 kinit krb5-user the same
 slurmctld slurm-wlm the test that runs jobs under a real Slurm
+slurmdbd slurmdbd the same, with accounting
+mariadbd mariadb-server-core the database of that accounting
 munged munge the key service that Slurm needs
 pg_ctlcluster postgresql the database of a service with many nodes
 promtool prometheus the check of the rules over its metrics

@@ -30,7 +30,7 @@ def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callabl
 
     def become() -> None:
         without_mixed_cgroups()
-        _open_way_to(Path(sys.base_prefix))
+        open_way_to(Path(sys.base_prefix))
         kernel.move(kernel.clone(people), _PEOPLE)
         if fuse:
             kernel.move(kernel.clone(node), _FUSE)
@@ -43,7 +43,7 @@ def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callabl
     return become
 
 
-def _open_way_to(path: Path) -> None:
+def open_way_to(path: Path) -> None:
     """Make a folder reachable that lies below one which only root may enter."""
     closed = next((above for above in reversed(path.parents) if not above.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None:

@@ -1,4 +1,5 @@
-"""A real Slurm of four nodes on this machine: munged, slurmctld and four slurmd in namespaces of their own.
+"""A real Slurm of four nodes on this machine: munged, slurmctld and four slurmd in namespaces of their own, with
+accounting (slurmdbd over MariaDB) where that is installed.
 
 Nodes are called n1 to n4, and each has an address. All ends with the test's process, however that ends.
 """
@@ -18,6 +19,7 @@ import pytest
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare", "nsenter", "ip")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+ACCOUNTING = all(shutil.which(name, path=_PATH) for name in ("mariadbd", "slurmdbd", "sacct", "sacctmgr"))
 MARKS = [
     pytest.mark.slurm,
     pytest.mark.root,
@@ -45,6 +47,28 @@ ReturnToService=2
 MpiDefault=none
 PropagateResourceLimits=NONE
 """
+_ACCOUNTING_CONF = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePass={0}/munge/socket
+"""
+_DBD_CONF = """
+AuthType=auth/munge
+AuthInfo=socket={0}/munge/socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StorageUser=root
+StorageLoc=slurm
+LogFile={0}/dbd.log
+PidFile={0}/dbd.pid
+"""
+_MARIADB = """#!/bin/sh
+exec mariadbd --no-defaults --user=root --datadir={0}/sql --socket={0}/sql/socket --bind-address=127.0.0.1 \\
+  --skip-grant-tables --innodb-log-file-size=4M --innodb-flush-log-at-trx-commit=0 "$@"
+"""
 _START = """
 set -e
 mount --make-rprivate /
@@ -54,6 +78,15 @@ ip link set lo up
 while read -r address name; do [ $name = localhost ] || ip address add $address/32 dev lo; done < "$0/hosts"
 munged --force --key-file="$0/munge.key" --socket="$0/munge/socket" --pid-file="$0/munge/pid" \
   --log-file="$0/munge/log" --seed-file="$0/munge/seed" 2>"$0/munge/said"
+if [ -e "$0/slurmdbd.conf" ]; then
+  { printf 'create database mysql;\\nuse mysql;\\n'; cat /usr/share/mysql/mysql_system_tables.sql; } |
+    "$0/mariadb" --bootstrap
+  "$0/mariadb" &
+  i=0
+  until [ -S "$0/sql/socket" ]; do i=$((i + 1)); [ $i -lt 3000 ]; sleep 0.1; done
+  slurmdbd
+  until sacctmgr --immediate add cluster test >&2; do i=$((i + 1)); [ $i -lt 3000 ]; sleep 0.1; done
+fi
 slurmctld
 for name in "$@"; do slurmd -N $name; done
 i=0
@@ -100,7 +133,13 @@ def slurm_cluster(folder: Path, more: str = "") -> Iterator[Cluster]:
         f"NodeName={name} NodeHostname=localhost NodeAddr={at} Port={7000 + number} CPUs=2\n"
         for number, (name, at) in enumerate(addresses.items())
     ]
-    lines = [_CONF.format(folder), more, *nodes, "PartitionName=debug Nodes=ALL Default=YES\n"]
+    accounting = _ACCOUNTING_CONF.format(folder) if ACCOUNTING else ""
+    if accounting:
+        (folder / "sql").mkdir()
+        for name, text, mode in (("slurmdbd.conf", _DBD_CONF, 0o600), ("mariadb", _MARIADB, 0o700)):
+            (folder / name).write_text(text.format(folder))
+            (folder / name).chmod(mode)
+    lines = [_CONF.format(folder), accounting, more, *nodes, "PartitionName=debug Nodes=ALL Default=YES\n"]
     (folder / "slurm.conf").write_text("".join(lines))
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}
     words = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", _START, str(folder), *NODES]

@@ -9,20 +9,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bootseer.image.sources.open import this_platform
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from busybox import CONFIG
 from conftest_launch import BOOTSEER, stages
 from fleet import EPOCH_NS, INSTALL, Fleet
 from image_node import base_layers
 from oci_images import write_layout
-from slurm_cluster import MARKS, NODES, Cluster, slurm_cluster
+from once import compiled_secret_rules
+from slurm_cluster import ACCOUNTING, MARKS, NODES, Cluster, slurm_cluster
 
 pytestmark = MARKS
 
@@ -32,9 +37,16 @@ MODEL = os.urandom(3 << 20)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With our prolog, epilog and health check, in a folder of their own."""
-    folder = tmp_path_factory.mktemp("slurm")
+def slurm() -> Iterator[Cluster]:
+    """With our prolog, epilog and health check, in a folder of their own that every user can enter."""
+    with tempfile.TemporaryDirectory(prefix="bootseer-slurm-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        with _cluster(Path(name)) as cluster:
+            yield cluster
+
+
+@contextmanager
+def _cluster(folder: Path) -> Iterator[Cluster]:
     lines = (CONTRIB / "slurm.conf").read_text().replace("/etc/slurm/bootseer", str(folder))
     for path in CONTRIB.glob("*.sh"):
         shutil.copy2(path, folder)
@@ -154,10 +166,20 @@ def test_a_node_that_is_often_last_is_drained(slurm: Cluster, env: dict[str, str
     assert slurm.run(env, "scontrol", "update", "NodeName=n2", "State=RESUME").returncode == 0
 
 
-def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
+@pytest.mark.parametrize(
+    "told_by",
+    [
+        pytest.param("sacct", marks=pytest.mark.skipif(not ACCOUNTING, reason="no slurmdbd or MariaDB")),
+        "scontrol",
+    ],
+)
+def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path, told_by):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / told_by).symlink_to(shutil.which(told_by))
     script = tmp_path / "job.sh"
     script.write_text(
-        f"#!/bin/sh\nsrun -n1 {' '.join(BOOTSEER)} run -q -- {sys.executable} -c 'import time; time.sleep(2)'\n"
+        f"#!/bin/sh\nsrun -n1 env PATH={tmp_path}/bin {' '.join(BOOTSEER)} run -q -- "
+        f"{sys.executable} -c 'import time; time.sleep(2)'\n"
     )
     words = ["sbatch", "--parsable", "--wait", "--begin=now+3", "-n1", "-o", str(tmp_path / "out"), str(script)]
     done = slurm.run(env, *words)
@@ -169,8 +191,48 @@ def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
     queue = [event for event in found if event.stage == "queue"]
     assert [event.phase for event in queue] == ["begin", "end"]
     assert 2 <= (queue[1].wall_ns - queue[0].wall_ns) / 1e9 <= 180
-    assert queue[0].attrs["told_by"] in ("sacct", "scontrol")
+    assert queue[0].attrs["told_by"] == told_by
     assert "allocation" in stages(found)
+
+
+ORDINARY_JOB = """
+export BOOTSEER_CACHE={home}/cache-$SLURMD_NODENAME-$SLURM_JOB_ID BOOTSEER_RUNTIME={home}/run-$SLURMD_NODENAME
+exec {bootseer} run -q --store {home}/store --setup {home}/setup.sh --peers slurm --peers-secret {home}/secret \
+  -- sh -c "sha256sum < {home}/tool/data > {home}/out-$SLURMD_NODENAME-$SLURM_JOB_ID"
+"""
+
+
+@pytest.mark.fuse
+def test_an_ordinary_users_job_captures_on_one_node_and_restores_on_two_with_peers(
+    slurm: Cluster, env: dict[str, str], events: Callable[[], list[Event]], open_folder: Path
+) -> None:
+    home, user = open_folder / "home", 65534
+    home.mkdir()
+    (home / "setup.sh").write_text(
+        f"echo run >> {home}/setups; mkdir -p {home}/tool; head -c 3000000 /dev/urandom > {home}/tool/data\n"
+    )
+    (home / "secret").write_bytes(os.urandom(32))
+    (home / "secret").chmod(0o600)
+    shutil.copytree(compiled_secret_rules(), home / "rules")
+    for path in (home, *home.rglob("*")):
+        os.chown(path, user, user)
+    text = ORDINARY_JOB.format(home=home, bootseer=" ".join(BOOTSEER))
+    python = "import pathlib, sys, plain_user; plain_user.open_way_to(pathlib.Path(sys.base_prefix))"
+    opened = slurm.run({**env, "PYTHONPATH": str(Path(__file__).parents[1])}, sys.executable, "-c", python)
+    assert opened.returncode == 0, opened.stderr
+    ordinary = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "env", f"HOME={home}")
+    env = {**env, "BOOTSEER_SPOOL": str(home / "spool"), "KF_RULE_CACHE_DIR": str(home / "rules")}
+    for nodes in (1, 2):
+        done = slurm.run(env, *ordinary, "srun", f"-N{nodes}", "--ntasks-per-node=1", "--chdir=/", "sh", "-c", text)
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(home / "tool", ignore_errors=True)
+    sums = [path.read_text() for path in home.glob("out-*")]
+    assert (len(sums), len(set(sums))) == (3, 1)
+    assert (home / "setups").read_text() == "run\n"
+    found = scan(sources([str(home / "spool")])).events
+    modes = sorted(event.attrs["mode"] for event in found if event.stage == "environment_start")
+    assert modes == ["captured", "restored", "restored"]
+    assert sorted(event.attrs["peers"] for event in found if event.stage == "peers_start") == [1, 2, 2]
 
 
 def test_one_run_for_each_task_is_one_attempt(slurm, env, events):
