@@ -12,7 +12,7 @@ from functools import partial
 
 from bootseer.artifact.objects import put
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
-from bootseer.blocks.codec import DEFAULT_LEVEL
+from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.erofs.format import BLOCK
 from bootseer.erofs.writer import ErofsWriter
@@ -45,7 +45,7 @@ class ConvertOptions:
     """How images are converted. Block size and level are part of a layer's name."""
 
     block_size: int = DEFAULT_BLOCK_SIZE
-    level: int = DEFAULT_LEVEL
+    level: int = FAST_LEVEL
     limits: LayerLimits = field(default_factory=LayerLimits)
     signatures: Signatures = UNSIGNED
     """With what layers and the image are signed."""

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 from bootseer.errors import CorruptError
@@ -218,6 +219,7 @@ def _text(raw: bytes) -> bytes:
     return raw.partition(b"\0")[0]
 
 
+@lru_cache(maxsize=1024)  # the same few owners, modes and days all over
 def _number(raw: bytes) -> int:
     """A number field: octal digits, or base 256 with the highest bit set."""
     if raw[0] & 0x80:
