@@ -248,6 +248,7 @@ _UNFIT = {
     "memory": ("import mmap\nkept = mmap.mmap(-1, 4096)", "shared"),
     "process": ("import os\nif os.fork() == 0:\n    os.execv('/bin/sleep', ['sleep', '9'])", "children"),
     "variables": ("import os\nkept = dict(os.environ)", "reads all variables"),
+    "secret": ("import secrets\nkept = secrets.token_hex()", "random bytes, in library"),
     "folder": ("import os\nos.chdir('/')", "current folder"),
 }
 

@@ -28,6 +28,7 @@ import weakref
 from typing import Any
 
 from bootseer.hook import programs, warm_child, watch
+from bootseer.hook.warm_reads import Watched, note_draws
 
 _IDLE_S = 1800.0
 """A launcher that starts nothing for so long gets the memory back."""
@@ -40,10 +41,6 @@ _CHANGE_OTHERS = (
     *("coverage", "viztracer", "scalene", "pyinstrument", "intel_extension_for_pytorch", "mpi4py.MPI"),
 )
 """Modules that change how others are imported, or that open a network when they are."""
-_MAPPINGS = ("os", "_collections_abc", "collections.abc")
-"""Through which modules a variable is read."""
-_LOOK_FOR_THEIR_OWN = ("tqdm.utils", "networkx.utils.backends", "fsspec.config")
-"""They walk over all variables for those that begin with their own name, which `programs.native` knows."""
 
 
 class UnfitError(Exception):
@@ -55,29 +52,6 @@ class UnfitError(Exception):
         self.module = module
 
 
-class _Watched(type(os.environ)):  # type: ignore[misc]
-    """The environment, with a note of which variables were read."""
-
-    reads: dict[str, str] = {}  # noqa: RUF012 - of the one environment there is
-
-    def __getitem__(self, name: str) -> Any:
-        frame: Any = sys._getframe(1)
-        if frame.f_code.co_name != "__iter__":  # a walk over all of them has been noted
-            while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
-                frame = frame.f_back
-            self.reads.setdefault(name, frame.f_globals.get("__name__", "") if frame is not None else "")
-        return super().__getitem__(name)
-
-    def __iter__(self) -> Any:
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
-            frame = frame.f_back
-        name = frame.f_globals.get("__name__", "") if frame is not None else ""
-        if name not in _LOOK_FOR_THEIR_OWN:
-            self.reads.setdefault("*", name)
-        return super().__iter__()
-
-
 class Imports:
     """What was imported, and what that did besides."""
 
@@ -86,6 +60,7 @@ class Imports:
         self.variables = dict(os.environ)
         self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
+        self._drawn: list[str] = []
         self.took_s, self.cpu_s = 0.0, 0.0
         watch.prepare()
 
@@ -94,13 +69,15 @@ class Imports:
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         self._note_generators()
-        os.environ.__class__ = _Watched
+        os.environ.__class__ = Watched
+        end_of_draws = note_draws(self._drawn)
         gc.disable()  # nearly all that imports make stays
         try:
             self._import(names)
         finally:
             gc.enable()
-            os.environ.__class__ = _Watched.__base__
+            end_of_draws()
+            os.environ.__class__ = Watched.__base__
             random.Random.seed = self._seed  # type: ignore[method-assign]
         # A collection in a copy, above all the one when it ends, would write to each of these objects and by that
         # copy its page: 0.5 s of processor time for each rank of the demo.
@@ -114,7 +91,7 @@ class Imports:
     def finish(self) -> None:
         """Import the rest, and note what copies are compared with. Raises `UnfitError`."""
         self.load(self.known["modules"])
-        self.reads = dict(_Watched.reads)
+        self.reads = dict(Watched.reads)
         self._check(self.known)
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
@@ -147,8 +124,10 @@ class Imports:
                 importlib.import_module(name)
             except Exception:  # noqa: S112 - the program's own import tells of it, or finds it elsewhere
                 continue
-            if "*" in _Watched.reads:
-                raise UnfitError(f"{_Watched.reads['*']}, which {name} imports, reads all variables", first)
+            if "*" in Watched.reads:
+                raise UnfitError(f"{Watched.reads['*']}, which {name} imports, reads all variables", first)
+            if self._drawn:
+                raise UnfitError(f"the import of {name} draws random bytes, in {self._drawn[0]}", first)
             for what, value in _state().items():
                 if state.get(what, value) != value:
                     raise UnfitError(f"the import of {name} changes {what}", first)

@@ -1,0 +1,168 @@
+"""Which imports a start could do without: what each module's own code took, and whether a function ran afterwards.
+
+Only with `BOOTSEER_IMPORTS=1`, in the first rank of a node: looking at all functions costs some 0.1 s. That a function
+has run is read from what CPython writes into its code while it runs, which costs the job nothing: 3.11 counts calls
+until it adapts the code (`co_warmup`), later versions count in the code itself (`_co_code_adaptive`, PEP 659).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+from bootseer.trace.event import INSTANT
+from bootseer.trace.tracer import Tracer
+
+_LEAST_NS = 20_000_000
+_MAX_TOLD = 10
+_CO_WARMUP = 52
+"""Offset of `co_warmup` in CPython 3.11's `PyCodeObject`."""
+
+
+def _counts(code: CodeType) -> tuple[int, int]:
+    """What changes when this code runs."""
+    calls = ctypes.c_int16.from_address(id(code) + _CO_WARMUP).value if sys.version_info < (3, 12) else 0
+    adapted: bytes = b"" if calls else code._co_code_adaptive  # type: ignore[attr-defined]
+    return calls, hash(adapted)
+
+
+def _tells() -> bool:
+    """Whether this interpreter keeps such counts where they are looked for."""
+
+    def probe(values: list[int]) -> int:
+        return len(values)
+
+    try:
+        before = _counts(probe.__code__)
+        still = _counts(probe.__code__)
+        probe([])
+        return before == still != _counts(probe.__code__)
+    except Exception:
+        return False
+
+
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield one
+            yield from _functions(one)
+
+
+class Imports:
+    """The imports of this process, by its main thread, from Python files."""
+
+    def __init__(self) -> None:
+        self._own_ns: dict[str, int] = {}
+        self._by: dict[str, tuple[str, str]] = {}
+        """What imported a module, and the program's import in which that was; both are empty for the program's own."""
+        self._codes: dict[str, CodeType] = {}
+        self._new: list[str] = []
+        self._counts: dict[str, list[tuple[int, int]]] = {}
+        self._running: list[tuple[str, int]] = []
+        """Names of the modules that import each other now, and the time that each spent on others."""
+
+    def watch(self) -> None:
+        """Time each module from now on."""
+        ours, main = self, threading.main_thread().ident
+
+        def exec_module(self: SourceFileLoader, module: ModuleType) -> None:
+            code: Any = self.get_code(module.__name__)
+            if threading.get_ident() == main and code is not None:
+                ours._run(module, code)
+            else:
+                exec(code, module.__dict__)  # noqa: S102 - as the loader itself
+
+        # Frames of the import system's, which tracebacks leave out.
+        for function in (exec_module, Imports._run):
+            function.__code__ = function.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+        setattr(SourceFileLoader, "exec_module", exec_module)  # noqa: B010 - mypy takes it for a mistake
+
+    def _run(self, module: ModuleType, code: CodeType) -> None:
+        name, began_ns = module.__name__, time.monotonic_ns()
+        self._by[name] = (self._running[-1][0], self._running[0][0]) if self._running else ("", "")
+        self._running.append((name, 0))
+        try:
+            exec(code, module.__dict__)  # noqa: S102 - as the loader itself
+        finally:
+            took_ns = time.monotonic_ns() - began_ns
+            self._own_ns[name] = took_ns - self._running.pop()[1]
+            self._codes[name] = code
+            self._new.append(name)
+            if self._running:
+                above, others_ns = self._running.pop()
+                self._running.append((above, others_ns + took_ns))
+            elif took_ns >= _LEAST_NS:
+                self._note()
+
+    def _note(self) -> None:
+        """An import statement of the program has ended: what its modules' functions ran for each other is no use."""
+        for name in self._new:
+            self._counts[name] = [_counts(one) for one in _functions(self._codes[name])]
+        self._new.clear()
+
+    def stop(self) -> None:
+        """Leave the loader as it was."""
+        if "exec_module" in vars(SourceFileLoader):
+            del SourceFileLoader.exec_module
+
+    def unused(self) -> list[tuple[str, float, tuple[str, str]]]:
+        """Packages and modules that cost most of those of which nothing ran: name, seconds, and what imported them.
+
+        A package whose modules all are such is one; modules without functions do not tell.
+        """
+        took_ns: dict[str, int] = {}
+        used, has_functions = set(), set()
+        for name, own_ns in self._own_ns.items():
+            functions = list(_functions(self._codes[name]))
+            before = self._counts.get(name)
+            ran = before is None or any(_counts(one) != was for one, was in zip(functions, before, strict=True))
+            for package in _with_parents(name):
+                took_ns[package] = took_ns.get(package, 0) + own_ns
+                if functions:
+                    has_functions.add(package)
+                if functions and ran:
+                    used.add(package)
+        found = sorted((name for name in has_functions - used if took_ns[name] >= _LEAST_NS), key=len)
+        whole: list[str] = []
+        for name in found:
+            if not any(parent in whole for parent in _with_parents(name)):
+                whole.append(name)
+        whole.sort(key=lambda name: -took_ns[name])
+        return [(name, took_ns[name] / 1e9, self._importer(name)) for name in whole[:_MAX_TOLD]]
+
+    def _importer(self, package: str) -> tuple[str, str]:
+        within = (by for name, by in self._by.items() if package in _with_parents(name))
+        return next((by for by in within if package not in _with_parents(by[0])), ("", ""))
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def start() -> None:
+    """Watch this process's imports, where what they are used for can be told. Called by `path/sitecustomize.py`."""
+    global _imports
+    if _imports is None and _tells():
+        _imports = Imports()
+        _imports.watch()
+
+
+def tell(tracer: Tracer) -> None:
+    """Write what was not used until now, and watch no longer."""
+    global _imports
+    imports, _imports = _imports, None
+    if imports is not None:
+        imports.stop()
+        for name, took_s, (by, within) in imports.unused():
+            attrs = {"module": name, "import_s": round(took_s, 3), "by": by, "within": within}
+            tracer.emit("unused_import", INSTANT, attrs=attrs)
+
+
+_imports: Imports | None = None
