@@ -10,7 +10,7 @@
     first_step                             first training forward to the end of the first optimizer step;
                                            in JAX: first gradient to the results of the first compiled step
     first_step.compile                     torch.compile, or JAX, at work in it
-    store_connected, reverse_dns, ranks_connected, training_began, steady_step   moments
+    store_connected, reverse_dns, ranks_connected, training_began, steady_step, unused_import   moments
 
 Everything is one-shot: when the first steady step is seen, the hooks are removed and the functions put back. Every
 callback is guarded: an error in BootSeer ends the marking and not the job. Nothing is marked while torch.compile

@@ -65,6 +65,9 @@ class State:
             self.recorder.write()  # before `bootseer run` can know that training has begun, and looks for it
         self.tracer.emit("first_step", END, span=self.step_span, outcome=OK, mono_ns=now_ns)
         self.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now_ns, attrs={"by": by})
+        imports = sys.modules.get("bootseer.hook.imports")
+        if imports is not None:
+            imports.tell(self.tracer)
 
 
 def active() -> State | None:

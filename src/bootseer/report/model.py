@@ -319,6 +319,8 @@ class Report:
     """Lines: what connecting the ranks took where it took long, why, and settings that make it slow."""
     warm: list[str] = field(default_factory=list)
     """Lines: how many programs came from a warm parent, and why others did not."""
+    unused_imports: list[str] = field(default_factory=list)
+    """Lines: imports that took long, and of which no function ran before training began."""
     stacks: list[str] = field(default_factory=list)
     """Lines: where late processes stood that the service asked, the innermost frame first."""
     restarts: list[Restarted] = field(default_factory=list)

@@ -91,6 +91,11 @@ def _watch_imports() -> None:
             watch.start(started_ns, warm, paths)
         else:
             sys.meta_path.insert(0, Finder)
+        if os.environ.get("BOOTSEER_IMPORTS") == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
+            Package.install()
+            from bootseer.hook import imports
+
+            imports.start()
         if warm and is_launcher():
             Package.install()
             from bootseer.hook import warm_launcher

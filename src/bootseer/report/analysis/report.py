@@ -41,6 +41,7 @@ from bootseer.report.analysis.starts import (
     peers_starts,
     restarts,
     stack_lines,
+    unused_import_lines,
     warm_lines,
 )
 from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
@@ -204,6 +205,7 @@ class _Builder:
             peers=peers_starts(self.startup),
             connections=connection_lines(self.startup),
             warm=warm_lines(self.startup),
+            unused_imports=unused_import_lines(self.startup),
             stacks=stack_lines(self.startup),
             restarts=again,
             facts=facts,

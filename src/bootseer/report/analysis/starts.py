@@ -38,6 +38,7 @@ _STAY = ("queue", "allocation", "image_loading", "environment_setup", "model_ini
 MAX_DATANODES = 16
 """Of each node: those that served most. Others are not written down, and not believed."""
 _MAX_REASONS = 3
+_MAX_IMPORTS = 10
 _MAX_RESTARTS = 10
 _UNEVEN = 1.5
 _IMAGE_WAYS = {
@@ -122,6 +123,20 @@ def warm_lines(startup: StartupSpans) -> list[str]:
         lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of processor time saved")
     ordered = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
     return lines + [f"{plural(reasons[reason], 'program')} not warm: {reason}" for reason in ordered[:_MAX_REASONS]]
+
+
+def unused_import_lines(startup: StartupSpans) -> list[str]:
+    """Imports that took long and of which no function ran, on all nodes that tell of imports; the dearest first."""
+    rows: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+    for node in startup.nodes.values():
+        for mark in node.instants:
+            if mark.stage == "unused_import":
+                name, by, within = (str(mark.attrs.get(key) or "") for key in ("module", "by", "within"))
+                text = f"{name}, imported by {by or 'the program'}" + (f" for {within}" if within != by else "")
+                rows[name][node.node] = _number(mark.attrs.get("import_s")) or 0.0, text
+    telling = {node for by_node in rows.values() for node in by_node}
+    worst = sorted((max(by_node.values()) for by_node in rows.values() if by_node.keys() == telling), reverse=True)
+    return [f"{format_seconds(took_s)} {text}" for took_s, text in worst[:_MAX_IMPORTS]]
 
 
 def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> list[Restarted]:

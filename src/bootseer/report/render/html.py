@@ -24,6 +24,7 @@ from bootseer.report.render.html_starts import (
     peers_section,
     restarts_section,
     stacks_section,
+    unused_imports_section,
     warm_section,
 )
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
@@ -69,6 +70,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             restarts_section(report),
             stacks_section(report),
             warm_section(report),
+            unused_imports_section(report),
             connections_section(report),
             lower.facts(report),
             lower.startups(report, palette),

@@ -141,6 +141,13 @@ def warm_section(report: Report) -> str:
     return _section("warm", "How Python programs started", report.warm, "", note, len(report.warm))
 
 
+def unused_imports_section(report: Report) -> str:
+    """Imports that were not used; empty where none was told."""
+    note = "Time of each module's own code; functions in C, and those that torch.compile traces, are not seen."
+    title = "Imports of which nothing ran before the first step"
+    return _section("unused-imports", title, report.unused_imports, "", note, len(report.unused_imports))
+
+
 def stacks_section(report: Report) -> str:
     """Stacks of late processes; empty where none was asked."""
     note = "Asked by the service while they were late, the innermost frame first; see service.md."

@@ -69,6 +69,7 @@ def render(report: Report, console: Console) -> None:
     _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
     _print_lines("How it was started again", restarts_summary(report.restarts), console)
     _print_lines("How Python programs started", report.warm, console)
+    _print_lines("Imports of which nothing ran before the first step", report.unused_imports, console)
     _print_lines("Where late processes stood", report.stacks, console)
     _print_lines("How the ranks connected", report.connections, console)
     _print_said(report, console)
