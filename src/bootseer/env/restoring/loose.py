@@ -22,7 +22,6 @@ from bootseer.env.changes import lies_in
 from bootseer.env.keys.files import Facts, is_settled, stamp_of
 from bootseer.env.restoring.inside import Inside
 from bootseer.env.restoring.roots import is_checked, is_system
-from bootseer.env.snapshot.contents import digest_of_file
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import is_below, mount_table
@@ -231,6 +230,8 @@ class _Planning:
         if entry.digest:
             digest = self.facts.get("blake3", entry.path, stamp_of(found))
             if digest is None:
+                from bootseer.env.snapshot.contents import digest_of_file  # and all that writes snapshots
+
                 with os.fdopen(self.inside.read(entry.path), "rb") as file:
                     digest = digest_of_file(file)
                 if is_settled(found):

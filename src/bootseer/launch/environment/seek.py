@@ -67,6 +67,14 @@ def seek(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -> E
     `base` tells of an image, and is called in a child. `damaged` says what is wrong with the snapshot that was found
     before: it is to be made anew.
     """
+    # The child and the run need these alike: imported before the fork, they are paid once.
+    import bootseer.artifact.lease
+    import bootseer.env.life.quarantine
+    import bootseer.store.open
+
+    if task.store_uri.startswith("oci://"):  # the client of HDFS imports numpy, which starts threads
+        import bootseer.store.oci
+
     stay, held = os.pipe2(os.O_CLOEXEC)
 
     def work(tell: Tell) -> None:
