@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+import warm
 from checkpoint.mount.conftest import Mounts
 from checkpoint.mounted_place import MIB, MountedPlace, until
 
@@ -240,15 +241,22 @@ def test_fio_finds_every_block_as_it_was_written(one: MountedPlace, options: Seq
     assert one.said == []
 
 
-def torch_run(code: str, *paths: Path) -> None:
+@pytest.fixture
+def torch_run(tmp_path: Path) -> Callable[..., None]:
     """Run code with PyTorch and `paths`. It writes and maps with Python's lock held: not where the server is."""
     pytest.importorskip("torch")
-    code = f"import sys, torch; torch.manual_seed(1); paths = sys.argv[1:]\n{textwrap.dedent(code)}"
-    run(sys.executable, "-c", code, *paths)
+
+    def call(code: str, *paths: Path) -> None:
+        script = tmp_path / "program.py"
+        script.write_text(f"import sys, torch; torch.manual_seed(1); paths = sys.argv[1:]\n{textwrap.dedent(code)}")
+        (ended,) = warm.run(script, [*map(str, paths)], folder=tmp_path / "program")
+        assert ended.returncode == 0, ended.stderr
+
+    return call
 
 
 @pytest.mark.torch
-def test_torch_saves_and_loads(one: MountedPlace, mounts: Mounts) -> None:
+def test_torch_saves_and_loads(one: MountedPlace, mounts: Mounts, torch_run: Callable[..., None]) -> None:
     torch_run(
         """
         state = {"weights": torch.randn(1500, 1100), "step": 7, "name": "x"}
@@ -275,7 +283,9 @@ def test_torch_saves_and_loads(one: MountedPlace, mounts: Mounts) -> None:
 
 
 @pytest.mark.torch
-def test_distributed_checkpoints_are_saved_and_loaded(one: MountedPlace, mounts: Mounts) -> None:
+def test_distributed_checkpoints_are_saved_and_loaded(
+    one: MountedPlace, mounts: Mounts, torch_run: Callable[..., None]
+) -> None:
     state = """
         import torch.distributed.checkpoint as dcp
         model = {f"layer{number}": torch.randn(300, 700) for number in range(6)}
@@ -294,7 +304,7 @@ def test_distributed_checkpoints_are_saved_and_loaded(one: MountedPlace, mounts:
 
 
 @pytest.mark.torch
-def test_safetensors_are_saved_and_mapped(one: MountedPlace, mounts: Mounts) -> None:
+def test_safetensors_are_saved_and_mapped(one: MountedPlace, mounts: Mounts, torch_run: Callable[..., None]) -> None:
     pytest.importorskip("safetensors")
     tensors = """
         from safetensors import safe_open
