@@ -21,7 +21,7 @@ def located(replicas: list[tuple[str, ...]], *, generation: int = 1) -> LocatedF
         Block(number * BLOCK, BLOCK, "pool", number + 1, generation, b"", tuple(NODES[name] for name in names))
         for number, names in enumerate(replicas)
     )
-    return LocatedFile("/f", len(blocks) * BLOCK, blocks, "1", False, True)
+    return LocatedFile("/f", len(blocks) * BLOCK, blocks, "1", True)
 
 
 class Played:

@@ -71,7 +71,7 @@ class Links:
             self.blocks[number] = data
             made.append(Block(start, len(data), "pool", number, 1, b"", tuple(map(node_of, nodes))))
             start += len(data)
-        return File(self, LocatedFile(path, start, tuple(made), path, False, True))
+        return File(self, LocatedFile(path, start, tuple(made), path, True))
 
     # As a timer.
 
