@@ -16,7 +16,7 @@ from typing import Any
 
 from bootseer.report.analysis.lanes import TRAINING_BEGAN
 from bootseer.report.analysis.spans import Key, Span, StartupSpans
-from bootseer.report.model import Overview
+from bootseer.report.model import Overview, Report
 from bootseer.report.model_starts import (
     CheckpointStart,
     DataNode,
@@ -473,3 +473,17 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
     if alone.unreachable:
         lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node}: see peers.md about ports")
     return lines
+
+
+SUMMARIES: Sequence[tuple[str, str, Callable[[Report], Sequence[str]]]] = (
+    ("images", "How the container image came", lambda report: image_summary(report.images)),
+    ("environments", "How the environment came", lambda report: environment_summary(report.environments)),
+    ("checkpoints", "How the checkpoint was read", lambda report: checkpoint_summary(report.checkpoints)),
+    ("peers", "What the nodes sent each other", lambda report: peers_summary(report.peers)),
+    ("restarts", "How it was started again", lambda report: restarts_summary(report.restarts)),
+    ("warm", "How Python programs started", lambda report: report.warm),
+    ("unused-imports", "Imports of which nothing ran before the first step", lambda report: report.unused_imports),
+    ("stacks", "Where late processes stood", lambda report: report.stacks),
+    ("connections", "How the ranks connected", lambda report: report.connections),
+)
+"""Parts of a report that are lines: a name, the heading, and the lines, none where there is nothing to say."""

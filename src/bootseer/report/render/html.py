@@ -16,17 +16,7 @@ from bootseer.report.model import Report
 from bootseer.report.render import html_sections as upper
 from bootseer.report.render import html_tables as lower
 from bootseer.report.render.html_gantt import nodes_section, payload, timeline
-from bootseer.report.render.html_starts import (
-    checkpoints_section,
-    connections_section,
-    environments_section,
-    images_section,
-    peers_section,
-    restarts_section,
-    stacks_section,
-    unused_imports_section,
-    warm_section,
-)
+from bootseer.report.render.html_starts import starts_sections
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
 from bootseer.report.render.html_text import data_block, esc
 
@@ -63,15 +53,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
             lower.distributions(report, palette),
             lower.ledger(report, palette),
             lower.evidence(report),
-            images_section(report),
-            environments_section(report),
-            checkpoints_section(report),
-            peers_section(report),
-            restarts_section(report),
-            stacks_section(report),
-            warm_section(report),
-            unused_imports_section(report),
-            connections_section(report),
+            starts_sections(report),
             lower.facts(report),
             lower.startups(report, palette),
             nodes_section(report),

@@ -4,17 +4,10 @@ other."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from bootseer.report.analysis.starts import (
-    RESTORED,
-    checkpoint_summary,
-    environment_summary,
-    image_summary,
-    peers_summary,
-    restarts_summary,
-)
+from bootseer.report.analysis.starts import RESTORED, SUMMARIES
 from bootseer.report.model import Report
 from bootseer.report.render.html_text import cell, count, esc, head, percent, seconds, section, size, table, word_cell
 
@@ -47,8 +40,35 @@ _PEERS: tuple[Column, ...] = (
 )
 
 
-def images_section(report: Report) -> str:
-    """A line for each way in which images came, and the nodes; empty when no node reported an image."""
+_NOTES = {
+    "images": "Demand was fetched while a reader waited, hot ahead of readers because earlier starts needed it.",
+    "environments": "A restored environment is a mount of what the setup did when it ran the last time.",
+    "checkpoints": "What the kernel kept of a file is read again without being counted.",
+    "peers": "Each run of blocks has an owner among the nodes, which alone asks the origin for it.",
+    "restarts": "Image, environment and mounts stay where they are; see restarts.md.",
+    "warm": "A warm parent has imported what earlier starts imported; see process.md.",
+    "unused-imports": "Time of each module's own code; functions in C, and those that torch.compile traces, are not seen.",
+    "stacks": "Asked by the service while they were late, the innermost frame first; see service.md.",
+    "connections": "Ranks meet at a store, then in groups; see peers.md, Names of the nodes.",
+}
+
+
+def starts_sections(report: Report) -> str:
+    """The parts that there is something to say of: lines, and a table of the nodes where each has told numbers."""
+    found = []
+    for ident, title, lines_of in SUMMARIES:
+        lines = lines_of(report)
+        if not lines:
+            continue
+        left = len(getattr(report, ident)) - _MAX_ROWS if ident in _TABLES else 0
+        more = f" {_MAX_ROWS} nodes are shown; {left:,} more are in the JSON report." if left > 0 else ""
+        items = "".join(f"<li>{esc(line)}</li>" for line in lines)
+        body = f"<ul>{items}</ul>{_TABLES[ident](report) if ident in _TABLES else ''}"
+        found.append(section(ident, title, body, _NOTES[ident] + more))
+    return "".join(found)
+
+
+def _images(report: Report) -> str:
     # What went worse than elsewhere comes first: fallbacks, then those that waited for most.
     ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
     rows = [
@@ -58,13 +78,10 @@ def images_section(report: Report) -> str:
         + word_cell(one.reason, css="text")
         for one in ordered[:_MAX_ROWS]
     ]
-    body = table(_head("node", "way", _IMAGE, "why"), rows, label="Images by node", css="sortable")
-    note = "Demand was fetched while a reader waited, hot ahead of readers because earlier starts needed it."
-    return _section("images", "How the container image came", image_summary(report.images), body, note, len(ordered))
+    return table(_head("node", "way", _IMAGE, "why"), rows, label="Images by node", css="sortable")
 
 
-def environments_section(report: Report) -> str:
-    """A line for each way in which environments came, and the nodes; empty when no node reported one."""
+def _environments(report: Report) -> str:
     # What went worse than elsewhere comes first: setups that ran, then those that took longest.
     ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
     rows = [
@@ -77,14 +94,11 @@ def environments_section(report: Report) -> str:
         for one in ordered[:_MAX_ROWS]
     ]
     columns = _head("node", "way", _ENVIRONMENT, "built by", "snapshot", "why")
-    body = table(columns, rows, label="Environments by node", css="sortable")
-    note = "A restored environment is a mount of what the setup did when it ran the last time."
-    lines = environment_summary(report.environments)
-    return _section("environments", "How the environment came", lines, body, note, len(ordered))
+    return table(columns, rows, label="Environments by node", css="sortable")
 
 
-def checkpoints_section(report: Report) -> str:
-    """Lines that sum it up, the nodes, and what served them; empty when no node reported a checkpoint."""
+def _checkpoints(report: Report) -> str:
+    """The nodes, and what served them."""
     # Those that had to fetch most come first.
     ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
     rows = [
@@ -106,14 +120,10 @@ def checkpoints_section(report: Report) -> str:
         for name, total in sorted(totals.items(), key=lambda item: -item[1][0])[:_MAX_ROWS]
     ]
     columns = head("DataNode", ">served", ">its reads took", ">failures")
-    body += table(columns, rows, label="DataNodes", css="sortable") if rows else ""
-    note = "What the kernel kept of a file is read again without being counted."
-    lines = checkpoint_summary(report.checkpoints)
-    return _section("checkpoints", "How the checkpoint was read", lines, body, note, len(ordered))
+    return body + (table(columns, rows, label="DataNodes", css="sortable") if rows else "")
 
 
-def peers_section(report: Report) -> str:
-    """Lines that sum up what the nodes sent each other, and the nodes; empty without peers."""
+def _peers(report: Report) -> str:
     # Those that had to ask the origin for most come first.
     ordered = sorted(report.peers, key=lambda one: (-one.origin_bytes, one.node))
     rows = [
@@ -122,42 +132,10 @@ def peers_section(report: Report) -> str:
         + word_cell(" ".join(filter(None, (one.late_peers, one.wrong_peers))), css="text")
         for one in ordered[:_MAX_ROWS]
     ]
-    body = table(_head("node", _PEERS, "late or wrong"), rows, label="Peers by node", css="sortable")
-    note = "Each run of blocks has an owner among the nodes, which alone asks the origin for it."
-    lines = peers_summary(report.peers)
-    return _section("peers", "What the nodes sent each other", lines, body, note, len(ordered))
+    return table(_head("node", _PEERS, "late or wrong"), rows, label="Peers by node", css="sortable")
 
 
-def restarts_section(report: Report) -> str:
-    """How often the attempt was started again in place, and what that saved; empty when it was not."""
-    note = "Image, environment and mounts stay where they are; see restarts.md."
-    lines = restarts_summary(report.restarts)
-    return _section("restarts", "How it was started again", lines, "", note, len(lines))
-
-
-def warm_section(report: Report) -> str:
-    """How many Python programs started warm, and why others did not; empty without warm parents."""
-    note = "A warm parent has imported what earlier starts imported; see process.md."
-    return _section("warm", "How Python programs started", report.warm, "", note, len(report.warm))
-
-
-def unused_imports_section(report: Report) -> str:
-    """Imports that were not used; empty where none was told."""
-    note = "Time of each module's own code; functions in C, and those that torch.compile traces, are not seen."
-    title = "Imports of which nothing ran before the first step"
-    return _section("unused-imports", title, report.unused_imports, "", note, len(report.unused_imports))
-
-
-def stacks_section(report: Report) -> str:
-    """Stacks of late processes; empty where none was asked."""
-    note = "Asked by the service while they were late, the innermost frame first; see service.md."
-    return _section("stacks", "Where late processes stood", report.stacks, "", note, len(report.stacks))
-
-
-def connections_section(report: Report) -> str:
-    """What connecting the ranks took, and why; empty where it took no time worth mentioning."""
-    note = "Ranks meet at a store, then in groups; see peers.md, Names of the nodes."
-    return _section("connections", "How the ranks connected", report.connections, "", note, len(report.connections))
+_TABLES = {"images": _images, "environments": _environments, "checkpoints": _checkpoints, "peers": _peers}
 
 
 def _head(*columns: str | tuple[Column, ...]) -> str:
@@ -167,11 +145,3 @@ def _head(*columns: str | tuple[Column, ...]) -> str:
 
 def _cells(one: Any, columns: tuple[Column, ...]) -> str:
     return "".join(cell(getattr(one, field), form) for _, field, form in columns)
-
-
-def _section(ident: str, title: str, lines: Sequence[str], body: str, note: str, num_nodes: int) -> str:
-    if not num_nodes:
-        return ""
-    if num_nodes > _MAX_ROWS:
-        note += f" {_MAX_ROWS} nodes are shown; {num_nodes - _MAX_ROWS:,} more are in the JSON report."
-    return section(ident, title, f"<ul>{''.join(f'<li>{esc(line)}</li>' for line in lines)}</ul>{body}", note)

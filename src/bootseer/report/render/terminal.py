@@ -16,13 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.report.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
-from bootseer.report.analysis.starts import (
-    checkpoint_summary,
-    environment_summary,
-    image_summary,
-    peers_summary,
-    restarts_summary,
-)
+from bootseer.report.analysis.starts import SUMMARIES
 from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
 from bootseer.report.render.fold import clean, top
@@ -63,15 +57,8 @@ def render(report: Report, console: Console) -> None:
     _print_stages(report, console)
     _print_chain(report, console)
     _print_stragglers(report, console)
-    _print_lines("How the container image came", image_summary(report.images), console)
-    _print_lines("How the environment came", environment_summary(report.environments), console)
-    _print_lines("How the checkpoint was read", checkpoint_summary(report.checkpoints), console)
-    _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
-    _print_lines("How it was started again", restarts_summary(report.restarts), console)
-    _print_lines("How Python programs started", report.warm, console)
-    _print_lines("Imports of which nothing ran before the first step", report.unused_imports, console)
-    _print_lines("Where late processes stood", report.stacks, console)
-    _print_lines("How the ranks connected", report.connections, console)
+    for _, heading, lines in SUMMARIES:
+        _print_lines(heading, lines(report), console)
     _print_said(report, console)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)
