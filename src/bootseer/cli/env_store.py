@@ -17,8 +17,8 @@ import click
 
 from bootseer.cli.command import json_option, with_options
 from bootseer.cli.env_options import parse_duration
-from bootseer.cli.image_options import signatures
-from bootseer.cli.options import FLAG, Option
+from bootseer.cli.image_options import PLAIN_HTTP, signatures
+from bootseer.cli.options import Option
 from bootseer.cli.output import Output, table
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STORE = (
     Option("store", ("--store",), "Where the snapshots are (default: this node's cache).", metavar="URI"),
-    Option("plain_http", ("--plain-http",), "Speak to a registry without encryption.", FLAG, default=False),
+    PLAIN_HTTP,
 )
 _LEAST_DIGITS = 4
 

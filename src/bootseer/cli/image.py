@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.command import Group, MayHaveCommand, json_option, with_options
-from bootseer.cli.image_options import (
-    CONTAINER,
-    SOURCE,
-    request,
-    request_of_verb,
-    wanted,
-)
+from bootseer.cli.image_options import CONTAINER, CONVERTED, SOURCE, request, request_of_verb, wanted
 from bootseer.cli.output import Output, shown, table
 from bootseer.errors import UsageError
 from bootseer.units import format_bytes
@@ -73,8 +67,7 @@ def run_command(ctx: click.Context, /, reference: str, gpus: str | None, **value
 
 @click.command("inspect")
 @click.argument("reference", metavar="REF")
-@click.option("--store", metavar="URI", help="Where the converted image is (default: its own repository).")
-@click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
+@with_options(CONVERTED)
 @json_option("bootseer.inspect/1")
 def inspect_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
     """Show whether the image REF is converted, its layers, and how much of each is on this node.

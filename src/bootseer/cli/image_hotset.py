@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import Group, json_option
-from bootseer.cli.image_options import request_of_verb
+from bootseer.cli.command import Group, json_option, with_options
+from bootseer.cli.image_options import CONVERTED, request_of_verb
 from bootseer.cli.output import Output, table
 from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes
@@ -28,8 +28,6 @@ _VERBS = {
 }
 
 
-_STORE = click.option("--store", metavar="URI", help="Where the converted image is (default: its own repository).")
-_PLAIN = click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
 _JSON = json_option("bootseer.hotsets/1")
 
 
@@ -45,8 +43,7 @@ def hotset_command() -> None:
 
 @click.command("show")
 @click.argument("reference", metavar="REF")
-@_STORE
-@_PLAIN
+@with_options(CONVERTED)
 @_JSON
 def show_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
     """List the hot sets of the image REF."""
@@ -69,8 +66,7 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
 @click.command("merge")
 @click.argument("reference", metavar="REF")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@_STORE
-@_PLAIN
+@with_options(CONVERTED)
 @_JSON
 def merge_command(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, output: Output) -> None:
     """Add the runs of exported hot sets to those that are known, and publish the result."""
@@ -101,8 +97,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
 @click.argument("reference", metavar="REF")
 @click.argument("workload", metavar="WORKLOAD")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path, allow_dash=True))
-@_STORE
-@_PLAIN
+@with_options(CONVERTED)
 def export_command(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
     """Write the hot set WORKLOAD of the image REF into FILE (- for standard output), for another store or site."""
     from bootseer.fetch.hotset import encode_hot_set

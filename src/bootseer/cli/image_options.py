@@ -41,6 +41,13 @@ TRUST = (
 )
 """Which signatures are required of what comes from a store."""
 
+PLAIN_HTTP = Option("plain_http", ("--plain-http",), "Speak to the registry without encryption.", FLAG, default=False)
+CONVERTED = (
+    Option("store", ("--store",), "Where the converted image is (default: its own repository).", metavar="URI"),
+    PLAIN_HTTP,
+)
+"""Where verbs find an image that is converted."""
+
 SOURCE = (
     Option(
         "store",
@@ -48,7 +55,7 @@ SOURCE = (
         "Where converted images (default: the image's own repository) and environments (default: this node) are kept.",
         metavar="URI",
     ),
-    Option("plain_http", ("--plain-http",), "Speak to the registry without encryption.", FLAG, default=False),
+    PLAIN_HTTP,
     Option(
         "loading",
         ("--loading",),

@@ -10,8 +10,8 @@ import click
 
 from bootseer.cli.command import json_option, with_options
 from bootseer.cli.env_options import parse_duration
-from bootseer.cli.image_options import request_of_verb
-from bootseer.cli.options import FLAG, Option
+from bootseer.cli.image_options import PLAIN_HTTP, request_of_verb
+from bootseer.cli.options import Option
 from bootseer.cli.output import Output
 from bootseer.units import format_bytes, plural
 
@@ -22,7 +22,7 @@ _STORE = (
         "Where the converted images are (default: $BOOTSEER_STORE; else an image's own repository, or this node).",
         metavar="URI",
     ),
-    Option("plain_http", ("--plain-http",), "Speak to a registry without encryption.", FLAG, default=False),
+    PLAIN_HTTP,
 )
 
 

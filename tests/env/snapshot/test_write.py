@@ -324,12 +324,13 @@ def test_a_file_that_changes_while_others_are_read_gives_no_snapshot(size: int, 
         (upper / name).write_bytes(b"x" * 10)
     (upper / "last").write_bytes(b"x" * size)
 
-    def change(done: int, _total: int) -> None:
+    def change(_path: str) -> bool:
         with (upper / "last").open("ab") as file:
             file.write(b"more")
+        return False
 
     with pytest.raises(PermanentError, match="/last was changed after the setup had ended"):
-        snapshot(MemoryStore(str(tmp_path)), upper, progress=change, threads=1)
+        snapshot(MemoryStore(str(tmp_path)), upper, is_loose=change, threads=1)
 
 
 def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -346,16 +347,6 @@ def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert "is not a directory" in refused(Change("/a", Action.ADDED, source), Change("/a/b", Action.ADDED, source))
     assert "is not a directory" in refused(Change("/file/b", Action.ADDED, source))
     assert "/gone: No such file" in refused(Change("/gone", Action.ADDED, str(tmp_path / "gone")))
-
-
-def test_progress_tells_how_much_of_all_is_done(tmp_path: Path) -> None:
-    upper = tmp_path / "upper"
-    upper.mkdir()
-    for number in range(5):
-        (upper / str(number)).write_bytes(b"x" * 100)
-    told: list[tuple[int, int]] = []
-    snapshot(MemoryStore(str(tmp_path)), upper, progress=lambda done, total: told.append((done, total)))
-    assert told == [(100 * (number + 1), 500) for number in range(5)]
 
 
 def test_a_store_that_fails_once_gets_everything_again(tmp_path: Path) -> None:
@@ -385,10 +376,10 @@ def test_giving_up_in_the_middle_leaves_nothing_to_be_found(tmp_path: Path) -> N
     for number in range(3):
         (upper / str(number)).write_bytes(random.Random(number).randbytes(500_000))
 
-    def give_up(_done: int, _total: int) -> None:
+    def give_up(_path: str) -> bool:
         raise KeyboardInterrupt
 
     store = open_store(f"file://{tmp_path}/store")
     with pytest.raises(KeyboardInterrupt):
-        snapshot(store, upper, progress=give_up)
+        snapshot(store, upper, is_loose=give_up)
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size]

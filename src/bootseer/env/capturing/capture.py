@@ -251,20 +251,16 @@ def open_capture(
 
 
 def container_changes(
-    upper: Path,
-    tree: Path | None = None,
-    *,
-    exclusions: Exclusions | None = None,
-    mounted: Collection[str] = (),
+    upper: Path, *, exclusions: Exclusions, mounted: Collection[str] = ()
 ) -> tuple[list[Change], LeftOut]:
     """What a setup changed in a container, from the upper layer of the container's own overlay; see `Capture.changes`.
 
-    `tree` shows the image's files as they are below that layer, not the container's root. Without it, folders and files
-    that are what they were are taken for changed: the snapshot is larger, and shows the same. `mounted` are the places
-    of mounts in the container, for which the runtime makes files and folders.
+    The image's files are not looked at: folders and files that are what they were are taken for changed, the snapshot
+    is larger, and shows the same. `mounted` are the places of mounts in the container, for which the runtime makes
+    files and folders.
     """
-    walk = Walk(exclusions or Exclusions(), tell_before=False, mounted=mounted)
-    walk.layer(Layer("/", str(upper), str(tree) if tree is not None else None))
+    walk = Walk(exclusions, tell_before=False, mounted=mounted)
+    walk.layer(Layer("/", str(upper), None))
     return walk.changes(), walk.left_out
 
 

@@ -124,8 +124,6 @@ _ALONE = (0, 0)
 _log = logger(__name__)
 _ATTEMPTS = 3
 _DEADLINE_S = 3600.0
-Progress = Callable[[int, int], None]
-"""Gets the bytes of files that are done, and those of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +154,13 @@ def write_snapshot(
     root: str = "/",
     is_loose: Callable[[str], bool] = lambda _: False,
     threads: int | None = None,
-    progress: Progress = lambda _done, _total: None,
 ) -> Written:
     """Store the snapshot of these changes.
 
     `began_s` and `ended_s` say when the setup ran, in seconds since 1970: a file that was changed later is an error.
     `root` is a folder that shows the whole tree as the setup left it, for directories and Python sources that did not
-    change. `is_loose` says which paths are not mounted on a host. `progress` may raise to give up. `check` judges all
-    that is stored before it is: nothing that looks secret leaves this process.
+    change. `is_loose` says which paths are not mounted on a host. `check` judges all that is stored before it is: nothing
+    that looks secret leaves this process.
 
     Raises `PermanentError` for what cannot be read, was changed since, is secret or too much, and what the store
     raises. What is raised leaves nothing behind that a reader could take for a snapshot.
@@ -184,7 +181,7 @@ def write_snapshot(
 
     def once(_left_s: float) -> tuple[BlockFile, _Run]:
         with BlockWriter(store, head_bytes=BLOCK, threads=threads) as blocks:
-            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, progress, check)
+            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, check)
             return blocks.finish(run.write(threads)), run
 
     # An upload cannot be taken up again in the middle; all of it can.
@@ -236,7 +233,6 @@ class _Run:
         began_s: float,
         root: str,
         is_loose: Callable[[str], bool],
-        progress: Progress,
         check: SecretCheck,
     ) -> None:
         self.entries: list[Entry] = []
@@ -246,7 +242,6 @@ class _Run:
         self._items = items
         self._root = root.rstrip("/")
         self._is_loose = is_loose
-        self._progress = progress
         self._check = check
         self._secrets: list[str] = []
         """What must not be published: from the first one on nothing is written, and the rest is only looked at."""
@@ -254,11 +249,10 @@ class _Run:
         self._times = Times(began_s, ((item.raw, item.mtime_ns) for item in items if item.kind == "file"))
         self._tree = SnapshotTree(writer, root, self._times)
         self._first: dict[tuple[int, int], tuple[int, Entry]] = {}  # inode and entry of files with several names
-        self._total = sum(item.size for item in items)
 
     def write(self, threads: int) -> bytes:
         """Everything; block 0 of the image."""
-        done, reading, names = 0, [], set()
+        reading, names = [], set()
         for item in self._items:
             if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
                 names.add(item.inode)
@@ -266,8 +260,6 @@ class _Run:
         with Contents(reading, self._source_of, self._check, threads) as contents:
             for item in self._items:
                 self._add(item, contents)
-                done += item.size
-                self._progress(done, self._total)
         refuse(self._secrets)
         return self._writer.finish()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,30 +67,15 @@ def given_up(decision: Decision, error: Exception) -> Decision:
 
 def loose_entries(changes: Iterable[Change]) -> list[Entry]:
     """The changes as entries, for files that are still where the setup left them: without digests."""
-    from bootseer.env.snapshot.contents import look
+    from bootseer.env.snapshot.contents import entry_of, look
 
     items, _ = look(changes, None)
     first: dict[tuple[int, int], str] = {}
     found = []
     for item in items:
         link = first.setdefault(item.inode, item.change.path) if item.inode != (0, 0) else ""
-        found.append(
-            Entry(
-                path=item.change.path,
-                kind=item.kind,
-                mode=stat.S_IMODE(item.mode),
-                uid=item.uid,
-                gid=item.gid,
-                size=item.size,
-                target=os.fsdecode(item.target),
-                xattrs={os.fsdecode(name): value for name, value in item.xattrs.items()},
-                link=link if link != item.change.path else "",
-                opaque=item.change.opaque,
-                action=item.change.action,
-                before=item.change.before,
-                loose=True,
-            )
-        )
+        link = link if link != item.change.path else ""
+        found.append(entry_of(item, size=item.size, link=link, loose=True))
     return found
 
 

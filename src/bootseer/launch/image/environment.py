@@ -84,7 +84,7 @@ def environment_in_image(
         binds = named_mounts(options.setup, options.requirements, cwd, found, binds, wanted.inputs)
     except Exception as error:  # whatever is wrong with us, the container starts
         say(f"the setup could not be read: {error}")
-    wanted = replace(wanted, place=place_of(cwd, container.binds))
+    wanted = replace(wanted, place=place_of(cwd, reversed(container.binds)))
     make = partial(
         Task,
         options.setup,

@@ -17,11 +17,12 @@ checkpoints are not what an environment is made of.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -137,30 +138,28 @@ class Places:
 
     def inside(self, path: str) -> str:
         """A path of this machine in the container's names; itself where the container does not show it."""
-        for bind in self.shown:
-            if is_below(path, bind.source):
-                return posixpath.normpath(posixpath.join(bind.target, posixpath.relpath(path, bind.source)))
-        return path
+        return place_of(path, self.shown) or path
 
     def outside(self, path: str) -> str:
         """A path of the container in this machine's names; empty where it is none of a mount."""
-        for bind in self.shown:
-            if is_below(path, bind.target):
-                return posixpath.normpath(posixpath.join(bind.source, posixpath.relpath(path, bind.target)))
-        return ""
+        return _moved(path, [(bind.target, bind.source) for bind in self.shown])
 
 
-def place_of(cwd: str, binds: Sequence[Bind]) -> str:
-    """Where the user's mounts show the working folder in the container; empty when none does."""
-    for bind in reversed(binds):
-        if is_below(cwd, bind.source):
-            return posixpath.normpath(posixpath.join(bind.target, posixpath.relpath(cwd, bind.source)))
+def place_of(path: str, binds: Iterable[Bind]) -> str:
+    """Where the first of the mounts that shows this path has it in the container; empty when none does."""
+    return _moved(path, [(bind.source, bind.target) for bind in binds])
+
+
+def _moved(path: str, folders: Sequence[tuple[str, str]]) -> str:
+    for folder, other in folders:
+        if is_below(path, folder):
+            return posixpath.normpath(posixpath.join(other, posixpath.relpath(path, folder)))
     return ""
 
 
 def places_of(cwd: str, files: Sequence[str], binds: Sequence[Bind]) -> Places:
     """Where a setup with these files (relative to `cwd`) runs in a container with these mounts of the user."""
-    folder = place_of(cwd, binds)
+    folder = place_of(cwd, reversed(binds))
     own = [] if folder or cwd == "/" else [Bind(cwd, _SETUP, read_only=True)]
     folder = folder or (_SETUP if own else "/")
     shown = [*own, *reversed(binds)]
@@ -276,23 +275,18 @@ class InImage(Machine):
         bind = [Bind(str(self._own / EXPORTS), _EXPORTS)] if self._tells else []
         self._tells = False
         try:
-            container = self._container(argv, more, bind)
+            with self._container(argv, more, bind) as container:
+                try:
+                    watch, why = self._watched(self._own / f"setup-{self._num}"), ""
+                except (BootseerError, OSError) as error:
+                    watch, why = None, str(error)
+                try:
+                    return self.run_here(container.command, os.environ)
+                finally:  # it holds the container's mounts
+                    self._seen.append(watch.end() if watch is not None else unobserved(why))
         except UsageError as error:  # the image has no such program
             say(str(error))
             return error.exit_code
-        try:
-            container.start_guard([self.mounted.undo_command()])
-            try:
-                watch, why = self._watched(self._own / f"setup-{self._num}"), ""
-            except (BootseerError, OSError) as error:
-                watch, why = None, str(error)
-            try:
-                return self.run_here(container.command, os.environ)
-            finally:  # it holds the container's mounts
-                self._seen.append(watch.end() if watch is not None else unobserved(why))
-        finally:
-            container.close()
-            container.dismiss_guard()
 
     def _watched(self, folder: Path) -> Watch:
         """Watch what the container whose folder this is reads through its mounts. What the image itself holds is in
@@ -320,18 +314,14 @@ class InImage(Machine):
         if program.startswith("/") and not self._has(program):
             return Ran(CANNOT_START, "", f"{program}: not in the image")
         try:
-            container = self._container(argv, env, [])
+            with self._container(argv, env, []) as container:
+                return runner()(container.command, os.environ, deadline_s=deadline_s)
         except UsageError as error:
             return Ran(error.exit_code, "", str(error))
-        try:
-            container.start_guard([self.mounted.undo_command()])
-            return runner()(container.command, os.environ, deadline_s=deadline_s)
-        finally:
-            container.close()
-            container.dismiss_guard()
 
-    def _container(self, argv: Sequence[str], more: Mapping[str, str], binds: Sequence[Bind]) -> Container:
-        """With the setup's settings from this machine, and `more`."""
+    @contextlib.contextmanager
+    def _container(self, argv: Sequence[str], more: Mapping[str, str], binds: Sequence[Bind]) -> Iterator[Container]:
+        """One with the setup's settings from this machine, and `more`."""
         options = self._options
         names = passed_settings(self._taken, self.task.wanted.variables)
         env = {**{name: self._taken[name] for name in names}, **more}
@@ -351,7 +341,12 @@ class InImage(Machine):
             self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._taken
         )
         self.env = dict(container.process.env)
-        return container
+        try:
+            container.start_guard([self.mounted.undo_command()])
+            yield container
+        finally:
+            container.close()
+            container.dismiss_guard()
 
     def _absolute(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self.task.cwd, path))
