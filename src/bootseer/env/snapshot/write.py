@@ -159,8 +159,8 @@ def write_snapshot(
 
     `began_s` and `ended_s` say when the setup ran, in seconds since 1970: a file that was changed later is an error.
     `root` is a folder that shows the whole tree as the setup left it, for directories and Python sources that did not
-    change. `is_loose` says which paths are not mounted on a host. `check` judges all that is stored before it is: nothing
-    that looks secret leaves this process.
+    change. `is_loose` says which paths are not mounted on a host. `check` judges all that is stored before it is:
+    nothing that looks secret leaves this process.
 
     Raises `PermanentError` for what cannot be read, was changed since, is secret or too much, and what the store
     raises. What is raised leaves nothing behind that a reader could take for a snapshot.

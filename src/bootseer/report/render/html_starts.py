@@ -47,7 +47,7 @@ _NOTES = {
     "peers": "Each run of blocks has an owner among the nodes, which alone asks the origin for it.",
     "restarts": "Image, environment and mounts stay where they are; see restarts.md.",
     "warm": "A warm parent has imported what earlier starts imported; see process.md.",
-    "unused-imports": "Time of each module's own code; functions in C, and those that torch.compile traces, are not seen.",
+    "unused-imports": "Time of each module's own code; functions in C or traced by torch.compile are not seen.",
     "stacks": "Asked by the service while they were late, the innermost frame first; see service.md.",
     "connections": "Ranks meet at a store, then in groups; see peers.md, Names of the nodes.",
 }
