@@ -97,7 +97,7 @@ def test_a_server_that_ends_plain_connections_is_asked_whether_it_wants_tls(tmp_
         error = asked(f"127.0.0.1:{listener.getsockname()[1]}")
         thread.join(60)
     assert isinstance(error, PermanentError)
-    assert "wants TLS" in str(error)
+    assert "requires TLS" in str(error)
     with FaultProxy("") as proxy:
         proxy.plan = lambda request: Fault(drop=True)
         assert isinstance(asked(proxy.host), TransientError)
