@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bootseer.artifact.objects import read_all
 from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.changes import Action, Change
@@ -21,7 +22,6 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
 from bootseer.image.block_reader import BlockReader, open_layer
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
 from once import secret_rules

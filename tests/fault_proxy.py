@@ -161,7 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def relay(self) -> None:
         proxy = self.server.proxy
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed; the server would wait for the rest
+            self.close_connection = True
+            return
         with proxy._lock:
             headers = {key.lower(): value for key, value in self.headers.items()}
             request = Request(len(proxy.requests), self.command, self.path, headers, body)

@@ -26,7 +26,12 @@ from registry import free_port
 
 _START_S = 120.0
 SHARES_S3 = frozenset(
-    ("tests/checkpoint/dcp/test_on_s3.py", "tests/places/test_objects.py", "tests/store/test_object_store.py")
+    (
+        "tests/checkpoint/dcp/test_on_s3.py",
+        "tests/checkpoint/mount/test_buckets.py",
+        "tests/places/test_objects.py",
+        "tests/store/test_object_store.py",
+    )
 )
 """Of tests that run side by side, one worker runs these."""
 

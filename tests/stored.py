@@ -6,13 +6,13 @@ from pathlib import Path
 
 import zstandard
 
+from bootseer.artifact.objects import read_all
 from bootseer.blocks.block_file import read_index
 from bootseer.env.document import EnvironmentDocument
 from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.image.document import ImageDocument
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.store.file import FileStore
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 

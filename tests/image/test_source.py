@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.artifact.objects import read_all
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
@@ -22,7 +23,6 @@ from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_registry, open_store
-from bootseer.store.retry import read_all
 from erofs_images import facts_of_folder, needs_root
 from fault_proxy import Fault, FaultProxy, Request
 from oci_images import (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.artifact.objects import read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import CorruptError, PermanentError, SignatureError, UsageError
 from bootseer.image.conversion.convert import convert
@@ -22,7 +23,6 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts.ladder import Facts
 from bootseer.store.open import open_store
-from bootseer.store.retry import read_all
 from image_node import Node, push
 from oci_images import file, layer, write_docker_archive, write_layout
 from signing_keys import make_key, trust

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.objects import read_all
 from bootseer.artifact.signatures import Signatures, is_signed
 from bootseer.store.open import open_store
-from bootseer.store.retry import read_all
 from environment_place import Place, made_place
 from image_node import Node
 from signing_keys import make_key, trust

@@ -39,7 +39,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.hdfs.requests import ReadOutcome
-from bootseer.places import bucket, object_data, open_place
+from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY, Place, TakenError
 from bootseer.places.uploads import Uploads
@@ -125,6 +125,12 @@ def test_what_other_tools_have_put_is_found_under_its_key(place: Place, uri: str
     place.rename("run/ck-5", "run/ck-6")
     assert names(place, "run") == {"run/ck-6"}
     assert place.stat("run/ck-6/weights.safetensors").size_bytes == len(data)
+
+
+def test_keys_that_are_no_paths_are_a_clear_error_at_once(place: Place, server: S3Server, uri: str) -> None:
+    assert server.ask("PUT", f"/jobs/{uri.rpartition('/')[2]}//below")[0] == 200
+    with pytest.raises(PermanentError, match="invalid path"):
+        list(place.list(""))
 
 
 def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(
@@ -332,11 +338,8 @@ def some(fault: Fault, share: float) -> Plan:
     ids=["slow-down", "too-many", "dropped", "cut"],
 )
 def test_a_server_that_fails_every_fifth_request_of_whatever_kind_is_asked_again(
-    proxy: FaultProxy, uri: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    proxy: FaultProxy, uri: str, source: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    for module in (bucket, object_data):
-        monkeypatch.setattr(module, "_PAUSE_S", 0.02)
-        monkeypatch.setattr(module, "_MAX_PAUSE_S", 0.5)
     proxy.plan = some(fault, 0.2)
     with closing(open_place(uri)) as place:
         put_checkpoint(place, source, "step-1", settings=_STRIPED)

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import pytest
 
+from bootseer.artifact.objects import read_all
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.retry import read_all
 from bootseer.store.store import MAX_CREATE_BYTES, PIECE_BYTES, Store, Stored
 
 DATA = random.Random(7).randbytes(700_001)

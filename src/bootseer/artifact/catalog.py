@@ -15,7 +15,7 @@ from typing import Generic
 
 from bootseer.artifact.document import OtherVersionError
 from bootseer.artifact.kind import D, Kind, Lookup, Tombstone
-from bootseer.artifact.objects import WRITE_S, missing, put
+from bootseer.artifact.objects import WRITE_S, missing, put, read_all
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.errors import (
@@ -27,9 +27,9 @@ from bootseer.errors import (
     TransientError,
     UsageError,
 )
+from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
-from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import MAX_CREATE_BYTES, Store
 
 _log = logger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bootseer.artifact.objects import put_once
+from bootseer.artifact.objects import put_once, read_all
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
@@ -32,7 +32,6 @@ from bootseer.fetch.hotset import (
 from bootseer.fetch.record import read_record
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _READ_S = 5.0

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bootseer.artifact.lease_state import MAX_BYTES, TTL_S, LeaseObservation, LeaseRecord
-from bootseer.artifact.objects import put
+from bootseer.artifact.objects import put, read_all
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.logs import logger
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _log = logger(__name__)

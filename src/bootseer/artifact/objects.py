@@ -1,4 +1,4 @@
-"""Small objects of stores: written with retries, looked for, and kept on this node.
+"""Small objects of stores: read and written with retries, looked for, and kept on this node.
 
 What is kept lets a node start again what it has while the store is away; a full disk costs the copy alone, and a line.
 """
@@ -6,6 +6,7 @@ What is kept lets a node start again what it has while the store is away; a full
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,17 +15,39 @@ from typing import TYPE_CHECKING
 from bootseer.artifact.progress import Say
 from bootseer.blocks.block_file import MAX_READ_BYTES, BlockFile, parse_index
 from bootseer.blocks.index import Index
-from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.store.file import FileStore
-from bootseer.store.retry import read_all, retrying
-from bootseer.store.store import Store, Stored, content_path
+from bootseer.store.store import Store, Stored, content_path, is_content_name
 
 if TYPE_CHECKING:
     from bootseer.peers.objects import OfferedObject
 
 WRITE_S = 60.0
 _THREADS = 8
+
+
+def read_all(store: Store, name: str, max_bytes: int, timeout_s: float = 60.0) -> bytes:
+    """A whole small object, with retries until `timeout_s` is over; content names are verified.
+
+    Raises `PermanentError` when it is larger than `max_bytes`, and `CorruptError` when its bytes are not those of its
+    content name.
+    """
+
+    def read(left_s: float) -> bytes:
+        data = bytearray()
+        with contextlib.closing(store.read(name, timeout_s=left_s)) as pieces:
+            for piece in pieces:
+                data += piece
+                if len(data) > max_bytes:
+                    raise PermanentError(f"{store.uri}: {name} is larger than {max_bytes} bytes")
+        return bytes(data)
+
+    data = retrying(read, deadline_s=timeout_s)
+    if is_content_name(name) and hashlib.sha256(data).hexdigest() != name.removeprefix("sha256:"):
+        raise CorruptError(f"{store.uri}: the bytes of {name} are not those of its name")
+    return data
 
 
 def put(

@@ -15,7 +15,7 @@ from bootseer.blocks.codec import decode
 from bootseer.blocks.index import Index
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError
-from bootseer.store.retry import retrying
+from bootseer.io.retry import retrying
 from bootseer.store.store import Store
 
 _KEPT_BYTES = 16 << 20

@@ -22,6 +22,7 @@ from functools import partial
 from bootseer.artifact.catalog import Catalog, Listing
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.lease import announced, look
+from bootseer.artifact.objects import read_all
 from bootseer.artifact.progress import Say
 from bootseer.artifact.prune import GRACE_S, Pruned
 from bootseer.artifact.prune import prune as prune_artifacts
@@ -30,7 +31,6 @@ from bootseer.errors import BootseerError, NotFoundError, UsageError
 from bootseer.image.conversion import layer_document
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.sources.manifest import check_document
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

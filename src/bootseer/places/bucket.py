@@ -8,10 +8,9 @@ set. Safe to use from many threads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from obstore.store import from_url
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
+from bootseer.io.retry import retrying
 
 T = TypeVar("T")
 
@@ -41,7 +41,6 @@ _CLIENT = {
     "connect_timeout": "10s",
     "pool_max_idle_per_host": "64",
 }
-_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
 LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AT_ONCE = 1000
 """Objects that are removed by one request."""
@@ -102,15 +101,12 @@ class Bucket:
     def insist(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
         """As `call`, made again after errors that pass, as of a server that is asked too much, and when there is no
         answer: the first time soon. For requests that may be made twice."""
-        until_s, try_s, pause_s = time.monotonic() + timeout_s, timeout_s / 20, _PAUSE_S
-        while True:
-            try:
-                return self.call(name, call, max(min(try_s, until_s - time.monotonic()), 0.1))
-            except TransientError:
-                if time.monotonic() + pause_s > until_s:
-                    raise
-            time.sleep(random.uniform(pause_s / 2, pause_s))  # noqa: S311 - spreads requests, keeps no secret
-            try_s, pause_s = 2 * try_s, min(2 * pause_s, _MAX_PAUSE_S)
+        tries = itertools.count()
+
+        def ask(left_s: float) -> T:
+            return self.call(name, call, min(timeout_s / 20 * 2 ** next(tries), left_s))
+
+        return retrying(ask, attempts=None, deadline_s=timeout_s)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also those that are not there any more."""
@@ -151,6 +147,8 @@ class Bucket:
             return OtherRangeError(f"{said}; the server sends other bytes than requested")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
+        if "object with invalid path" in said:
+            return PermanentError(f"{said}; no file can be called so, and the server lists no others beside it")
         if "builder error" in said:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):

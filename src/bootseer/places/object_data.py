@@ -21,8 +21,10 @@ from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, OtherRangeError, status_of
+from bootseer.places.place import ChangedError, Entry
 
 if TYPE_CHECKING:
     from bootseer.hdfs.requests import ReadOutcome
@@ -37,16 +39,11 @@ _MOST_PUT_OFF = 4
 _NUM_TIMES = 64
 _MOST_BYTES = 8 << 20
 """Of one request: what costs a server little more than a small one."""
-_PAUSE_S = 0.2
-_MAX_PAUSE_S = 5.0
-_LIAR_S = 1.0
-"""A server that sends other bytes than it is asked for is asked again until pauses are so long."""
+_MAX_LIES = 5
+"""A server that sends other bytes than it is asked for is not asked more often."""
+FILE_MODE = 0o644
 _MAX_AHEAD = 2
 """Pieces of a part that wait for being sent."""
-
-
-class ChangedError(TransientError):
-    """The object has another version by now: asking again changes nothing."""
 
 
 class _Read:
@@ -100,7 +97,7 @@ class _Request:
         self.deadline_s = read.until_s - time.monotonic()
         self.put_off = 0
         """How often its deadline was put off."""
-        self.pause_s = _PAUSE_S
+        self.num_failures = 0
         self.num_running = 0
         self.is_hedged = False
         self.is_taken = False
@@ -269,19 +266,24 @@ class ObjectReads:
 
     def _failed(self, request: _Request, error: BootseerError) -> None:
         """Ask again later, unless another request for the same is under way."""
-        pause_s, request.pause_s = request.pause_s, min(2 * request.pause_s, _MAX_PAUSE_S)
-        can_wait = isinstance(error, TransientError) and not isinstance(error, ChangedError)
-        can_wait = can_wait and not (isinstance(error, OtherRangeError) and pause_s >= _LIAR_S)
         with self._lock:
             self._counts["failures"] += 1
+            request.num_failures += 1
         if request.num_running > 1:
             return
-        if not can_wait or time.monotonic() + pause_s > request.until_s:
+        is_liar = isinstance(error, OtherRangeError) and request.num_failures >= _MAX_LIES
+        wait_s = pause_s(request.num_failures, error)
+        if (
+            is_liar
+            or isinstance(error, ChangedError)
+            or not isinstance(error, TransientError)
+            or time.monotonic() + wait_s > request.until_s
+        ):
             request.finish(error)
             return
         with self._lock:
             self._events["retries"] += 1
-        self._timer.after(pause_s, partial(self._again, request))
+        self._timer.after(wait_s, partial(self._again, request))
 
     def _again(self, request: _Request) -> None:
         request.is_taken = False
@@ -374,6 +376,16 @@ class ObjectFile:
 
     def close(self) -> None:
         self._closed = True
+
+
+def time_ns(meta: Any) -> int:
+    """When an object was put."""
+    return int(meta["last_modified"].timestamp() * 1e9)
+
+
+def entry_of(path: str, meta: Any) -> Entry:
+    """An object as a file of a place."""
+    return Entry(path, False, meta["size"], time_ns(meta), FILE_MODE, "", "", f"{meta['e_tag']}-{meta['size']:x}")
 
 
 class ObjectPart:

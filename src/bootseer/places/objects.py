@@ -31,9 +31,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
 from bootseer.errors import AccessError, NotFoundError, PermanentError
+from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of
-from bootseer.places.object_data import ObjectFile, ObjectPart, ObjectReads
+from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectPart, ObjectReads, entry_of, time_ns
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
@@ -58,9 +59,10 @@ _BELIEVED_S = 2.0
 _CLOCK_S = 60.0
 _MANY_BYTES = 1 << 60
 """A bucket is never full."""
-_FILE_MODE, _FOLDER_MODE = 0o644, 0o755
+_FOLDER_MODE = 0o755
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
+_CLAIMS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class ObjectPlace(SmallReads):
     def stat(self, path: str) -> Entry:
         if path:
             with suppress(NotFoundError):
-                return _entry(path, self._head(self._key(path)))
-        folder = self._folder(path)
+                return entry_of(path, self._head(self._key(path)))
+        folder = self._folder(path, is_file=False)
         if not path:
             self._has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
         return _folder_entry(path, folder.mtime_ns)
@@ -122,8 +124,8 @@ class ObjectPlace(SmallReads):
         files = {name_of(one["path"]): one for one in found["objects"]}
         return iter([
             *(_folder_entry(join(path, name), 0) for name in plain),
-            *(_folder_entry(join(path, name), _time_ns(link)) for name, link in links.items() if link["size"]),
-            *(_entry(join(path, name), one) for name, one in files.items() if name not in _OWN),
+            *(_folder_entry(join(path, name), time_ns(link)) for name, link in links.items() if link["size"]),
+            *(entry_of(join(path, name), one) for name, one in files.items() if name not in _OWN),
         ])  # fmt: skip
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> ObjectFile:
@@ -132,22 +134,22 @@ class ObjectPlace(SmallReads):
             return ObjectFile(self._reads, key, f"{self.uri}/{path}", self._head(key))
         except NotFoundError:
             with suppress(NotFoundError):
-                self._folder(path)
+                self._folder(path, is_file=False)
                 raise IsFolderError(f"{self._what(path)} is a folder") from None
             raise NotFoundError(f"{self._what(path)} is not there") from None
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         return 0.0
 
-    def write_bytes(self, path: str, data: bytes, *, mode: int = _FILE_MODE) -> Entry:
+    def write_bytes(self, path: str, data: bytes, *, mode: int = FILE_MODE) -> Entry:
         self._put(self._key(path), data)
         return self.stat(path)
 
-    def create_bytes(self, path: str, data: bytes, *, mode: int = _FILE_MODE) -> bool:
+    def create_bytes(self, path: str, data: bytes, *, mode: int = FILE_MODE) -> bool:
         return self._put(self._key(path), data, create=True) is not None
 
     def begin_parts(
-        self, paths: Sequence[str], *, part_bytes: int, mode: int = _FILE_MODE, replication: int | None = None,
+        self, paths: Sequence[str], *, part_bytes: int, mode: int = FILE_MODE, replication: int | None = None,
         avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[ObjectPart]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist when it ends."""
@@ -259,15 +261,16 @@ class ObjectPlace(SmallReads):
 
     # Folders
 
-    def _folder(self, path: str, *, fresh: bool = False) -> _Folder:
-        """Where a folder lies. Raises `NotFoundError`. What was found a moment ago is believed, unless `fresh`.
+    def _folder(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
+        """Where a folder lies. Raises `NotFoundError`. What was found a moment ago is believed, unless `fresh`; with
+        `is_file` it is `NotFolderError` where a file is.
 
         The root is there without anything that shows it, as are the folders above it, which may not be ours to read.
         """
         _check_path(path)
-        return self._find(join(self._root, path) if path else self._root, fresh=fresh)
+        return self._find(join(self._root, path) if path else self._root, fresh=fresh, is_file=is_file)
 
-    def _find(self, path: str, *, fresh: bool = False) -> _Folder:
+    def _find(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
         """As `_folder`, for a path from the bucket on."""
         if not path:
             return _Folder("", "", None, 0)
@@ -289,10 +292,12 @@ class ObjectPlace(SmallReads):
         folder = _Folder(data or plain, link, e_tag, mtime_ns)
         if e_tag is None and not is_above and not self._has_any(plain):
             try:
-                self._head(plain.rstrip("/"))
+                is_file = is_file and bool(self._head(plain.rstrip("/")))
             except NotFoundError:
-                raise NotFoundError(f"{self._bucket.uri}/{path} is not there") from None
-            raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
+                is_file = False
+            if is_file:
+                raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
+            raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
         with self._lock:
             self._known[path] = (time.monotonic() + _BELIEVED_S, folder)
         return folder
@@ -310,28 +315,34 @@ class ObjectPlace(SmallReads):
         return f"{self._folder(folder_of(path)).prefix}{name_of(path)}"
 
     def _rename_folder(self, source: str, target: str) -> None:
-        """Claim the folder, link its new name to it, and take away the old one."""
-        folder = self._folder(source, fresh=True)
+        """Claim the folder, link its new name to it, and take away the old one.
+
+        Of many processes each may find that another one has claimed the folder: it is tried again.
+        """
         parent = self._folder(folder_of(target))
         new = f"{parent.prefix}{_LINKS}/{name_of(target)}"
-        claim = self._owner(folder)
-        if claim is not None:
-            claim = self._claim(folder.prefix, new, claim)
-        if claim is None:
-            raise NotFoundError(f"{self._what(source)} is not there")
-        made = self._put(new, folder.prefix.encode(), create=True)
-        if made is None:
-            data, e_tag, _ = self._read_link(new)
-            if e_tag is not None and not data:
-                made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
-        if made is None:
-            self._claim(folder.prefix, folder.link, claim)
-            raise TakenError(f"{self._what(target)} is there already")
-        self._forget(source, target)
-        if self._read_owner(folder.prefix)[0] != new:  # another process took the folder before its link was there
-            self._bucket.remove([new])
-            raise NotFoundError(f"{self._what(source)} is not there")
-        self._take_away(folder)
+        for number in range(_CLAIMS):
+            folder = self._folder(source, fresh=True)
+            claim = self._owner(folder)
+            if claim is not None:
+                claim = self._claim(folder.prefix, new, claim)
+            if claim is None:
+                break
+            made = self._put(new, folder.prefix.encode(), create=True)
+            if made is None:
+                data, e_tag, _ = self._read_link(new)
+                if e_tag is not None and not data:
+                    made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
+            if made is None:
+                self._claim(folder.prefix, folder.link, claim)
+                raise TakenError(f"{self._what(target)} is there already")
+            self._forget(source, target)
+            if self._read_owner(folder.prefix)[0] == new:
+                self._take_away(folder)
+                return
+            self._bucket.remove([new])  # another process took the folder before its link was there
+            time.sleep(pause_s(number + 1))
+        raise NotFoundError(f"{self._what(source)} is not there")
 
     def _take_away(self, folder: _Folder) -> None:
         """A folder's objects belong to another name."""
@@ -373,7 +384,7 @@ class ObjectPlace(SmallReads):
             found = self._bucket.insist(key, lambda: obstore.get(self._store, key))
         except NotFoundError:
             return "", None, 0
-        return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], _time_ns(found.meta)
+        return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
@@ -416,10 +427,7 @@ class ObjectPlace(SmallReads):
         return self._bucket.insist(prefix, lambda: obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None))
 
     def _has_any(self, prefix: str) -> bool:
-        def look() -> bool:
-            return any(page for page in obstore.list(self._store, prefix.rstrip("/"), chunk_size=1))
-
-        return bool(self._bucket.insist(prefix, look))
+        return self._bucket.insist(prefix, lambda: any(obstore.list(self._store, prefix.rstrip("/"), chunk_size=1)))
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
         """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or
@@ -485,14 +493,6 @@ def _plain_link(prefix: str) -> str:
     """The key of the link of the folder that is called as its objects' prefix."""
     above, _, name = prefix.rstrip("/").rpartition("/")
     return f"{join(above, _LINKS)}/{name}"
-
-
-def _time_ns(meta: Any) -> int:
-    return int(meta["last_modified"].timestamp() * 1e9)
-
-
-def _entry(path: str, meta: Any) -> Entry:
-    return Entry(path, False, meta["size"], _time_ns(meta), _FILE_MODE, "", "", f"{meta['e_tag']}-{meta['size']:x}")
 
 
 def _folder_entry(path: str, mtime_ns: int) -> Entry:

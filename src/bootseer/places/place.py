@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +30,10 @@ SMALL_COPIES = 3
 metadata, makes all others useless."""
 
 
+_REPLACED = 4
+"""So often a small file may be replaced while it is read."""
+
+
 class TakenError(PermanentError):
     """There is something of this name (EEXIST)."""
 
@@ -44,6 +48,10 @@ class IsFolderError(PermanentError):
 
 class NotFolderError(NotFoundError):
     """A file where a folder is needed (ENOTDIR): nothing can be below it."""
+
+
+class ChangedError(TransientError):
+    """What is read was replaced or changed since it was opened: only opening it again helps."""
 
 
 class NoSpaceError(PermanentError):
@@ -266,15 +274,24 @@ class SmallReads:
         raise NotImplementedError
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        with closing(self.open(path)) as file:
-            length = file.size_bytes - start
-            if length > limit:
-                raise PermanentError(f"{self.uri}/{path} has {length} bytes, more than the {limit} that it may have")
-            return self._read(file, path, start, length)
+        def length_of(size_bytes: int) -> int:
+            if size_bytes - start > limit:
+                raise PermanentError(
+                    f"{self.uri}/{path} has {size_bytes - start} bytes, more than the {limit} that it may have"
+                )
+            return size_bytes - start
+
+        return self._read_small(path, start, length_of)
 
     def read_first(self, path: str, length: int) -> bytes:
-        with closing(self.open(path)) as file:
-            return self._read(file, path, 0, min(length, file.size_bytes))
+        return self._read_small(path, 0, lambda size_bytes: min(length, size_bytes))
+
+    def _read_small(self, path: str, start: int, length_of: Callable[[int], int]) -> bytes:
+        """Read once more where the file was replaced after it was opened."""
+        for _ in range(_REPLACED):
+            with closing(self.open(path)) as file, suppress(ChangedError):
+                return self._read(file, path, start, length_of(file.size_bytes))
+        raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
 
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.store.registry import INDEX_TYPE, MANIFEST_TYPE, BlobUpload, Registry, parse_object
-from bootseer.store.retry import retrying
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,

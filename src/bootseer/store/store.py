@@ -5,7 +5,7 @@ digits: the writer learns the name at the end, and the same bytes always have th
 (`images/sha256-…`), chosen by the writer; writing one again replaces it in one step.
 
 Implemented by the adapters beside this module, one per kind of place; `open.open_store` finds them by URI. A store
-makes one attempt: when to try again and for how long is for the caller to decide (`retry`, `fetch`).
+makes one attempt: when to try again and for how long is for the caller to decide (`io.retry`, `fetch`).
 """
 
 from __future__ import annotations

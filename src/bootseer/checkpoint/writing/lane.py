@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
+from bootseer.io.retry import pause_s
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.writing.segment import PartTask
@@ -56,8 +57,7 @@ class WritingSettings:
 
     def pause_s(self, failures: int, error: TransientError) -> float:
         """How long to wait after so many failures: longer each time, never to the same moment as all others."""
-        wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
-        return min(wait_s, self.retry_s)
+        return min(pause_s(failures, error), self.retry_s)
 
 
 class NodeLoad:

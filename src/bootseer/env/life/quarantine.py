@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from bootseer.artifact.objects import put
+from bootseer.artifact.objects import put, read_all
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.quarantine_state import MAX_BYTES, State
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _READ_S = 5.0

@@ -30,8 +30,8 @@ from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
+from bootseer.io.retry import retrying
 from bootseer.logs import logger
-from bootseer.store.retry import retrying
 from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from bootseer.artifact.objects import put
+from bootseer.artifact.objects import put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
@@ -30,8 +30,8 @@ from bootseer.image.conversion.layer_document import (
 from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.source import SourceLayer, check_content, check_stored, read_resumed
+from bootseer.io.retry import retrying
 from bootseer.logs import logger
-from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store, Stored
 
 _ATTEMPTS = 3

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
 from bootseer.io.locks import flocked
+from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.store.registry import Registry
-from bootseer.store.retry import retrying
 
 _LOG = logger(__name__)
 _SCHEMA = "bootseer.watch/1"

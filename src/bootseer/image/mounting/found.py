@@ -25,9 +25,9 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.reference import Place
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
+from bootseer.io.retry import retrying
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
-from bootseer.store.retry import retrying
 from bootseer.store.store import Store
 
 _ASK_S = 20.0

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.artifact.objects import LocalObjects
+from bootseer.artifact.objects import LocalObjects, read_all
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
@@ -24,7 +24,6 @@ from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.open import this_platform
 from bootseer.io.tasks import Tasks
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _THREADS = 8

@@ -18,9 +18,9 @@ from bootseer.image.sources.manifest import (
     resolve_manifest,
 )
 from bootseer.image.sources.source import ImageSource, SourceLayer
+from bootseer.io.retry import retrying
 from bootseer.store.open import open_registry
 from bootseer.store.registry import Registry
-from bootseer.store.retry import retrying
 
 _RANGE_BYTES = 32 << 20
 _RANGE_TIMEOUT_S = 120.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 from bootseer.errors import CorruptError, UsageError
-from bootseer.store.retry import retrying
+from bootseer.io.retry import retrying
 
 if TYPE_CHECKING:
     from pathlib import Path

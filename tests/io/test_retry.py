@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from bootseer.artifact.objects import read_all
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError
-from bootseer.store.retry import read_all, retrying
+from bootseer.io.retry import retrying
 from store.contract import DATA, put
 from store_doubles import Fault, FaultyStore, MemoryStore
 

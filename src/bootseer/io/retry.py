@@ -1,0 +1,58 @@
+"""When to try again what failed for a reason that passes.
+
+A retry storm hurts the place that is already in trouble, so that waits are random, grow, and are never shorter than
+what the other side asked for (exponential backoff with full jitter).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from bootseer.errors import TransientError
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
+T = TypeVar("T")
+
+BASE_S = 0.1
+"""The first wait is random between 0 and this, the next between 0 and twice this, and so on."""
+CAP_S = 10.0
+
+
+def pause_s(failures: int, error: Exception | None = None, rng: random.Random | None = None) -> float:
+    """Seconds to wait after so many failures in a row, of which `error` is the last."""
+    rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
+    wait_s = rng.uniform(0, min(BASE_S * 2 ** (failures - 1), CAP_S))
+    # All clients were told the same time: come a little later, each at another moment.
+    return wait_s + (getattr(error, "retry_after_s", None) or 0.0)
+
+
+def retrying(
+    call: Callable[[float], T],
+    *,
+    attempts: int | None = 5,
+    deadline_s: float = 60.0,
+    rng: random.Random | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """What `call` returns, tried again after each `TransientError`.
+
+    `call` gets the seconds that are left of `deadline_s` and must keep to them. The last error is raised when all
+    attempts failed (None: as many as there is time for), or when the next one could not begin before the deadline.
+    """
+    until = clock() + deadline_s
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return call(max(until - clock(), 0.0))
+        except TransientError as error:
+            wait_s = pause_s(attempt, error, rng)
+            if attempt == attempts or clock() + wait_s >= until:
+                raise
+            _LOG.info("attempt %d failed, the next one in %.1f s: %s", attempt, wait_s, error)
+            sleep(wait_s)

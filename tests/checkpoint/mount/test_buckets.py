@@ -1,0 +1,138 @@
+"""A bucket as a mounted place: a real S3 server that fails, lies, refuses logins, and other mounts beside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bootseer.places import open_place
+from checkpoint.mounted_place import MIB, MountedPlace, number_of
+from fault_proxy import Fault, FaultProxy, Request
+from s3_server import S3Server, environment_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.slow]
+
+_LARGE, _SMALL = os.urandom(9 * MIB + 5), os.urandom(40_000)
+Mount = Callable[[], MountedPlace]
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    if "mounted" not in s3_server.ask("GET", "/")[1].decode():
+        s3_server.make_bucket("mounted")
+    with FaultProxy(s3_server.host) as started:
+        for name, value in environment_for(started.host).items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+@pytest.fixture
+def mount(tmp_path: Path, proxy: FaultProxy) -> Iterator[Mount]:
+    """Mounts the place of the test, every time anew, as another machine would."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    uri = f"s3://mounted/{secrets.token_hex(4)}"
+    made: list[MountedPlace] = []
+
+    def one() -> MountedPlace:
+        made.append(MountedPlace(tmp_path, tmp_path / f"mount{len(made)}", place=open_place(uri)))
+        return made[-1]
+
+    yield one
+    proxy.plan = lambda _: None
+    for mounted in made:
+        mounted.close()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def is_data(request: Request) -> bool:
+    return request.method == "GET" and "links" not in request.path and "?" not in request.path
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=503, body=b"<Error><Code>SlowDown</Code></Error>"), Fault(drop=True), Fault(reset_after=100)],
+    ids=["slow-down", "dropped", "reset"],
+)
+def test_a_server_that_fails_every_fifth_request_is_worked_with(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
+    chance, lock = random.Random(7), threading.Lock()
+
+    def plan(_: Request) -> Fault | None:
+        with lock:
+            return fault if chance.random() < 0.2 else None
+
+    proxy.plan = plan
+    here, elsewhere = mount(), mount()
+    (here.target / "step").mkdir()
+    (here.target / "step" / "large").write_bytes(_LARGE)
+    (here.target / "step" / "small").write_bytes(_SMALL)
+    (here.target / "step").rename(here.target / "done")
+    assert names(elsewhere.target / "done") == ["large", "small"]
+    assert (elsewhere.target / "done" / "large").read_bytes() == _LARGE
+    assert (elsewhere.target / "done" / "small").read_bytes() == _SMALL
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(corrupt_at=5),
+        Fault(headers={"content-range": "bytes 5-1000/2000"}),
+        Fault(send={"range": ""}),
+        Fault(status=200, body=b"<html>", headers={"etag": '"x"', "last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+    ],
+    ids=["wrong-bytes", "other-range", "whole", "page"],
+)
+def test_of_a_server_that_lies_no_byte_is_believed_and_none_lost(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
+    (mount().target / "large").write_bytes(_LARGE)
+    elsewhere = mount()
+    proxy.plan = lambda request: fault if is_data(request) else None
+    assert number_of((elsewhere.target / "large").read_bytes) == errno.EIO
+    proxy.plan = lambda _: None
+    assert (elsewhere.target / "large").read_bytes() == _LARGE
+
+
+def test_a_login_that_ends_while_a_file_is_written_is_told_by_close_and_what_was_there_stays(
+    proxy: FaultProxy, mount: Mount, s3_server: S3Server
+) -> None:
+    here = mount()
+    (here.target / "kept").write_bytes(_SMALL)
+    file = (here.target / "kept").open("wb")
+    file.write(_LARGE)
+    proxy.plan = lambda _: Fault(status=400, body=b"<Error><Code>ExpiredToken</Code></Error>")
+    assert number_of(file.close) == errno.EACCES
+    assert number_of(lambda: names(here.target)) == errno.EACCES
+    assert any("the credentials have expired" in line for line in here.said)
+    proxy.plan = lambda _: None
+    assert (here.target / "kept").read_bytes() == _SMALL
+    assert names(mount().target) == ["kept"]
+    assert s3_server.uploads("mounted") == []
+
+
+def test_of_two_mounts_one_file_wins_whole_and_readers_get_that_or_an_error(mount: Mount) -> None:
+    one, other = mount(), mount()
+    contents = (_LARGE, _LARGE[::-1])
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda of: (of[0].target / "f").write_bytes(of[1]), zip((one, other), contents, strict=True)))
+    won = (mount().target / "f").read_bytes()
+    assert won in contents
+    assert (one.target / "f").read_bytes() == won
+    with (one.target / "f").open("rb", buffering=0) as file:
+        got = file.read(1000)
+        (other.target / "f").write_bytes(_SMALL)
+        with suppress(OSError):
+            while piece := file.read(MIB):
+                got += piece
+    assert won.startswith(got)
+    assert (one.target / "f").read_bytes() == _SMALL
