@@ -56,7 +56,7 @@ def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, nam
 def test_a_head_whose_read_is_lost_is_an_error(empty, content):
     put_striped(empty, "file", content)
     empty.decide = lambda _: LOST
-    with pytest.raises(TransientError, match=r"file: no answer within 1 s"):
+    with pytest.raises(TransientError, match=r"file: not read within 1 s"):
         Reading(empty, settings=ReadingSettings(deadline_s=0.5, lost_s=0.5)).open("file")
 
 
