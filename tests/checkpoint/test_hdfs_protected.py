@@ -176,12 +176,9 @@ def test_a_jobs_token_does_instead_of_a_ticket_until_it_is_cancelled(
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(file))
     monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
     with closing(HdfsClient(_authority(kerberized))) as client:
-        writer = client.create("/job/growing")
-        writer.write(_DATA)
-        # A DataNode is asked for its length, with the block's token.
-        assert 0 < client.reads().open("/job/growing").size_bytes <= len(_DATA)
-        writer.close()
-        assert client.stat("/job/growing").owner == "alice"
+        client.put("/job/by-token", _DATA)
+        assert [data for data, _ in read_ranges(client.reads().open("/job/by-token"), [(0, len(_DATA))])] == [_DATA]
+        assert client.stat("/job/by-token").owner == "alice"
         assert client.fallback == ""
     monkeypatch.setenv("KRB5CCNAME", kdc.environment["KRB5CCNAME"])
     kerberized.tool("hdfs.tools.DelegationTokenFetcher", "--cancel", str(file))

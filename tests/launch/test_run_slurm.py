@@ -198,7 +198,7 @@ def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path, told_b
 ORDINARY_JOB = """
 export BOOTSEER_CACHE={home}/cache-$SLURMD_NODENAME-$SLURM_JOB_ID BOOTSEER_RUNTIME={home}/run-$SLURMD_NODENAME
 exec {bootseer} run -q --store {home}/store --setup {home}/setup.sh --peers slurm --peers-secret {home}/secret \
-  -- sh -c "sha256sum < {home}/tool/data > {home}/out-$SLURMD_NODENAME-$SLURM_JOB_ID"
+  --wait-for-nodes 120 -- sh -c "sha256sum < {home}/tool/data > {home}/out-$SLURMD_NODENAME-$SLURM_JOB_ID"
 """
 
 
