@@ -18,10 +18,14 @@ run=${BOOTSEER_SLURM_RUN:-/run/bootseer-slurm}
 folder=$run/$SLURM_JOB_ID
 mkdir -p -m 0711 "$run" && mkdir -m 0700 "$folder" && mkdir -m 0700 "$folder/image" || exit 0
 chown -R "$SLURM_JOB_USER" "$folder" || exit 0
-# As the job's user: with that user's logins and cache, and without the rights of root.
-# shellcheck disable=SC2086 # several options
-setsid -f timeout 900 setpriv --reuid "$SLURM_JOB_UID" --regid "$SLURM_JOB_GID" --init-groups --reset-env \
+# As the job's user: with that user's logins and cache, and without the rights of root. slurmd kills the prolog's process
+# group when the prolog ends; the log is there once the mount has a session of its own.
+# shellcheck disable=SC2016,SC2086 # expanded by the inner shell; several options
+setsid -f setpriv --reuid "$SLURM_JOB_UID" --regid "$SLURM_JOB_GID" --init-groups --reset-env \
   env ${BOOTSEER_CACHE:+"BOOTSEER_CACHE=$BOOTSEER_CACHE"} ${BOOTSEER_RUNTIME:+"BOOTSEER_RUNTIME=$BOOTSEER_RUNTIME"} \
+  sh -c 'exec timeout 900 "$@" >"$0" 2>&1' "$folder/log" \
   "${BOOTSEER:-bootseer}" image mount ${BOOTSEER_SLURM_IMAGE_OPTIONS-} "$image" "$folder/image" \
-  </dev/null >"$folder/log" 2>&1
+  </dev/null >/dev/null 2>&1
+i=0
+until [ -e "$folder/log" ] || [ $i -ge 50 ]; do i=$((i + 1)); sleep 0.1; done
 exit 0
