@@ -123,8 +123,8 @@ def _photographed(browser: str, figure: Figure, folder: Path) -> Path:
         except subprocess.TimeoutExpired as error:
             raise PermanentError(f"{browser} did not draw {figure.name} within 120 s") from error
         if not png.exists():
-            lines_read = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-            raise PermanentError(f"{browser} did not draw {figure.name}: {lines_read[-1]}")
+            reasons = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+            raise PermanentError(f"{browser} did not draw {figure.name}: {reasons[-1]}")
         target = folder / f"{figure.name}.png"
         target.write_bytes(png.read_bytes())
     return target

@@ -66,17 +66,13 @@ def all_read(nodes, path="file", ranges=WHOLE, *, step=None):
     return [node.ended() for node in nodes]
 
 
-@pytest.mark.parametrize(
-    ("path", "step", "most"),
-    # One copy, and what a node took for lost on a busy machine; it would be four. With parity, a node that waits too
-    # long for its chunk there reads the rest of the row to compute it.
-    [("file", None, 1.5), ("parity", None, 2.5), ("file", MIB, 1.5)],
-)
-def test_what_all_nodes_read_leaves_hdfs_once(cluster, nodes, content, path, step, most):
+@pytest.mark.parametrize(("path", "step"), [("file", None), ("parity", None), ("file", MIB)])
+def test_what_all_nodes_read_leaves_hdfs_once(cluster, nodes, content, path, step):
     before = sent(cluster)
     ends = all_read(nodes, path, step=step)
     assert {end.get("error", end.get("digest")) for end in ends} == {digest_of(content, WHOLE)}
-    assert sent(cluster) - before < most * SIZE
+    # One copy, and what a node took for lost on a busy machine; it would be four.
+    assert sent(cluster) - before < 1.5 * SIZE
     assert sum(end["peer_bytes"] for end in ends) > 2.4 * SIZE
     assert {len(end["by_interface"]) for end in ends if end["sent_bytes"] > 16 * MIB} == {2}
 
