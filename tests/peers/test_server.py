@@ -17,6 +17,7 @@ import pytest
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
+from bootseer.peers.connection import Connection
 from bootseer.peers.interfaces import address_of
 from bootseer.peers.protocol import MAX_RANGE, Head, Request, Signer, parse_head
 from bootseer.peers.server import MAX_CONNECTIONS, Server
@@ -144,6 +145,49 @@ def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) ->
 def test_a_silent_peer_is_given_up(file: File) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TransientError, match="timed out"):
         ask(f"127.0.0.1:{silent.getsockname()[1]}", 0, 4096, wait_s=0.2)
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection, and the other side of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as near:
+        far, _ = listening.accept()
+        with far:
+            far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield Connection(near, "far", 0.3), far
+
+
+def test_a_body_wakes_its_reader_seldom(link: tuple[Connection, socket.socket]) -> None:
+    connection, far = link
+    connection.sock.settimeout(30.0)
+    data, calls = memoryview(bytearray(1 << 18)), 0
+
+    def send() -> None:
+        for start in range(0, 1 << 18, 4096):
+            far.sendall(DATA[start : start + 4096])
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    left = data
+    while left:
+        left, calls = left[connection.read_some(left) :], calls + 1
+    thread.join()
+    assert data == DATA[: 1 << 18]
+    assert calls < 16  # of 64 packets
+
+
+def test_what_came_of_a_body_in_time_is_not_lost(link: tuple[Connection, socket.socket]) -> None:
+    connection, far = link
+    data = memoryview(bytearray(1 << 18))
+    far.sendall(DATA[:1000])
+    assert connection.read_some(data) == 1000
+    assert data[:1000] == DATA[:1000]
+    with pytest.raises(TransientError):
+        connection.read_some(data)
+    far.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
+    connection.sock.settimeout(30.0)
+    assert connection.read_head() == parse_head(b"HTTP/1.1 206 Partial Content")
 
 
 def test_another_jobs_secret_is_refused(server: tuple[Server, str]) -> None:

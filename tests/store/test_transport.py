@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from contextlib import closing
+
 import pytest
 
 from bootseer.errors import PermanentError
-from bootseer.store.transport import Origin
+from bootseer.store.transport import Origin, Transport
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,27 @@ def test_an_origin_has_the_port_that_is_meant(url: str, port: int) -> None:
 def test_an_origin_is_the_host_that_is_connected_to() -> None:
     # urllib takes what stands behind the @ for the host, urllib3 connects to what stands before the backslash.
     assert Origin.of("http://attacker:1\\@registry:2/token") == Origin("http", "attacker", 1)
+
+
+def test_a_body_comes_in_pieces_larger_than_packets() -> None:
+    body = bytes(range(256)) * 1200
+
+    def serve(listening: socket.socket) -> None:
+        with listening.accept()[0] as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(2):  # on one connection: what was waited for in a body is not waited for in a head
+                sock.recv(65536)
+                sock.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+                for start in range(0, len(body), 4096):
+                    sock.sendall(body[start : start + 4096])
+                    time.sleep(0.001)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, closing(Transport()) as transport:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        for _ in range(2):
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+            pieces = list(transport.send("GET", url, until=time.monotonic() + 30).pieces())
+            assert b"".join(pieces) == body
+            assert len(pieces) < 20  # of 75 packets
+        thread.join()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import io
 import re
 import socket
 import ssl
@@ -78,7 +79,19 @@ class _TotalTimeout(socket.socket):
 
 
 class PlainSocket(_TotalTimeout):
-    """A TCP socket with a total timeout."""
+    """A TCP socket with a total timeout. Bodies come from it in pieces of some size: to be woken for each packet costs
+    more than to receive it (10 ms of processor per MiB instead of 2.6 on a link of 50 Mbit/s)."""
+
+    _woken_at = 1
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """Reads of a buffer's size are of heads, whose length is not known; larger ones of what was announced."""
+        size = nbytes or len(buffer)
+        wake_at = min(size, _PIECE) if size > io.DEFAULT_BUFFER_SIZE else 1
+        if wake_at != self._woken_at:
+            self._woken_at = wake_at
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_at)
+        return super().recv_into(buffer, nbytes, flags)
 
     @classmethod
     def take_over(cls, other: socket.socket, left_s: float | None) -> PlainSocket:
@@ -92,6 +105,7 @@ class TlsSocket(_TotalTimeout, ssl.SSLSocket):
     """A TLS socket with a total timeout: what an `ssl.SSLContext` makes when it is its `sslsocket_class`."""
 
 
+_PIECE = 1 << 17
 MAX_REDIRECTS = 5
 MAX_RETRY_AFTER_S = 300.0
 """A server that asks for more is not obeyed beyond this: no start of a job waits for hours."""
