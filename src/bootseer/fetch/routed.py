@@ -224,14 +224,16 @@ class RoutedScheduler(Scheduler):
             return False  # beside a block that was passed on, and in another place itself
         return super()._is_next(key, purpose, origin)
 
-    def _ahead(self, places: Places, purpose: Purpose, now: float) -> Iterator[Key]:
-        """The next blocks to prefetch from places, in order; of the rest one of each run. Passes the others on."""
+    def _ahead(self, places: Places, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The next blocks to prefetch from places, in order, each with its place; of the rest one of each run. Passes
+        the others on."""
         if purpose is Purpose.HOT:
             self._next_hot(places)  # takes out what is done with
             for key in list(islice(places.hot, _LOOK)):
                 if self._is_next(key, Purpose.HOT, places):
-                    if self._step(key, now) is not None:
-                        yield key
+                    step = self._step(key, now)
+                    if step is not None:
+                        yield key, step
                     elif len(self.files[key[0]].origins[1].hot) < _MAX_BOUND:
                         self._pass_on(key)
             return
@@ -254,7 +256,7 @@ class RoutedScheduler(Scheduler):
             if run[own:]:
                 kept.append((file, run[own:]))
         places.cold.extendleft(reversed(kept))
-        yield from ((file, run[0]) for file, run in kept)
+        yield from (((file, run[0]), self._step((file, run[0]), now)) for file, run in kept)
 
     # What to do
 
@@ -299,12 +301,11 @@ class RoutedScheduler(Scheduler):
         if not window_bytes or now < places.look_at:
             return
         before = len(fetches)
-        for key in self._ahead(places, purpose, now):
+        for key, step in self._ahead(places, purpose, now):
             most = settings.place_requests_in_all - settings.reserved_place_requests
             if places.num_running >= most or len(self.running) >= settings.max_requests:
                 return
-            step = self._step(key, now)
-            if not self._is_next(key, purpose, places) or not places.has_room(step, settings.place_requests, now):
+            if not places.has_room(step, settings.place_requests, now) or not self._is_next(key, purpose, places):
                 continue
 
             def eligible(other: Key, step: Hashable = step, places: Places = places) -> bool:

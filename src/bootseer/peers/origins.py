@@ -29,6 +29,8 @@ _LOG = logger(__name__)
 NAME: Final = "peers"
 _MIN_RUN_BYTES: Final = 1 << 20
 _RUNS: Final = 1024
+_ROUTES_S: Final = 0.1
+"""Nodes that come, or were ahead, are known so much later, of the half second that it takes anyway."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class PeerGroup:
         self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
-        self._levels = levels
+        self._levels = levels if len(levels) < len(Level) else None
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
@@ -75,13 +77,16 @@ class PeerGroup:
             _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
         return FilePeers(self, index)
 
-    def route(self, file: str, run: int, now: float) -> Route:
-        """Where this node gets a run of a file."""
+    def absent(self, file: str, now: float) -> frozenset[str]:
+        """Nodes that are not asked for a file now; the same object until that changes."""
         with self.lock:
-            absent = self.health.absent(now, file)
+            return self.health.absent(now, file)
+
+    def route(self, file: str, run: int, absent: frozenset[str]) -> Route:
+        """Where this node gets a run of a file."""
         members, ahead = self.job.members(), self.job.ahead(file)
         route = members.route(file, run, absent, ahead)
-        if len(self._levels) < len(Level):
+        if self._levels is not None:
             steps = tuple(step for step in route.steps if step.level in self._levels)
             # One that is asked as an owner may ask the origin, whatever its own list says.
             return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
@@ -110,6 +115,10 @@ class FilePeers:
         self._group = group
         self._identity = index.identity
         self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
+        self._routes: dict[int, Route] = {}
+        """Of runs, as long as they are true: hundreds of blocks are looked up whenever a request ends."""
+        self._absent: frozenset[str] = frozenset()
+        self._routes_until_s = float("-inf")
 
     @property
     def turn(self) -> float:
@@ -117,7 +126,12 @@ class FilePeers:
         return members.index / max(len(members.peers), 1)
 
     def route(self, block: int, now: float) -> Route:
-        return self._group.route(self._identity, block // self.run_blocks, now)
+        run, absent = block // self.run_blocks, self._group.absent(self._identity, now)
+        if absent is not self._absent or now >= self._routes_until_s:
+            self._routes, self._absent, self._routes_until_s = {}, absent, now + _ROUTES_S
+        if run not in self._routes:
+            self._routes[run] = self._group.route(self._identity, run, absent)
+        return self._routes[run]
 
     def at(self, step: Step) -> PeerOrigin:
         return PeerOrigin(self._group, step, self._group.job.members())
