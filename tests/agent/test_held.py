@@ -82,7 +82,7 @@ class Lab:
         client = Client(secret or read_secret(self.folder / "secret"), tls=self.tls)
         asked = Request(file or self.index.identity, block * BLOCK, BLOCK, Level.GLOBAL, "m")
         try:
-            client.read(self.address, asked, memoryview(into), heard=lambda _: 10.0)
+            client.read(self.address, asked, memoryview(into), on_progress=lambda _: 10.0)
         finally:
             client.close()
         return bytes(into)

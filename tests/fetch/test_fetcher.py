@@ -237,7 +237,7 @@ class Neighbour:
     def at(self, step):
         return self
 
-    def lied(self, step, error):
+    def sent_wrong(self, step, error):
         self.lies.append((step, str(error)))
 
     def stats(self):

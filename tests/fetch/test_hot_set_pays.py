@@ -62,7 +62,7 @@ def test_a_wrong_hot_set_costs_less_than_a_tenth(line: tuple[float, float], seed
     without = startup(line, steps, [])
     world = startup(line, steps, wrong)
     assert world.now < 1.1 * without.now
-    assert world.scheduler.worth.suspended
+    assert world.scheduler.trust.suspended
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -82,7 +82,7 @@ def test_a_workload_that_parts_from_its_hot_set_stops_paying_for_it() -> None:
     hot = [*blocks_of(shared), *blocks_of(imports(3, num_runs=900))]
     world = startup(line, steps, hot)
     without = startup(line, steps, [])
-    assert world.scheduler.worth.suspensions == 1
+    assert world.scheduler.trust.suspensions == 1
     assert world.now < without.now
     assert sum(fetch.purpose is Purpose.HOT for _, fetch in world.launched) > 3
 
@@ -93,7 +93,7 @@ def test_a_library_that_both_share_does_not_bring_the_rest_of_a_wrong_set() -> N
     own = imports(2, start=NUM_BLOCKS // 2)
     hot = [*blocks_of(library), *blocks_of(imports(3, num_runs=200))]
     world = startup(line, [*own[:100], *library, *own[100:]], hot)
-    assert world.scheduler.worth.suspensions == 2
+    assert world.scheduler.trust.suspensions == 2
     brought = sum(len(fetch.blocks) * BLOCK for _, fetch in world.launched if fetch.purpose is Purpose.HOT)
     half_a_second = line[1] / 2
     assert brought < len(blocks_of(library)) * BLOCK + 1.5 * half_a_second < len(hot) * BLOCK

@@ -58,8 +58,8 @@ def asked(w: World) -> dict[int, list[Hashable]]:
 
 
 def pull(w: World) -> None:
-    w.scheduler.rush()
-    w.scheduler.want_rest(0, range(w.layouts[0].num_blocks), w.now)
+    w.scheduler.fetch_all_now()
+    w.scheduler.want_cold(0, range(w.layouts[0].num_blocks), w.now)
 
 
 FOUR = ["a", "b", "me", "c"]
@@ -167,7 +167,7 @@ def test_a_late_reader_is_not_hedged_at_places() -> None:
 def test_where_all_nodes_wait_for_the_store_it_is_asked_twice_for_what_hangs_alone() -> None:
     own = [block for block in range(400) if block // RUN % 4 == 2]
     hangs, slow = own[-1], own[40:-1]
-    faults = {hangs: Fault(hang=True), **{block: Fault(elsewhere={block: (2.0, True)}) for block in slow}}
+    faults = {hangs: Fault(hang=True), **{block: Fault(foreign={block: (2.0, True)}) for block in slow}}
     w = world(Ring(FOUR), (BLOCK,) * 400, fault=lambda fetch, earlier: None if earlier else faults.get(fetch.blocks[0]))
     for block in [block for block in range(400) if block not in slow]:
         void(w.read(0, [block], void))
@@ -230,7 +230,7 @@ faults = st.one_of(
     st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
     st.builds(
         Fault,
-        elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+        foreign=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
     ),
 )
 
@@ -260,7 +260,7 @@ def test_whatever_places_do_all_that_is_wanted_comes_and_each_read_is_answered_o
         w.at(at, lambda absent=absent: setattr(ring, "absent", absent))  # type: ignore[misc]
     w.prefetch((0, block) for block in hot if block < len(sizes))
     if rest:
-        w.scheduler.want_rest(0, range(len(sizes)), 0.0)
+        w.scheduler.want_cold(0, range(len(sizes)), 0.0)
     answers: dict[int, list[bytes | BootseerError]] = defaultdict(list)
     for number, (at, block) in enumerate(reads):
         if block < len(sizes):
@@ -268,7 +268,7 @@ def test_whatever_places_do_all_that_is_wanted_comes_and_each_read_is_answered_o
             w.at(at, lambda number=number, block=block: void(w.read(0, [block], answers[number].append)))  # type: ignore[misc]
     w.run(until=2000.0)
     assert all(len(answer) == 1 for answer in answers.values())
-    assert w.scheduler.idle or (w.scheduler.worth.suspended and not rest)
+    assert w.scheduler.idle or (w.scheduler.trust.suspended and not rest)
     assert w.scheduler.inflight_bytes == 0
     assert not w.transfers
     if rest:

@@ -128,7 +128,7 @@ def test_a_block_that_only_a_reader_wanted_is_not_fetched_when_the_reader_leaves
 def test_cold_blocks_wait_until_hot_ones_are_done_and_readers_are_silent() -> None:
     w = world(100)
     w.prefetch((0, block) for block in range(20))
-    w.scheduler.want_rest(0, range(100), w.now)
+    w.scheduler.want_cold(0, range(100), w.now)
     w.at(3.0, lambda: (w.read(0, [50], Answers()), None)[1])
     w.run()
     cold = [time for time, fetch in w.launched if fetch.purpose is Purpose.COLD]
@@ -142,18 +142,18 @@ def test_cold_blocks_wait_until_hot_ones_are_done_and_readers_are_silent() -> No
 def test_the_rest_includes_a_suspended_hot_block_whose_request_fails_later() -> None:
     w = world(20, fault=lambda fetch, earlier: Fault(hang=True) if 19 in fetch.blocks and not earlier else None)
     w.prefetch([(0, 19)])
-    w.scheduler.want_rest(0, range(20), w.now)
+    w.scheduler.want_cold(0, range(20), w.now)
     w.reader(iter([(0.01, 0, [block]) for block in range(10)]), lambda: None)
     w.run()
-    assert w.scheduler.worth.suspended
+    assert w.scheduler.trust.suspended
     assert len(w.here) == 20
     assert w.scheduler.idle
 
 
 def test_a_rush_does_not_wait_for_silence() -> None:
     w = world(100)
-    w.scheduler.want_rest(0, range(100), w.now)
-    w.scheduler.rush()
+    w.scheduler.want_cold(0, range(100), w.now)
+    w.scheduler.fetch_all_now()
     w.run()
     assert len(w.here) == 100
     assert w.launched[0][0] == 0.0
@@ -164,7 +164,7 @@ def test_a_hot_set_of_another_workload_is_suspended_early() -> None:
     w.prefetch((0, block) for block in range(1000, 2000))
     w.reader(iter([(0.05, 0, [block]) for block in range(100)]), lambda: None)
     w.run()
-    assert w.scheduler.worth.suspended
+    assert w.scheduler.trust.suspended
     needs = [time for time, fetch in w.launched if fetch.purpose is Purpose.DEMAND]
     assert max(time for time, fetch in w.launched if fetch.purpose is Purpose.HOT) <= needs[-SETTINGS.suspend_score]
 
@@ -200,7 +200,7 @@ def test_a_hot_set_that_comes_late_is_not_judged_by_what_was_needed_before() -> 
     w = world(2000)
     w.reader(iter([(0.001, 0, [block]) for block in range(100)]), lambda: w.prefetch([(0, 1000)]))
     w.run()
-    assert not w.scheduler.worth.suspended
+    assert not w.scheduler.trust.suspended
     assert (0, 1000) in w.here
 
 
@@ -210,8 +210,8 @@ def test_a_suspended_hot_set_goes_on_when_readers_come_to_it() -> None:
     steps = [(0.01, 0, [block]) for block in [*range(50), *range(1000, 1050)]]
     w.reader(iter(steps), lambda: None)
     w.run()
-    assert w.scheduler.worth.suspensions == 1
-    assert not w.scheduler.worth.suspended
+    assert w.scheduler.trust.suspensions == 1
+    assert not w.scheduler.trust.suspended
     ahead = 2 * FetchSettings().min_window_bytes // BLOCK
     assert {(0, block) for block in range(1000, 1050 + ahead)} <= w.here
 
@@ -239,8 +239,8 @@ def test_failures_halve_the_requests_at_once_and_successes_bring_them_back() -> 
     w = world(
         4000, latency_s=0.2, fault=lambda fetch, earlier: Fault(error=TransientError("reset")) if w.now < 1 else None
     )
-    w.scheduler.want_rest(0, range(4000), w.now)
-    w.scheduler.rush()
+    w.scheduler.want_cold(0, range(4000), w.now)
+    w.scheduler.fetch_all_now()
     most: dict[int, int] = {}
     while w.now < 30 and len(w.here) < 4000:
         w.run(until=w.now + 0.05)
@@ -266,7 +266,7 @@ def test_a_corrupt_block_is_tried_three_times_and_does_not_hold_up_its_neighbour
 def test_a_refusal_fails_readers_at_once_and_stops_prefetch(error: BootseerError) -> None:
     w = world(fault=lambda fetch, earlier: Fault(error=error))
     w.prefetch((0, block) for block in range(500))
-    w.scheduler.want_rest(0, range(1000), 0.0)
+    w.scheduler.want_cold(0, range(1000), 0.0)
     answers = Answers()
     w.read(0, [900], answers)
     w.run()
@@ -318,22 +318,22 @@ def test_a_dead_origin_that_names_a_time_beyond_their_deadline_is_not_waited_for
     w = world(fault=lambda fetch, earlier: Fault(error=busy))
     w.read(0, [1], Answers())
     w.run(until=20.0)
-    assert w.scheduler.hopeless(0, w.now + 30, w.now) is None  # none has waited as long as readers do
+    assert w.scheduler.outage(0, w.now + 30, w.now) is None  # none has waited as long as readers do
     w.run(until=31.0)
-    assert w.scheduler.hopeless(0, w.now + 30, w.now) is busy
-    assert w.scheduler.hopeless(0, w.now + 400, w.now) is None
+    assert w.scheduler.outage(0, w.now + 30, w.now) is busy
+    assert w.scheduler.outage(0, w.now + 400, w.now) is None
 
 
 def test_prefetch_of_a_dead_origin_pauses_longer_each_time_and_goes_on_when_it_is_back() -> None:
     w = world(100, fault=lambda fetch, earlier: Fault(error=TransientError("refused")) if w.now < 200 else None)
-    w.scheduler.want_rest(0, range(100), w.now)
+    w.scheduler.want_cold(0, range(100), w.now)
     w.run()
     assert len(w.here) == 100
     assert sum(time < 200 for time, _ in w.launched) < 60
 
 
 def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
-    w = world(fault=lambda fetch, earlier: Fault(elsewhere={4: (1.0, True)}))
+    w = world(fault=lambda fetch, earlier: Fault(foreign={4: (1.0, True)}))
     answers = Answers()
     w.read(0, [3, 4, 5], answers)
     w.run(until=0.15)
@@ -345,7 +345,7 @@ def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
 
 
 def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
-    w = world(fault=lambda fetch, earlier: None if earlier else Fault(elsewhere={4: (0.1, False)}))
+    w = world(fault=lambda fetch, earlier: None if earlier else Fault(foreign={4: (0.1, False)}))
     answers = Answers()
     w.read(0, [4], answers)
     w.run()
@@ -388,8 +388,8 @@ def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:
 
 def test_stripes_are_read_with_one_request_each() -> None:
     w = World([Layout([BLOCK] * 64, num_stripes=4)])
-    w.scheduler.want_rest(0, range(64), w.now)
-    w.scheduler.rush()
+    w.scheduler.want_cold(0, range(64), w.now)
+    w.scheduler.fetch_all_now()
     w.run()
     assert len(w.here) == 64
     assert {fetch.blocks.step for _, fetch in w.launched} == {4}
@@ -408,7 +408,7 @@ def from_two(refuses: Callable[[Fetch, int], BootseerError | None], **options: o
 def test_blocks_are_asked_from_the_first_origin_alone_while_it_has_them() -> None:
     w = from_two(lambda fetch, earlier: None)
     w.prefetch((0, block) for block in range(50))
-    w.scheduler.want_rest(0, range(200), w.now)
+    w.scheduler.want_cold(0, range(200), w.now)
     answers = Answers()
     w.read(0, [120], answers)
     w.run()
@@ -441,7 +441,7 @@ def test_an_origin_that_does_not_have_a_block_is_as_well_as_before() -> None:
 def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
     w = from_two(lambda fetch, earlier: NotFoundError("not here") if fetch.origin == 0 else None)
     w.prefetch((0, block) for block in range(0, 50, 2))
-    w.scheduler.want_rest(0, range(200), w.now)
+    w.scheduler.want_cold(0, range(200), w.now)
     w.run()
     assert len(w.here) == 200
     assert w.scheduler.idle

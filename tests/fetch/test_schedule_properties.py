@@ -39,7 +39,7 @@ faults = st.one_of(
     st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
     st.builds(
         Fault,
-        elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+        foreign=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
     ),
 )
 
@@ -62,7 +62,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     rest = data.draw(st.booleans())
     if rest:
         for number, layout in enumerate(files):
-            world.scheduler.want_rest(number, range(layout.num_blocks), 0.0)
+            world.scheduler.want_cold(number, range(layout.num_blocks), 0.0)
     reads = data.draw(
         st.lists(
             st.tuples(st.floats(0, 5), block, st.integers(1, 6), st.floats(0.2, 20), st.none() | st.floats(0, 1)),
@@ -97,7 +97,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
             assert answered[number][0][0] <= at + deadline_s + 0.001
     assert len(world.tickets) == 0
     # Blocks of a suspended hot set stay wanted; the rest of the file includes them.
-    assert world.scheduler.idle or (world.scheduler.worth.suspended and not rest)
+    assert world.scheduler.idle or (world.scheduler.trust.suspended and not rest)
     assert not world.transfers
     assert world.scheduler.inflight_bytes == 0
     if rest and world.scheduler.prefetch_error is None:

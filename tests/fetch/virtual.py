@@ -52,7 +52,7 @@ class Fault:
     """Arrive, but with other bytes."""
     hang: bool = False
     """Brings nothing more; ends by its timeout."""
-    elsewhere: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    foreign: dict[int, tuple[float, bool]] = field(default_factory=dict)
     """Blocks that another process has claimed: for how long, and whether it brings them."""
 
 
@@ -175,10 +175,10 @@ class World:
             self.excused[key] += fetch.hedge
         blocks = []
         for block, place in zip(fetch.blocks, places, strict=True):
-            if block in fault.elsewhere and not fetch.hedge:
-                after_s, brings = fault.elsewhere[block]
+            if block in fault.foreign and not fetch.hedge:
+                after_s, brings = fault.foreign[block]
                 self.excused[fetch.file, block] += 1
-                self.scheduler.elsewhere(fetch.number, block)
+                self.scheduler.foreign(fetch.number, block)
                 self.at(self.now + after_s, lambda block=block, brings=brings: self._other(fetch.file, block, brings))
             else:
                 blocks.append((block, float(place.length)))

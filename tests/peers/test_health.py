@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.peers.health import Asked, Health
+from bootseer.peers.health import Health, PeerRequest
 
 MIB = 1 << 20
 
 
 def answered(health: Health, peer: str, num_bytes: int, seconds: float, at_s: float = 0.0) -> None:
-    asked = health.asked(peer, at_s)
+    asked = health.begin(peer, at_s)
     health.received(asked, 0, at_s)
     health.received(asked, num_bytes, at_s + seconds)
     health.ended(asked, late=False, now_s=at_s + seconds)
@@ -19,27 +19,27 @@ def answered(health: Health, peer: str, num_bytes: int, seconds: float, at_s: fl
 def begin(health: Health, peer: str, seconds: float, times: int = 8) -> None:
     """Some answers, the first sign of which came after so long."""
     for _ in range(times):
-        health.filling(health.asked(peer, 0.0), seconds)
+        health.filling(health.begin(peer, 0.0), seconds)
 
 
 def test_silence_is_late() -> None:
     health = Health()
-    assert health.late_at(health.asked("a", 10.0)) == 12.0  # nothing is known yet
+    assert health.late_at(health.begin("a", 10.0)) == 12.0  # nothing is known yet
     begin(health, "b", 0.01)
-    assert health.late_at(health.asked("a", 10.0)) == 10.5
+    assert health.late_at(health.begin("a", 10.0)) == 10.5
 
 
 def test_silence_is_late_later_where_all_answers_begin_late() -> None:
     health = Health()
     begin(health, "b", 0.3)
-    assert health.late_at(health.asked("a", 10.0)) == 11.2
+    assert health.late_at(health.begin("a", 10.0)) == 11.2
 
 
 def test_an_answer_that_is_almost_whole_is_waited_for() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 80 * MIB, 1.0)
-    slow, half = (health.asked("slow", 0.0, length) for length in (20 * MIB, 2 * MIB))
+    slow, half = (health.begin("slow", 0.0, length) for length in (20 * MIB, 2 * MIB))
     for asked in (slow, half):
         health.received(asked, MIB, 0.0)
     assert health.late_at(slow) == 1.0
@@ -48,16 +48,16 @@ def test_an_answer_that_is_almost_whole_is_waited_for() -> None:
 
 def test_requests_that_were_under_way_when_a_peer_was_late_do_not_count_again() -> None:
     health = Health()
-    two = [health.asked("a", 0.0) for _ in range(2)]
+    two = [health.begin("a", 0.0) for _ in range(2)]
     for asked in two:
         health.ended(asked, late=True, now_s=2.0)
     assert health.absent(2.0) == frozenset()
-    health.ended(health.asked("a", 2.5), late=True, now_s=4.0)
+    health.ended(health.begin("a", 2.5), late=True, now_s=4.0)
     assert health.absent(4.0) == {"a"}
 
 
-def filling(health: Health, peer: str, since_s: float, until_s: float, *, moves: bool = False) -> Asked:
-    asked = health.asked(peer, since_s)
+def filling(health: Health, peer: str, since_s: float, until_s: float, *, moves: bool = False) -> PeerRequest:
+    asked = health.begin(peer, since_s)
     for tenth in range(round(since_s * 10) + 1, round(until_s * 10)):
         assert health.late_at(asked) > tenth / 10
         health.filling(asked, tenth / 10, moves=moves)
@@ -111,9 +111,9 @@ def test_bytes_that_drip_are_late_where_nothing_is_known_of_others() -> None:
     assert 20.0 < health.late_at(receiving(health, 100, 19.9)) < 20.2
 
 
-def receiving(health: Health, rate: float, seconds: float, length: int = 4 * MIB) -> Asked:
+def receiving(health: Health, rate: float, seconds: float, length: int = 4 * MIB) -> PeerRequest:
     """A request whose bytes have come at this rate for so long, a part each tenth of a second."""
-    asked = health.asked("slow", 0.0, length)
+    asked = health.begin("slow", 0.0, length)
     for tenth in range(int(seconds * 10) + 1):
         health.received(asked, int(rate / 10), tenth / 10)
     return asked
@@ -140,11 +140,11 @@ def test_a_slow_beginning_is_not_late_before_several_times_what_such_an_answer_t
 
 def test_two_late_answers_of_eight_open_the_circuit_for_five_seconds() -> None:
     health = Health()
-    health.ended(health.asked("a", 0.0), late=True, now_s=0.5)
+    health.ended(health.begin("a", 0.0), late=True, now_s=0.5)
     for _ in range(6):
-        health.ended(health.asked("a", 1.0), late=False, now_s=1.0)
+        health.ended(health.begin("a", 1.0), late=False, now_s=1.0)
     assert health.absent(1.0) == frozenset()
-    health.ended(health.asked("a", 1.0), late=True, now_s=1.5)
+    health.ended(health.begin("a", 1.0), late=True, now_s=1.5)
     assert health.absent(1.5) == {"a"}
     assert health.absent(6.4) == {"a"}
     assert health.absent(6.6) == frozenset()
@@ -176,10 +176,10 @@ def test_one_answer_at_the_usual_rate_ends_the_suspicion() -> None:
 
 def test_an_old_late_answer_is_forgotten() -> None:
     health = Health()
-    health.ended(health.asked("a", 0.0), late=True, now_s=0.5)
+    health.ended(health.begin("a", 0.0), late=True, now_s=0.5)
     for _ in range(8):
-        health.ended(health.asked("a", 1.0), late=False, now_s=1.0)
-    health.ended(health.asked("a", 1.0), late=True, now_s=1.5)
+        health.ended(health.begin("a", 1.0), late=False, now_s=1.0)
+    health.ended(health.begin("a", 1.0), late=True, now_s=1.5)
     assert health.absent(1.5) == frozenset()
 
 
@@ -193,7 +193,7 @@ def test_hedges_are_one_in_twenty() -> None:
     hedged(health, 3)
     assert health.hedges == 2
     for _ in range(100):
-        health.asked("a", 0.0)
+        health.begin("a", 0.0)
     hedged(health, 4)
     assert health.hedges == 5
 
@@ -203,7 +203,7 @@ def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for
     for peer in "abc":
         answered(health, peer, 8 * MIB, 1.0)
     hedged(health, 2)
-    slow = [health.asked("slow", at, 4 * MIB) for at in (0.0, 3.0)]
+    slow = [health.begin("slow", at, 4 * MIB) for at in (0.0, 3.0)]
     for tenth in range(100):
         for asked, since in zip(slow, (0.0, 3.0), strict=True):
             if tenth / 10 >= since:
@@ -212,7 +212,7 @@ def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for
             break
     assert 4.9 < tenth / 10 < 5.2
     assert all(health.late_at(asked) <= tenth / 10 for asked in slow)
-    assert health.late_at(health.asked("a", 5.0)) == 7.0
+    assert health.late_at(health.begin("a", 5.0)) == 7.0
 
 
 def test_without_a_hedge_left_only_long_silence_is_late() -> None:
@@ -222,20 +222,20 @@ def test_without_a_hedge_left_only_long_silence_is_late() -> None:
     hedged(health, 2)
     slow = receiving(health, 0.1 * MIB, 1.0)
     assert health.late_at(slow) == 3.0
-    assert health.late_at(health.asked("a", 10.0)) == 12.0
+    assert health.late_at(health.begin("a", 10.0)) == 12.0
 
 
 def test_one_that_is_late_again_after_its_pause_is_out_at_once() -> None:
     health = Health()
     for at in (0.0, 1.0, 8.0):
-        health.ended(health.asked("a", at), late=True, now_s=at)
+        health.ended(health.begin("a", at), late=True, now_s=at)
     assert health.absent(12.9) == {"a"}
 
 
 def test_one_that_does_not_serve_a_file_yet_is_left_alone_for_this_file_for_two_seconds() -> None:
     health = Health()
-    health.not_there("a", 1.0, "f")
-    health.not_there("b", 2.0)
+    health.mark_absent("a", 1.0, "f")
+    health.mark_absent("b", 2.0)
     assert health.absent(2.5) == {"b"}
     assert health.absent(2.5, "f") == {"a", "b"}
     assert health.absent(2.5, "f") is health.absent(2.6, "f")
@@ -245,6 +245,6 @@ def test_one_that_does_not_serve_a_file_yet_is_left_alone_for_this_file_for_two_
 
 def test_a_peer_that_sent_a_wrong_block_is_not_asked_again() -> None:
     health = Health()
-    health.lied("a", "block 7 of file abc")
+    health.sent_wrong("a", "block 7 of file abc")
     assert health.absent(1e9) == {"a"}
-    assert health.liars == {"a": "block 7 of file abc"}
+    assert health.wrong_peers == {"a": "block 7 of file abc"}

@@ -131,7 +131,7 @@ def test_a_wrong_byte_in_an_owners_cache_is_never_delivered_and_the_owner_is_nam
     reader = job.nodes[0]
     assert bytes(reader.fetcher.read_blocking(0, wrong * BLOCK, BLOCK)) == DATA[wrong * BLOCK : (wrong + 1) * BLOCK]
     assert reader.group.stats()["n3"]["wrong"] == 1
-    assert f"block {wrong} " in reader.group.health.liars["n3"]
+    assert f"block {wrong} " in reader.group.health.wrong_peers["n3"]
     requests = reader.group.stats()["n3"]["requests"]
     job.read_all(job.nodes[:1])
     assert reader.group.stats()["n3"]["requests"] == requests

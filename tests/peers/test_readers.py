@@ -156,7 +156,7 @@ def read(address: str, block: int, heard: list[int] | None = None) -> bytes:
 
     try:
         request = Request(INDEX.identity, block * BLOCK, BLOCK, Level.GLOBAL, "")
-        client.read(address, request, memoryview(into), heard=on)
+        client.read(address, request, memoryview(into), on_progress=on)
     finally:
         client.close()
     return bytes(into)
@@ -187,7 +187,7 @@ def test_what_a_local_process_fetches_is_waited_for(
     into = bytearray(BLOCK)
     client = Client(SECRET)
     request = Request(INDEX.identity, 2 * BLOCK, BLOCK, Level.GLOBAL, "")
-    client.read(address, request, memoryview(into), heard=on)
+    client.read(address, request, memoryview(into), on_progress=on)
     client.close()
     assert into == block_of(DATA, 2)
 

@@ -38,7 +38,7 @@ class File:
         self._path = path
         self._is_whole = is_whole
         self.waiting: list[Callable[[BootseerError | None], None]] = []
-        self.asked = threading.Event()
+        self.begin = threading.Event()
 
     def open(self) -> int:
         return os.open(self._path, os.O_RDONLY)
@@ -50,7 +50,7 @@ class File:
         if self._is_whole or start < 1 << 20:
             return True
         self.waiting.append(done)
-        self.asked.set()
+        self.begin.set()
         return False
 
 
@@ -74,7 +74,9 @@ def ask(
     into = bytearray(length)
     client = Client(secret)
     try:
-        client.read(address, Request(file, start, length, Level.GLOBAL, "m"), memoryview(into), heard=lambda _: wait_s)
+        client.read(
+            address, Request(file, start, length, Level.GLOBAL, "m"), memoryview(into), on_progress=lambda _: wait_s
+        )
     finally:
         client.close()
     return bytes(into)
@@ -90,7 +92,9 @@ def test_one_connection_serves_many_requests(server: tuple[Server, str]) -> None
     client = Client(SECRET)
     for start in range(0, 1 << 20, 1 << 18):
         into = bytearray(1 << 18)
-        client.read(server[1], Request(FILE, start, 1 << 18, Level.RACK, ""), memoryview(into), heard=lambda _: 5.0)
+        client.read(
+            server[1], Request(FILE, start, 1 << 18, Level.RACK, ""), memoryview(into), on_progress=lambda _: 5.0
+        )
         assert into == DATA[start : start + (1 << 18)]
     assert len(server[0]._connections) == 1
     client.close()
@@ -104,7 +108,7 @@ def test_with_tls_a_node_speaks_to_those_with_the_jobs_certificate_alone(file: F
         for start in (0, 4096):
             into = bytearray(900_000)
             asked = Request(FILE, start, len(into), Level.GLOBAL, "m")
-            client.read(address, asked, memoryview(into), heard=lambda _: 30.0)
+            client.read(address, asked, memoryview(into), on_progress=lambda _: 30.0)
             assert into == DATA[start : start + len(into)]
         ((connection, _),) = client._idle[address]
         assert connection.sock.version() == "TLSv1.3"  # type: ignore[attr-defined]
@@ -126,7 +130,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
         return 5.0
 
     client = Client(SECRET)
-    client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), heard=heard)
+    client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), on_progress=heard)
     client.close()
     assert into == DATA[2 << 20 : (2 << 20) + 4096]
     assert signs[:5] == [0, 0, 0, -1, -1], "it lives, and gets nothing"
@@ -134,7 +138,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
 
 def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
     def fail() -> None:
-        file.asked.wait()
+        file.begin.wait()
         file.waiting[0](TransientError("the registry is down"))
 
     threading.Thread(target=fail).start()
@@ -338,12 +342,12 @@ def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -
     clients = [Client(SECRET) for _ in range(MAX_CONNECTIONS)]
     for client in clients:
         client.read(
-            server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+            server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), on_progress=lambda _: 5.0
         )
     assert ask(server[1], 0, 4096) == DATA[:4096]
     assert server[0].served.refused == 0
     clients[0].read(
-        server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+        server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), on_progress=lambda _: 5.0
     )
     for client in clients:
         client.close()

@@ -63,7 +63,7 @@ class Node:
     def ask(self, index: Index, block: int, level: Level = Level.GLOBAL) -> bytes:
         into = bytearray(index.length(block))
         request = Request(index.identity, block * BLOCK, len(into), level, "m")
-        self.client.read(self.address, request, memoryview(into), heard=lambda _: 10.0)
+        self.client.read(self.address, request, memoryview(into), on_progress=lambda _: 10.0)
         return bytes(into)
 
 

@@ -35,7 +35,7 @@ class _Held:
     until_s: float
     files: dict[str, Path]
     """The root of the cache that has each, by its identity."""
-    cached: CachedFiles = field(default_factory=partial(CachedFiles, still_s=0.0))
+    cached: CachedFiles = field(default_factory=partial(CachedFiles, idle_limit_s=0.0))
     server: Server | None = None
     addresses: tuple[str, ...] = ()
     requests: int = 0
@@ -108,7 +108,7 @@ class HeldJobs:
                 if now >= held.until_s:
                     self._drop(secret)
                 elif requests == held.requests:
-                    held.cached.let_go()
+                    held.cached.release_all()
                 held.requests = requests
 
     def status(self) -> list[dict[str, Any]]:

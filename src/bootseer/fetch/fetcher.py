@@ -77,7 +77,7 @@ class Fetcher(Reads):
             try:
                 each.cached.mark_hot([block for other, block in known if other == number])
             except BootseerError as error:
-                self._say(f"hot blocks may be evicted as early as others: {error}")
+                self._report_problem(f"hot blocks may be evicted as early as others: {error}")
 
     def stream_rest(self, *, rush: bool = False) -> None:
         """Fetch all that is missing, in the background, when readers are silent; or with `rush` at full speed."""
@@ -86,10 +86,10 @@ class Fetcher(Reads):
             now = time.monotonic()
             for number, parts in enumerate(missing):
                 for blocks in parts:
-                    self._scheduler.want_rest(number, blocks, now)
+                    self._scheduler.want_cold(number, blocks, now)
             self._wants_all = True
             if rush:
-                self._scheduler.rush()
+                self._scheduler.fetch_all_now()
             to_do = self._advance(now)
         self._carry_out(to_do)
 
@@ -134,13 +134,13 @@ class Fetcher(Reads):
             file.cached.sync()
 
     def stats(self) -> FetchStats:
-        counts, worth, stats = self._scheduler.counts, self._scheduler.worth, self._stats
+        counts, trust, stats = self._scheduler.counts, self._scheduler.trust, self._stats
         return replace(
             stats,
-            covered=worth.covered,
+            covered=trust.covered,
             wasted_blocks=sum(_num_only_in(file.brought_hot, file.needed) for file in self._files),
-            suspended=worth.suspended,
-            suspensions=worth.suspensions,
+            suspended=trust.suspended,
+            suspensions=trust.suspensions,
             bytes_by_purpose=dict(stats.bytes_by_purpose),
             requests_by_purpose=dict(counts.requests),
             bytes_by_second=list(stats.bytes_by_second),

@@ -151,20 +151,20 @@ class Pace:
         self.prefetch_after = now + pause * (0.5 + 0.5 * jitter)
 
     def gave_up(self, now: float) -> None:
-        """A reader has waited in vain for as long as readers wait."""
+        """A reader reached its deadline without a block."""
         if self.error is not None:
             self._down_until = now + self._settings.deadline_s
 
     def is_down(self, now: float) -> bool:
-        """Whether a reader has waited in vain, and all requests since have failed, the last one lately."""
+        """Whether a reader reached its deadline and all requests since have failed, the last one lately."""
         return now < self._down_until
 
     def window_bytes(self) -> int:
         """What prefetch may have in flight."""
-        most = self._settings.inflight_bytes - self._settings.reserved_bytes
+        max_bytes = self._settings.inflight_bytes - self._settings.reserved_bytes
         # By the fastest answer, not by the usual one: that one grows with the window, and the window would with it.
         wait_s = max(self._settings.window_s, min(2 * self._fastest_s, _MAX_WINDOW_S))
-        return min(max(int(self._rate * wait_s), self._settings.min_window_bytes), most)
+        return min(max(int(self._rate * wait_s), self._settings.min_window_bytes), max_bytes)
 
     def hedge_after_s(self) -> float:
         """How long a reader's block may take before it is asked for a second time."""
@@ -179,7 +179,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Wanted:
-    """A block that is wanted and not here."""
+    """A block that is wanted and missing."""
 
     readers: int = 0
     prefetch: Purpose | None = None
@@ -188,7 +188,7 @@ class Wanted:
     """Which of the file's origins it is asked from: the first that is well, then the next after each failure."""
     requests: list[int] = field(default_factory=list)
     """Running requests that will bring it: more than one after a hedge."""
-    elsewhere: bool = False
+    foreign: bool = False
     """Another process is about to bring it."""
     later: bool = False
     """It failed and waits for its next attempt."""
@@ -208,14 +208,14 @@ class Wanted:
         return Purpose.DEMAND if self.readers else self.prefetch
 
     @property
-    def on_its_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a request, or another process, brings it."""
-        return self.elsewhere or bool(self.requests)
+        return self.foreign or bool(self.requests)
 
     @property
     def queued(self) -> bool:
         """Whether it can be asked for now."""
-        return not (self.requests or self.elsewhere or self.later)
+        return not (self.requests or self.foreign or self.later)
 
 
 @dataclass(slots=True, eq=False)
@@ -302,8 +302,8 @@ class Ledger:
         self.num_demanded = 0
         """Blocks that readers wait for."""
         self.hot_left = 0
-        """Hot blocks that are not here and not given up."""
-        self.superfluous: list[int] = []
+        """Hot blocks that are neither cached nor given up."""
+        self.redundant: list[int] = []
         """Running requests that can bring nothing new any more, until `tick` hands them out."""
         self.counts = Counts()
 
@@ -348,7 +348,7 @@ class Ledger:
             wanted.later, wanted.attempts = False, 0
         if wanted.queued:
             file.origins[wanted.origin].enqueue(key, Purpose.DEMAND)
-        return wanted.on_its_way
+        return wanted.in_flight
 
     def _leave(self, key: Key) -> None:
         """One reader less; without readers a block falls back to what it is wanted for besides."""
@@ -360,7 +360,7 @@ class Ledger:
             return
         self._not_demanded(key, wanted)
         if wanted.prefetch is None:
-            if not wanted.on_its_way:
+            if not wanted.in_flight:
                 self._forget(key)
         elif wanted.queued:
             self.origin_of(key).enqueue(key, wanted.prefetch)
@@ -401,7 +401,7 @@ class Ledger:
             self.counts.dropped += 1
             self.hot_left -= wanted.prefetch is Purpose.HOT
             wanted.prefetch = None
-            if not wanted.readers and not wanted.on_its_way:
+            if not wanted.readers and not wanted.in_flight:
                 self._forget(key)
         for origin in self.files[number].origins:
             origin.cold = deque(item for item in origin.cold if item[0] != number)
@@ -417,7 +417,7 @@ class Ledger:
             self.origin_of(key).enqueue(key, wanted.purpose)
 
     def _try_next_origin(self, key: Key, now: float) -> bool:
-        """Queue a block at its file's next origin; False when there is none."""
+        """Queue a block at its file's next origin; False if that was the last one."""
         wanted, origins = self.wanted[key], self.files[key[0]].origins
         if wanted.origin + 1 >= len(origins):
             return False
@@ -448,7 +448,7 @@ class Ledger:
             self._release(request, block)
             if not request.left:
                 request.cancelled = True
-                self.superfluous.append(number)
+                self.redundant.append(number)
 
     def _not_demanded(self, key: Key, wanted: Wanted) -> None:
         self.num_demanded -= 1

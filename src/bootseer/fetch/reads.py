@@ -174,7 +174,7 @@ class Reads:
         file, now, stats = self._files[number], time.monotonic(), self._stats
         needs: list[tuple[int, Found]] = []
         with self._lock:
-            was_suspended = self._scheduler.worth.suspended
+            was_suspended = self._scheduler.trust.suspended
             for block in blocks:
                 if file.needed[block]:
                     continue
@@ -191,10 +191,10 @@ class Reads:
                 if stats.first_need_s is None:
                     stats.first_need_s = stats.last_need_s
                 self._scheduler.needed(number, block, now)
-            worth = self._scheduler.worth
-            if worth.suspended is not was_suspended:
-                verdict = "suspended" if worth.suspended else "resumed"
-                _LOG.info("the hot set is %s: it covers %d of %d needs", verdict, worth.covered, worth.needs)
+            trust = self._scheduler.trust
+            if trust.suspended is not was_suspended:
+                verdict = "suspended" if trust.suspended else "resumed"
+                _LOG.info("the hot set is %s: it covers %d of %d needs", verdict, trust.covered, trust.needs)
             # A hot set has more or less to prefetch by now; a read that waits asks the scheduler itself.
             to_do = _ToDo() if missing else self._advance(now)
         self._carry_out(to_do)
@@ -212,7 +212,7 @@ class Reads:
         if self._closed:
             return _ToDo(failed=[(read, closed())])
         now = time.monotonic()
-        if error := self._scheduler.hopeless(read.file, read.deadline, now):
+        if error := self._scheduler.outage(read.file, read.deadline, now):
             self._stats.failed_reads += 1
             return _ToDo(failed=[(read, error)])
         self._scheduler.want(read.file, missing, Purpose.DEMAND, now)
@@ -225,7 +225,7 @@ class Reads:
         """What the scheduler decided, and which reads ran out of time."""
         to_do = _ToDo()
         for read, missing in self._pending.expired(now):
-            to_do.failed.append((read, self._too_late(read, missing)))
+            to_do.failed.append((read, self._timeout_error(read, missing)))
             self._scheduler.expired(read.file, missing, now)
         plan = self._scheduler.tick(now)
         to_do.fetches = plan.fetches
@@ -250,7 +250,7 @@ class Reads:
         return to_do
 
     def _here(self, key: Key, data: bytes | None, now: float) -> list[PendingRead]:
-        """A block is in the cache, or at least in our hands. Returns the reads that have all they waited for."""
+        """A block is in the cache, or at least in memory. Returns the reads that are complete."""
         self._foreign.forget(key)
         complete = self._pending.arrived(key, data)
         for read in complete:
@@ -263,7 +263,7 @@ class Reads:
         self._scheduler.have(*key)
         return self._here(key, None, now)
 
-    def _too_late(self, read: PendingRead, missing: set[int]) -> TransientError:
+    def _timeout_error(self, read: PendingRead, missing: set[int]) -> TransientError:
         file, block = self._files[read.file], min(missing)
         error = self._scheduler.error(read.file, block)
         return TransientError(
@@ -317,7 +317,7 @@ class Reads:
                 run_reported(job)
 
     def _look_at(self, key: Key) -> None:
-        """Is the block here that another process has claimed, or has its claim fallen?"""
+        """Check whether a block that another process has claimed is cached, or its claim released."""
         file = self._files[key[0]]
         is_free = file.is_free(key[1])
         is_here = not is_free and file.cached.ready(key[1])
@@ -351,7 +351,7 @@ class Reads:
         try:
             with contextlib.closing(bring(file, fetch, distrusted, partial(self._turn, fetch))) as steps:
                 for step in steps:
-                    self._took(fetch, step)
+                    self._take_step(fetch, step)
                     if self._closed or fetch.number in self._cancelled:
                         break
         except BootseerError as problem:
@@ -369,21 +369,21 @@ class Reads:
             self._sync()
 
     def _turn(self, fetch: Fetch) -> contextlib.AbstractContextManager[object]:
-        """Dozens of prefetches that all decompress at once would leave a reader's block its small part of a core."""
+        """Prefetches take turns to decompress: dozens at once would leave little of a core for a reader's block."""
         is_urgent = fetch.purpose is Purpose.DEMAND or fetch.number in self._urgent
         return contextlib.nullcontext() if is_urgent else self._processors
 
-    def _took(self, fetch: Fetch, step: Claim | Arrived) -> None:
-        """A request has come a step further: tell the scheduler, and serve the reads that have all they need."""
+    def _take_step(self, fetch: Fetch, step: Claim | Arrived) -> None:
+        """Pass a step of a request to the scheduler, and serve the reads that are complete."""
         complete: list[PendingRead] = []
         with self._lock:
             now = time.monotonic()
             could_keep = self._cache_error is None
             if isinstance(step, Claim):
-                for block in step.here:
+                for block in step.ready:
                     complete += self._from_other((fetch.file, block), now)
-                for block in step.elsewhere:
-                    self._scheduler.elsewhere(fetch.number, block)
+                for block in step.foreign:
+                    self._scheduler.foreign(fetch.number, block)
                     self._foreign.watch((fetch.file, block), now)
             else:
                 complete = self._arrived(fetch, step, now)
@@ -391,10 +391,10 @@ class Reads:
         to_do.complete += complete
         self._carry_out(to_do)
         if could_keep and self._cache_error is not None:
-            self._say(f"blocks are served without being kept: {self._cache_error}")
+            self._report_problem(f"blocks are served without being kept: {self._cache_error}")
 
     def _arrived(self, fetch: Fetch, step: Arrived, now: float) -> list[PendingRead]:
-        """With the lock held: an origin sent a block. Returns the reads that have all they waited for."""
+        """With the lock held: an origin sent a block. Returns the reads that are complete."""
         stats, key = self._stats, (fetch.file, step.block)
         stats.decode_s += step.decode_s
         if isinstance(step.data, CorruptError):
@@ -402,7 +402,7 @@ class Reads:
             stats.corrupt_blocks += 1
             peers = self._files[fetch.file].peers
             if peers is not None and fetch.step is not None:
-                peers.lied(fetch.step, step.data)
+                peers.sent_wrong(fetch.step, step.data)
             self._scheduler.failed(fetch.number, step.block, step.data, now)
             return []
         stats.bytes_by_purpose[fetch.purpose] += step.received_bytes
@@ -431,15 +431,15 @@ class Reads:
             return self._advance(now)
 
     def _sync(self) -> None:
-        """All that was wanted is here: files that are complete now can be mounted without us from now on."""
+        """All wanted blocks are cached: files that are complete can be mounted without this process from now on."""
         for file in self._files:
             try:
                 if file.cached.complete:
                     file.cached.sync()
             except BootseerError as error:
-                self._say(f"what was fetched may be lost when the machine stops: {error}")
+                self._report_problem(f"what was fetched may be lost when the machine stops: {error}")
 
-    def _say(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         if self._on_problem is not None and not self._closed:
             self._on_problem(problem)
 

@@ -89,9 +89,9 @@ class Places(Origin):
         Origin.enqueue(self, key, purpose)
         self.look_at = _NEVER
 
-    def has_room(self, step: Hashable, most: int, now: float) -> bool:
+    def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
         """Whether a place can be asked now."""
-        return self.running[step] < most and now >= self.busy_until.get(step, _NEVER)
+        return self.running[step] < max_requests and now >= self.busy_until.get(step, _NEVER)
 
 
 class RoutedScheduler(Scheduler):
@@ -127,21 +127,21 @@ class RoutedScheduler(Scheduler):
         if self._places is not None:
             self._places.look_at = _NEVER
 
-    def want_rest(self, file: int, blocks: range, now: float) -> None:
+    def want_cold(self, file: int, blocks: range, now: float) -> None:
         routes = self._routes.get(file)
         if routes is None or self._places is None:
-            super().want_rest(file, blocks, now)
+            super().want_cold(file, blocks, now)
             return
         size = routes.run_blocks
         edges = [blocks.start, *range((blocks.start // size + 1) * size, blocks.stop, size), blocks.stop]
         runs = [range(*edge) for edge in pairwise(edges)]
         for run in rotated(runs, _WINDOW_RUNS, routes.turn):
-            super().want_rest(file, run, now)
+            super().want_cold(file, run, now)
         self._places.look_at = _NEVER
 
-    def elsewhere(self, number: int, block: int) -> None:
+    def foreign(self, number: int, block: int) -> None:
         self._untry(number, (block,))
-        super().elsewhere(number, block)
+        super().foreign(number, block)
 
     def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         request = self.running[number]
@@ -288,8 +288,8 @@ class RoutedScheduler(Scheduler):
     def _has_demand_slot(self, origin: Origin) -> bool:
         if origin is not self._places:
             return super()._has_demand_slot(origin)
-        in_all = self._settings.max_requests + self._settings.reserved_requests
-        return origin.num_running < self._settings.place_requests_in_all and len(self.running) < in_all
+        limit = self._settings.max_requests + self._settings.reserved_requests
+        return origin.num_running < self._settings.place_requests_in_all and len(self.running) < limit
 
     def _start_prefetch(
         self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
@@ -302,8 +302,8 @@ class RoutedScheduler(Scheduler):
             return
         before = len(fetches)
         for key, step in self._ahead(places, purpose, now):
-            most = settings.place_requests_in_all - settings.reserved_place_requests
-            if places.num_running >= most or len(self.running) >= settings.max_requests:
+            limit = settings.place_requests_in_all - settings.reserved_place_requests
+            if places.num_running >= limit or len(self.running) >= settings.max_requests:
                 return
             if not places.has_room(step, settings.place_requests, now) or not self._is_next(key, purpose, places):
                 continue

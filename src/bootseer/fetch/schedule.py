@@ -70,22 +70,22 @@ class Scheduler(Ledger):
         self._hedge_credit = settings.first_hedge_credit
         self._hedge_earned, self._hedge_from_s = settings.hedge_credit, 0.0
         self._has_hot_set = False
-        self._rush = False
-        self.worth = HotSetTrust(settings)
+        self._fetch_all_now = False
+        self.trust = HotSetTrust(settings)
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
 
     # What happened
 
     def needed(self, file: int, block: int, now: float) -> None:
-        """A reader needs the block for the first time, whether it is here or not."""
+        """A reader needs the block for the first time, cached or not."""
         self._last_need = now
         if self._has_hot_set:  # one that comes late is not judged by what was needed before
-            self.worth.needed(bool(self.files[file].hot[block]), (file, block))
+            self.trust.needed(bool(self.files[file].hot[block]), (file, block))
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
-        """These blocks are wanted. A reader that wants a block says `cancelled` if it leaves before the block is
-        here or given up. A block that was here and is wanted again is fetched again."""
+        """These blocks are wanted. The caller calls `cancelled` for a reader that leaves before the block has arrived
+        or is given up. A block that had arrived and is wanted again is fetched again."""
         first = self._first_well(file, now)
         if purpose is Purpose.DEMAND:
             self._last_need = now
@@ -99,18 +99,18 @@ class Scheduler(Ledger):
             self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
                 if purpose is Purpose.HOT:
-                    self.worth.planned((file, block), self.files[file].geometry.place(block).length)
+                    self.trust.planned((file, block), self.files[file].geometry.place(block).length)
                 self._prefetch((file, block), purpose, first)
 
-    def want_rest(self, file: int, blocks: range, now: float) -> None:
-        """All these blocks are wanted, cold; those that are here already do not matter."""
+    def want_cold(self, file: int, blocks: range, now: float) -> None:
+        """Queue all these blocks as cold; cached ones are skipped."""
         self.files[file].origins[self._first_well(file, now)].cold.append((file, blocks))
         if self._last_need is None:  # a file that has not been read yet is about to be read
             self._last_need = now
 
-    def rush(self) -> None:
-        """Everything is wanted, and soon: nothing waits for readers' silence, and no hot set is judged."""
-        self._rush = True
+    def fetch_all_now(self) -> None:
+        """Fetch everything soon: prefetches do not wait for idle readers, and no hot set is judged."""
+        self._fetch_all_now = True
 
     def cancelled(self, file: int, blocks: Iterable[int]) -> None:
         """One reader does not wait for these blocks any more."""
@@ -118,7 +118,7 @@ class Scheduler(Ledger):
             self._leave((file, block))
 
     def expired(self, file: int, blocks: Collection[int], now: float) -> None:
-        """One reader has waited for these blocks in vain, and does not any more."""
+        """One reader reached its deadline while it waited for these blocks."""
         for origin in {id(origin): origin for origin in (self.origin_of((file, each)) for each in blocks)}.values():
             origin.pace.gave_up(now)
         self.cancelled(file, blocks)
@@ -133,19 +133,19 @@ class Scheduler(Ledger):
         self._detach(number, key)
         self.have(*key)
 
-    def elsewhere(self, number: int, block: int) -> None:
+    def foreign(self, number: int, block: int) -> None:
         """Another process is about to bring a block of this request. `have` or `freed` follows."""
         request = self.running[number]
         self._release(request, block)
         wanted = self._detach(number, (request.fetch.file, block))
         if wanted is not None:
-            wanted.elsewhere = True
+            wanted.foreign = True
 
     def freed(self, file: int, block: int) -> None:
         """The other process stopped without bringing the block."""
         wanted = self.wanted.get((file, block))
-        if wanted is not None and wanted.elsewhere:
-            wanted.elsewhere = False
+        if wanted is not None and wanted.foreign:
+            wanted.foreign = False
             self._requeue((file, block))
 
     def failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
@@ -155,7 +155,7 @@ class Scheduler(Ledger):
         self._lost(number, (request.fetch.file, block), error, now)
 
     def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
-        """A request has ended, `error` says why when it broke off. Blocks that it did not bring are tried again."""
+        """A request has ended, with `error` if it failed. Blocks that it did not bring are retried."""
         request = self._end(number)
         # An origin before the last one need not have all blocks.
         others = self.files[request.fetch.file].origins[:-1]
@@ -176,7 +176,7 @@ class Scheduler(Ledger):
 
     def in_flight(self, file: int, block: int) -> bool:
         wanted = self.wanted.get((file, block))
-        return wanted is not None and wanted.on_its_way
+        return wanted is not None and wanted.in_flight
 
     def requests_for(self, file: int, block: int) -> list[int]:
         """Numbers of the running requests that are to bring the block."""
@@ -188,14 +188,14 @@ class Scheduler(Ledger):
         wanted = self.wanted.get((file, block))
         return wanted.error if wanted else None
 
-    def hopeless(self, file: int, until: float, now: float) -> BootseerError | None:
-        """Why no reader of the file can get a block until then: all origins are down, and said to come back later."""
+    def outage(self, file: int, until: float, now: float) -> BootseerError | None:
+        """Why no reader of the file can get a block until then: all origins are down and paused for longer."""
         paces = [origin.pace for origin in self.files[file].origins]
         return paces[-1].error if all(pace.is_down(now) and pace.paused_until > until for pace in paces) else None
 
     @property
     def origin_error(self) -> BootseerError | None:
-        """Why an origin that brings nothing brings nothing."""
+        """The latest error of an origin that fails."""
         return next((origin.pace.error for origin in self.origins.values() if origin.pace.error), None)
 
     def _first_well(self, file: int, now: float) -> int:
@@ -227,7 +227,7 @@ class Scheduler(Ledger):
         if self._cold_from(now) <= now:
             for origin in origins:
                 self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now, fetches)
-        cancelled, self.superfluous = self.superfluous, []
+        cancelled, self.redundant = self.redundant, []
         given_up, self._given_up = self._given_up, []
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
@@ -259,13 +259,13 @@ class Scheduler(Ledger):
             key = self._next_hot(origin) if purpose is Purpose.HOT else self._next_cold(origin)
             if key is None:
                 return
-            most = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
-            room = min(window_bytes - origin.prefetch_bytes, most)
+            max_bytes = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
+            room = min(window_bytes - origin.prefetch_bytes, max_bytes)
             blocks, sizes = self._adjacent(
                 key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
             )
             # One block may go alone, however small the window.
-            if sum(sizes) > (room if origin.num_prefetch else most) and self.inflight_bytes:
+            if sum(sizes) > (room if origin.num_prefetch else max_bytes) and self.inflight_bytes:
                 return
             fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))
 
@@ -297,12 +297,12 @@ class Scheduler(Ledger):
             fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True))
 
     def _may_hedge(self, wanted: Wanted) -> bool:
-        return wanted.readers > 0 and wanted.on_its_way and wanted.hedges < self._settings.max_hedges
+        return wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
 
     def _has_demand_slot(self, origin: Origin) -> bool:
         reserved = self._settings.reserved_requests
-        in_all = self._settings.max_requests + reserved
-        return origin.num_running < origin.pace.limit + reserved and len(self.running) < in_all
+        limit = self._settings.max_requests + reserved
+        return origin.num_running < origin.pace.limit + reserved and len(self.running) < limit
 
     def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
         """The block and those after it whose bytes follow in the same stripe, and their stored sizes.
@@ -375,21 +375,23 @@ class Scheduler(Ledger):
 
     @property
     def _hot_suspended(self) -> bool:
-        return self.worth.suspended and not self._rush
+        return self.trust.suspended and not self._fetch_all_now
 
     def _hot_window(self, origin: Origin, now: float) -> int:
         window_bytes = origin.pace.window_bytes()
-        if self._rush:
+        if self._fetch_all_now:
             return window_bytes
         # What runs already fills the line while a set that has proven itself gives way to a reader for a moment.
-        if origin.uncovered and (not self.worth.proven or now < origin.yield_until):
+        if origin.uncovered and (not self.trust.proven or now < origin.yield_until):
             return 0
-        return self.worth.allowance(window_bytes)
+        return self.trust.allowance(window_bytes)
 
     def _next_hot(self, origin: Origin) -> Key | None:
         while origin.hot:
             if self._is_next(origin.hot[0], Purpose.HOT, origin):
-                near = self._rush or self.worth.is_near(origin.hot[0], _AHEAD_WINDOWS * origin.pace.window_bytes())
+                near = self._fetch_all_now or self.trust.is_near(
+                    origin.hot[0], _AHEAD_WINDOWS * origin.pace.window_bytes()
+                )
                 return origin.hot[0] if near else None
             origin.hot.popleft()
         return None
@@ -420,9 +422,9 @@ class Scheduler(Ledger):
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may go, if nothing happens before."""
-        if self.hot_left and (self._rush or not self.worth.doubted):
+        if self.hot_left and (self._fetch_all_now or not self.trust.doubted):
             return float("inf")
-        if self._rush or self._last_need is None:
+        if self._fetch_all_now or self._last_need is None:
             return now
         return float("inf") if self.num_demanded else self._last_need + self._settings.silence_s
 
@@ -434,7 +436,7 @@ class Scheduler(Ledger):
         if wanted is None:
             return
         wanted.error = error or wanted.error
-        if wanted.on_its_way:
+        if wanted.in_flight:
             return
         purpose = wanted.purpose
         if purpose is None or error is None:
@@ -461,8 +463,8 @@ class Scheduler(Ledger):
     def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:
         if isinstance(error, CorruptError):
             return wanted.corrupt >= self._settings.corrupt_attempts
-        most = self._attempts.get(purpose)  # a reader's block: until the deadlines of its readers
-        return isinstance(error, PermanentError) or (most is not None and wanted.attempts >= most)
+        max_attempts = self._attempts.get(purpose)  # a reader's block: until the deadlines of its readers
+        return isinstance(error, PermanentError) or (max_attempts is not None and wanted.attempts >= max_attempts)
 
     def _give_up(self, key: Key, wanted: Wanted, error: BootseerError) -> None:
         if wanted.readers:

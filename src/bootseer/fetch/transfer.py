@@ -60,8 +60,8 @@ class Peers(Routes, Protocol):
     def at(self, step: Any) -> Origin:
         """One of them: a step of a route."""
 
-    def lied(self, step: Any, error: CorruptError) -> None:
-        """It sent a block with other bytes than the index says."""
+    def sent_wrong(self, step: Any, error: CorruptError) -> None:
+        """It sent a block whose digest is wrong."""
 
     def stats(self) -> dict[str, dict[str, float]]:
         """What each of them sent, by name."""
@@ -100,16 +100,16 @@ class StoreOrigin:
 
 @dataclass(slots=True)
 class Claim:
-    """What has become of the blocks of one request, before it is made."""
+    """The state of the blocks of one request before it is sent."""
 
-    mine: list[int] = field(default_factory=list)
-    """For us to fetch."""
+    owned: list[int] = field(default_factory=list)
+    """Fetched by this process."""
     held: set[int] = field(default_factory=set)
-    """Those of them that other processes leave to us until we release them."""
-    here: list[int] = field(default_factory=list)
-    """In the cache by now."""
-    elsewhere: list[int] = field(default_factory=list)
-    """Another process fetches them."""
+    """Those of them that this process holds a claim on."""
+    ready: list[int] = field(default_factory=list)
+    """Cached by now."""
+    foreign: list[int] = field(default_factory=list)
+    """Claimed by another process."""
 
 
 class Arrived(NamedTuple):
@@ -118,7 +118,7 @@ class Arrived(NamedTuple):
     block: int
     received_bytes: int
     data: bytes | CorruptError
-    """Verified; or which block of what is damaged."""
+    """Verified, or the error that names the damaged block."""
     not_kept: BootseerError | None
     """Why the cache did not take it."""
     decode_s: float
@@ -139,11 +139,11 @@ class File:
     """1 for each block that was fetched because it is hot."""
 
     def origin(self, fetch: Fetch) -> Origin:
-        """Which one a request asks."""
+        """The origin of a request."""
         return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
     def is_free(self, block: int) -> bool:
-        """Whether no process fetches the block, and it is not here."""
+        """Whether the block is missing and no process fetches it."""
         try:
             if self.cached.claim(block):
                 self.cached.release(block)  # the request for it claims it for itself
@@ -174,16 +174,16 @@ class File:
 def bring(
     file: File, fetch: Fetch, distrusted: Container[int], turn: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Generator[Claim | Arrived, None, None]:
-    """Make a request: first yields what other processes have or bring, if there is any; then each block as it arrives.
+    """Send a request: first yields a claim if other processes have or fetch blocks; then each block as it arrives.
 
     `turn` is waited for before a block is decompressed. Closing the iterator ends the request.
     """
     claim = _claim(file.cached, fetch, distrusted)
     try:
-        if claim.here or claim.elsewhere:
+        if claim.ready or claim.foreign:
             yield claim
         origin = file.origin(fetch)
-        for blocks in _ranges(claim.mine, fetch.blocks.step):
+        for blocks in _ranges(claim.owned, fetch.blocks.step):
             with contextlib.closing(origin.read(file.index, blocks, fetch.timeout_s)) as answer:
                 for block, received in answer:
                     with turn():
@@ -196,23 +196,23 @@ def bring(
 
 
 def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Claim:
-    """Divide blocks by which process is to fetch them. Hedges do not wait, and `distrusted` blocks are ours."""
+    """Divide blocks by the process that fetches them. Hedges do not wait; `distrusted` blocks are always fetched."""
     claim = Claim()
     for block in fetch.blocks:
         if block in distrusted:
-            claim.mine.append(block)
+            claim.owned.append(block)
             continue
         try:
             if cached.claim(block):
                 claim.held.add(block)
-                claim.mine.append(block)
+                claim.owned.append(block)
             elif cached.ready(block):
-                claim.here.append(block)
+                claim.ready.append(block)
             else:
-                (claim.mine if fetch.hedge else claim.elsewhere).append(block)
+                (claim.owned if fetch.hedge else claim.foreign).append(block)
         except BootseerError as error:  # without claims a block may be fetched twice: better than not at all
             _LOG.debug("block %d cannot be claimed: %s", block, error)
-            claim.mine.append(block)
+            claim.owned.append(block)
     return claim
 
 

@@ -53,7 +53,7 @@ class Peer:
     """`host:port` of each interface that it serves on, the fastest first."""
     rack: str = ""
     hosts: tuple[str, ...] = ()
-    """All its addresses, where it says them, first the one that it is known by: the job's connections come from any."""
+    """All addresses that it announces, the one it is known by first: the job's connections come from any of them."""
 
 
 class Step(NamedTuple):
@@ -104,7 +104,7 @@ class Members:
         return self._route(file, run, absent, ahead)
 
     def owner(self, file: str, unit: int, absent: frozenset[str] = frozenset()) -> Peer | None:
-        """The node that knows which nodes read a unit of a file, whatever its rack; None where there is none."""
+        """The node that records which nodes read a unit of a file, in any rack; None if all are excluded."""
         return next(iter(self._first(f"{file}/{unit}".encode(), absent)), None)
 
     def _find_route(self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str]) -> Route:

@@ -41,25 +41,25 @@ class Watch:
         self.begun_s = time.monotonic()
         self._health = health
         self._lock = lock
-        self._asked = health.asked(peer, self.begun_s, length)
+        self._request = health.begin(peer, self.begun_s, length)
         self._calls = 0
 
     @property
     def num_bytes(self) -> int:
         """Of the answer, so far."""
-        return self._asked.num_bytes
+        return self._request.num_bytes
 
-    def heard(self, num_bytes: int) -> float:
-        """See `Client.stream`. Raises `TransientError` when the peer is late."""
-        now_s, health, asked = time.monotonic(), self._health, self._asked
+    def progress(self, num_bytes: int) -> float:
+        """`on_progress` of `Client.stream`. Raises `TransientError` when the peer is late."""
+        now_s, health, request = time.monotonic(), self._health, self._request
         with self._lock:
             if num_bytes > 0:
-                health.received(asked, num_bytes, now_s)
+                health.received(request, num_bytes, now_s)
             elif self._calls == 1:
-                health.connected(asked, now_s)
+                health.connected(request, now_s)
             elif self._calls:
-                health.filling(asked, now_s, moves=num_bytes == 0)
-            left_s = health.late_at(asked) - now_s
+                health.filling(request, now_s, moves=num_bytes == 0)
+            left_s = health.late_at(request) - now_s
         self._calls += 1
         if left_s <= 0:
             raise self.late(now_s)
@@ -72,23 +72,23 @@ class Watch:
         return error
 
     def ended(self, error: BootseerError | None, file: str) -> bool:
-        """The request is over; whether its peer was late, or broke off."""
-        now_s, health, asked = time.monotonic(), self._health, self._asked
+        """The request is over. Returns whether its peer was late or broke off."""
+        now_s, health, request = time.monotonic(), self._health, self._request
         late = False
         with self._lock:
             match error:
                 case NotFoundError():
-                    health.not_there(asked.peer, now_s, file)
+                    health.mark_absent(request.peer, now_s, file)
                 case UnreachableError() | AccessError():
-                    health.not_there(asked.peer, now_s)
+                    health.mark_absent(request.peer, now_s)
                 case CorruptError():
-                    health.lied(asked.peer, str(error))
+                    health.sent_wrong(request.peer, str(error))
                 case TransientError(retry_after_s=None) if not isinstance(error, FillFailedError):
                     late = True
                     health.hedged()
                 case TransientError() if error.retry_after_s is not None:
-                    health.refused(asked.peer, now_s)
-            health.ended(asked, late=late, now_s=now_s)
+                    health.refused(request.peer, now_s)
+            health.ended(request, late=late, now_s=now_s)
         return late
 
 
@@ -106,35 +106,35 @@ class Client:
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
 
-    def read(self, address: str, request: Request, into: memoryview, *, heard: Callable[[int], float]) -> None:
+    def read(self, address: str, request: Request, into: memoryview, *, on_progress: Callable[[int], float]) -> None:
         """Fill `into` with the range, like `stream`."""
-        for _ in self.stream(address, request, [into], heard=heard):
+        for _ in self.stream(address, request, [into], on_progress=on_progress):
             pass
 
     def stream(
-        self, address: str, request: Request, parts: Iterable[memoryview], *, heard: Callable[[int], float]
+        self, address: str, request: Request, parts: Iterable[memoryview], *, on_progress: Callable[[int], float]
     ) -> Generator[memoryview, None, None]:
         """Fill the parts of a range one after the other, and give each as soon as it is full.
 
-        Closing the iterator ends the request. `heard` is called at the beginning, at each sign of life and after each
-        piece of the body, with the number of bytes that have come since the last call, -1 where the peer has got
-        nothing itself since; it returns how many seconds to wait for the next one, or raises. Raises `TransientError`
-        when these pass, or the peer is gone or full (with `retry_after_s`); `UnreachableError` where there is no
-        connection, `FillFailedError` when it could not get it; `NotFoundError` for what it does not serve,
-        `AccessError` when it does not accept the secret.
+        Closing the iterator ends the request. `on_progress` is called at the beginning, for each interim response and
+        after each piece of the body, with the number of bytes received since the last call, -1 if the peer itself has
+        received nothing since; it returns the timeout for the next one in seconds, or raises. Raises `TransientError`
+        after that timeout, or when the peer is gone or full (with `retry_after_s`); `UnreachableError` without a
+        connection, `FillFailedError` when the peer could not get the range, `NotFoundError` for a file it does not
+        serve, `AccessError` when it does not accept the secret.
         """
-        connection, signer = self._connection(address, min(heard(0), _CONNECT_S))
+        connection, signer = self._connection(address, min(on_progress(0), _CONNECT_S))
         try:
-            connection.sock.settimeout(heard(0))
+            connection.sock.settimeout(on_progress(0))
             connection.send(signer.encode(request, address))
-            self._read_head(connection, request.length, heard)
+            self._read_head(connection, request.length, on_progress)
             for part in parts:
-                rest = part
-                while rest:
-                    count = connection.read_some(rest)
-                    rest = rest[count:]
+                remaining = part
+                while remaining:
+                    count = connection.read_some(remaining)
+                    remaining = remaining[count:]
                     self._pace(count)
-                    connection.sock.settimeout(heard(count))
+                    connection.sock.settimeout(on_progress(count))
                 yield part
         except BaseException:
             # A half-received answer is not drained: that would take as long as receiving it.
@@ -143,20 +143,20 @@ class Client:
         self._keep(address, connection, signer)
 
     def probe(self, address: str) -> str:
-        """The name of the node that serves at an address, which has shown that it knows the secret.
+        """The name of the node that serves at an address, after it has proved the secret.
 
-        Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
+        Raises `TransientError` when nothing answers, `AccessError` when it does not have the secret.
         """
         connection, signer, name = self._connect(address, _CONNECT_S)
         self._keep(address, connection, signer)
         return name
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
-        """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
+        """The nodes to get blocks from, by name, and the blocks as bits. Raises like `read`."""
         return parse_readers(self._answer(address, question, timeout_s))
 
     def report(self, address: str, report: StartReport, timeout_s: float) -> Readiness:
-        """Tell how far this node's start is; how far all are. Raises like `read`."""
+        """Report this node's stage; returns the readiness of all nodes. Raises like `read`."""
         return Readiness.of(self._answer(address, report, timeout_s))
 
     def _answer(self, address: str, question: Question | StartReport, timeout_s: float) -> bytes:
@@ -169,10 +169,10 @@ class Client:
             if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
                 raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
             body, until_s = memoryview(bytearray(int(length))), connection.until_s()
-            left = body
-            while left:
+            remaining = body
+            while remaining:
                 connection.check(until_s)
-                left = left[connection.read_some(left) :]
+                remaining = remaining[connection.read_some(remaining) :]
         except BaseException:
             connection.sock.close()
             raise
@@ -187,15 +187,15 @@ class Client:
         for connection in connections:
             connection.sock.close()
 
-    def _read_head(self, connection: Connection, length: int, heard: Callable[[int], float]) -> None:
-        had = ""
+    def _read_head(self, connection: Connection, length: int, on_progress: Callable[[int], float]) -> None:
+        previous = ""
         for _ in range(_MAX_INTERIM):
             head = _checked(connection.read_head(), connection.peer)
             if head.first[0] != "102":
                 break
             has = head.fields.get("bootseer-ready", "")
-            connection.sock.settimeout(heard(0 if has != had else -1))
-            had = has
+            connection.sock.settimeout(on_progress(0 if has != previous else -1))
+            previous = has
         if head.first[0] != "206" or head.fields.get("content-length") != str(length):
             raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 

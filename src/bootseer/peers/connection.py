@@ -139,11 +139,11 @@ class Connection:
         `socket.sendfile` costs a fifth more: it makes a selector for each call. With TLS the bytes pass through here.
         """
         if self._is_tls:
-            left = length
-            while left and (piece := os.pread(fd, min(left, _TLS_PIECE), offset + length - left)):
+            remaining = length
+            while remaining and (piece := os.pread(fd, min(remaining, _TLS_PIECE), offset + length - remaining)):
                 self.send(piece)
-                left -= len(piece)
-            return length - left
+                remaining -= len(piece)
+            return length - remaining
         end, number = offset + length, self.sock.fileno()
         writable = select.poll()
         writable.register(number, select.POLLOUT)
@@ -166,8 +166,8 @@ class Connection:
             self._woken_at = num_bytes
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
-    def _receive(self, most: int) -> bytes:
+    def _receive(self, max_bytes: int) -> bytes:
         try:
-            return self.sock.recv(most)
+            return self.sock.recv(max_bytes)
         except OSError as error:
             raise TransientError(f"{self.peer}: {error}") from error

@@ -20,7 +20,7 @@ from typing import Final
 from bootseer.errors import UsageError
 
 PORT: Final = 17_507
-"""Where nodes of a list serve, unless it says otherwise; and others, where it is free."""
+"""Default port of nodes in a list; other nodes use it where it is free."""
 _ADDRESS: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):(\d{1,5})")
 _NET: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915

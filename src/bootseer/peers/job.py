@@ -90,7 +90,7 @@ class JobPeers:
 
     @classmethod
     def open(cls, folder: Path) -> JobPeers:
-        """Raises `NotFoundError` where there is none, `PermanentError` for one that others can read."""
+        """Raises `NotFoundError` if it is missing, `PermanentError` if other users can read it."""
         try:
             if folder.stat().st_mode & 0o077 or folder.stat().st_uid != os.geteuid():
                 raise PermanentError(f"{folder} is not private to this user")

@@ -76,11 +76,9 @@ class Listed:
         self._announced: list[str] = []
 
     def secret(self) -> bytes:
-        """See `Source.secret`."""
         return self._secret
 
     def listen(self) -> list[socket.socket]:
-        """See `Source.listen`."""
         peers = self._read()
         addresses = [address for peer in peers for address in peer.addresses]
         if addresses != self._announced:
@@ -95,7 +93,6 @@ class Listed:
         return []
 
     def poll(self) -> list[Peer]:
-        """See `Source.poll`."""
         return self._read()
 
     def leave(self) -> None:
@@ -106,7 +103,7 @@ class Membership:
     """The nodes that are listed and answer. `refresh` belongs to one thread, the rest to any."""
 
     def __init__(self, source: Source, probe: Callable[[str], str]) -> None:
-        """`probe` gives the name of the node at an address, and raises `BootseerError` when there is none."""
+        """`probe` returns the name of the node at an address, and raises `BootseerError` if none answers."""
         self._source = source
         self._probe = probe
         self._began_s = time.monotonic()
@@ -178,7 +175,7 @@ class Membership:
         return Peer(peer.name, tuple(good), peer.rack, peer.hosts) if good else None
 
 
-def parse_list(lines: Iterable[str], what: str) -> list[Peer]:
+def parse_list(lines: Iterable[str], source: str) -> list[Peer]:
     """The nodes that lines name: `HOST[:PORT][,HOST[:PORT]...] [RACK]` each, where several hosts are the interfaces of
     one node. Raises `UsageError`."""
     peers = []
@@ -186,10 +183,10 @@ def parse_list(lines: Iterable[str], what: str) -> list[Peer]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        addresses = tuple(_with_port(word, what) for word in words[0].split(","))
+        addresses = tuple(_with_port(word, source) for word in words[0].split(","))
         rack = words[1] if len(words) > 1 else ""
         if len(words) > 2 or not RACK.fullmatch(rack):
-            raise UsageError(f"{what}: {line.strip()!r} names no node", hint="HOST[:PORT] and, if known, its rack")
+            raise UsageError(f"{source}: {line.strip()!r} names no node", hint="HOST[:PORT] and, if known, its rack")
         peers.append(Peer(addresses[0], addresses, rack))
     return peers
 
@@ -203,7 +200,7 @@ def expand_hosts(text: str) -> list[str]:
             ends = [literal] if literal else _numbers(inside, text)
             if len(found) * len(ends) > MAX_PEERS:
                 raise UsageError(f"{text[:80]!r} names too many hosts", hint=f"at most {MAX_PEERS}")
-            found = [front + end for front in found for end in ends]
+            found = [prefix + end for prefix in found for end in ends]
         hosts += found
     if not hosts or re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
         raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
@@ -219,7 +216,7 @@ def slurm_hosts(env: Mapping[str, str]) -> list[str]:
 
 
 def hosts_of(name: str, port: int) -> list[Peer]:
-    """A node for each address of a DNS name. Raises `NotFoundError` while there is none."""
+    """A node for each address of a DNS name. Raises `NotFoundError` while it has no address."""
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -239,13 +236,13 @@ def _numbers(inside: str, text: str) -> list[str]:
     return numbers
 
 
-def _with_port(word: str, what: str) -> str:
+def _with_port(word: str, source: str) -> str:
     try:
         address = joined(str(ipaddress.IPv6Address(word.strip("[]"))), PORT)
     except ValueError:
         address = word if re.search(r":\d+$", word) else f"{word}:{PORT}"
     if not is_address(address):
-        raise UsageError(f"{what}: {word!r} is not a host with a port", hint="HOST, HOST:PORT or [IPV6]:PORT")
+        raise UsageError(f"{source}: {word!r} is not a host with a port", hint="HOST, HOST:PORT or [IPV6]:PORT")
     return address
 
 
@@ -290,14 +287,14 @@ def open_source(
                 "--peers auto: the nodes share no store that this run knows",
                 hint="give --peers FOLDER, or BOOTSEER_STORE",
             )
-    kind, colon, rest = text.partition(":")
+    kind, colon, value = text.partition(":")
     if kind == "slurm":
-        found = parse_list([f"{host}:{rest or PORT}" for host in slurm_hosts(env)], "--peers slurm")
+        found = parse_list([f"{host}:{value or PORT}" for host in slurm_hosts(env)], "--peers slurm")
 
         def read() -> list[Peer]:
             return found
     elif kind == "dns" and colon:
-        host, _, port = _with_port(rest, "--peers").rpartition(":")
+        host, _, port = _with_port(value, "--peers").rpartition(":")
 
         def read() -> list[Peer]:
             return hosts_of(host, int(port))

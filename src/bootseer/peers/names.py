@@ -62,8 +62,8 @@ class HostsFile:
         lines, new = "", set()
         for each in (address, f"::ffff:{address}" if ":" not in address else address):
             if each not in self._known:
-                leads = each == address and word == name and word not in self._known
-                lines += f"{each} {word}{'' if leads else _REVERSE}\n"
+                is_first = each == address and word == name and word not in self._known
+                lines += f"{each} {word}{'' if is_first else _REVERSE}\n"
                 new |= {each, word}
         if lines:
             os.write(self._file, lines.encode())

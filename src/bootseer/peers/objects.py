@@ -65,12 +65,12 @@ class OfferedObject:
         return offered
 
     def withdraw(self) -> None:
-        """It does not come: nodes that wait for it here ask elsewhere."""
+        """It will not arrive: nodes that wait for it here ask others."""
         self.job.unregister(self.digest)
 
-    def get(self, say: Callable[[str], None]) -> bytes | None:
-        """Its bytes, from another node; None where this one is to read it from its store. `say`: for a node that sent
-        other bytes."""
+    def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
+        """Its bytes, from another node; None if this node is to read it from its store. `on_wrong` is called with a
+        message when a node sent wrong bytes."""
         members, without = self.job.members(), ""
         if all(peer.name == members.own for peer in members.peers):
             return None
@@ -84,14 +84,14 @@ class OfferedObject:
                     data = self._read(client, _RANDOM.choice(peer.addresses))
                     if hashlib.sha256(data).hexdigest() == self.digest:
                         return data
-                    say(f"{name} sent wrong bytes of {self.digest[:16]}")
+                    on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
                 except BootseerError as error:
                     _LOG.info("%s does not come from %s: %s", self.digest[:16], name, error)
                 without = name
         return None
 
     def _node_with_it(self, client: Client, without: str) -> str:
-        """The name of a node that reads or has it; empty where this one is to read it."""
+        """The name of a node that reads or has it; empty if this node is to read it."""
         members, silent = self.job.members(), frozenset[str]()
         question = Question(self.digest, 0, 1, members.own or "-", bool(members.own), without)
         for _ in range(_TRIES):
@@ -112,7 +112,7 @@ class OfferedObject:
     def _read(self, client: Client, address: str) -> bytes:
         until_s = time.monotonic() + _WAIT_S
 
-        def heard(num_bytes: int) -> float:
+        def on_progress(num_bytes: int) -> float:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TransientError(f"not in {_WAIT_S:g} s")
@@ -121,7 +121,9 @@ class OfferedObject:
         data = bytearray(self.size_bytes)
         for start in range(0, self.size_bytes, MAX_RANGE):
             part = memoryview(data)[start : start + MAX_RANGE]
-            client.read(address, Request(self.digest, start, len(part), Level.GLOBAL, "-"), part, heard=heard)
+            client.read(
+                address, Request(self.digest, start, len(part), Level.GLOBAL, "-"), part, on_progress=on_progress
+            )
         return bytes(data)
 
 
@@ -139,12 +141,11 @@ class ObjectFiles:
         return None
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
         self.timer.close(drop=True)
 
 
 class ObjectFile:
-    """An object as `server.Content`: one block, which is here as soon as the file is in its place."""
+    """An object as `server.Content`: one block, ready as soon as the file is in its place."""
 
     def __init__(self, timer: Timer, offered: OfferedObject) -> None:
         self.size_bytes = offered.size_bytes
@@ -153,19 +154,15 @@ class ObjectFile:
 
     @property
     def num_ready(self) -> int:
-        """See `Content.num_ready`."""
         return int(self._offered.path.exists())
 
     def open(self) -> int:
-        """See `Content.open`."""
         return os.open(self._offered.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def here(self, first: int, blocks: int) -> int:
-        """See `Content.here`."""
         return self.num_ready & blocks
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        """See `Content.want`."""
         if self.num_ready:
             return True
         self._look(done, time.monotonic() + _WAIT_S)

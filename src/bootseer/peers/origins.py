@@ -136,10 +136,10 @@ class FilePeers:
     def at(self, step: Step) -> PeerOrigin:
         return PeerOrigin(self._group, step, self._group.job.members())
 
-    def lied(self, step: Step, error: CorruptError) -> None:
+    def sent_wrong(self, step: Step, error: CorruptError) -> None:
         with self._group.lock:
             self._group.sent.setdefault(step.peer.name, Sent()).wrong += 1
-            self._group.health.lied(step.peer.name, str(error))
+            self._group.health.sent_wrong(step.peer.name, str(error))
         _LOG.warning("%s is not asked any more: %s", step.peer.name, error)
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -147,7 +147,7 @@ class FilePeers:
 
 
 def run_bytes(file_bytes: int) -> int:
-    """How much of a file has one owner: some hundred runs, so that owners share the work of small files too."""
+    """Bytes of a file that have one owner: some hundred runs, so that owners share the work of small files too."""
     return min(max(1 << (file_bytes // _RUNS - 1).bit_length(), _MIN_RUN_BYTES), RUN_BYTES)
 
 
@@ -168,13 +168,13 @@ class PeerOrigin:
         return Form.PLAIN
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
-        """The time limit is not used: an owner that waits for the origin says so, and when it gives up; silence and
-        slowness have their own limits. Raises only `TransientError`: another node has what this one refuses."""
+        """`timeout_s` is not used: an owner reports that it waits for the origin, and when it gives up; silence and
+        slowness have their own limits. Raises only `TransientError`: another node may serve what this one refuses."""
         # A range is sent or refused as a whole, and of what is held a part may be there.
         whole = blocks.step == 1 and self.step.level is not Level.HELD
-        most = max(MAX_RANGE // index.block_size, 1) if whole else 1
-        for first in range(0, len(blocks), most):
-            yield from self._request(index, blocks[first : first + most])
+        max_blocks = max(MAX_RANGE // index.block_size, 1) if whole else 1
+        for first in range(0, len(blocks), max_blocks):
+            yield from self._request(index, blocks[first : first + max_blocks])
 
     def _request(self, index: Index, blocks: range) -> Generator[tuple[int, Buffer], None, None]:
         start = blocks[0] * index.block_size
@@ -192,7 +192,7 @@ class PeerOrigin:
         numbers = iter(blocks)
         problem: BootseerError | None = None
         try:
-            with contextlib.closing(group.client.stream(address, request, parts, heard=watch.heard)) as answer:
+            with contextlib.closing(group.client.stream(address, request, parts, on_progress=watch.progress)) as answer:
                 for part in answer:
                     yield next(numbers), part
         except BootseerError as error:

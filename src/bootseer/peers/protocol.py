@@ -70,11 +70,11 @@ class Request:
     level: Level
     members: str
     sender: str = ""
-    """The name of the node that asks; empty for one that others cannot ask."""
+    """The name of the requesting node; empty if it serves nothing."""
 
     @property
-    def told(self) -> str:
-        """The field that says what the sender knows and is."""
+    def header_value(self) -> str:
+        """The header field with the sender and the members that it knows."""
         return f"{self.members} {self.sender}".rstrip()
 
 
@@ -87,11 +87,11 @@ class Question:
     blocks: int
     """Bits: number 0 is block `first`."""
     sender: str
-    """The name of the node that asks, and reads what no other does."""
+    """The name of the requesting node, which reads the blocks that no other one reads."""
     keeps: bool
-    """Whether it passes them on."""
+    """Whether it keeps and serves them."""
     without: str = ""
-    """A node that was named before and did not give them."""
+    """A node that was named before and did not send them."""
 
     @property
     def lines(self) -> str:
@@ -142,7 +142,7 @@ class Signer:
         last = request.start + request.length - 1
         return (
             f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
-            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.told}\r\n"
+            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.header_value}\r\n"
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
@@ -170,7 +170,7 @@ class Signer:
         if not isinstance(request, Request):
             return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
         signed = (
-            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.told}"
+            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.header_value}"
         ).encode()
         return hmac.digest(self.key, signed, "sha256").hex()
 

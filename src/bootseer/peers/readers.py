@@ -74,15 +74,15 @@ class Readers:
 
     @staticmethod
     def _choose(nodes: dict[str, bool], question: Question) -> str:
-        """`nodes`: whether each still passes it on. All keep their places, so that the order never changes."""
+        """`nodes`: whether each still serves it. None is removed, so that the order never changes."""
         if question.without in nodes:
             nodes[question.without] = False
         before = [name for name in takewhile(lambda name: name != question.sender, nodes) if nodes[name]]
         if question.keeps and len(nodes) < _MAX_READERS * UNIT_BLOCKS // question.blocks.bit_count():
             nodes.setdefault(question.sender, True)
         late = max(len(before) // 2, 1)
-        turn = question.first // UNIT_BLOCKS + crc32(question.sender.encode())
-        return before[-1 - turn % late] if before else ""
+        start = question.first // UNIT_BLOCKS + crc32(question.sender.encode())
+        return before[-1 - start % late] if before else ""
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -94,17 +94,17 @@ def bits(mask: int) -> Iterator[int]:
 
 def ready(cached: CachedFile, first: int, blocks: int) -> int:
     """Those of the blocks from `first` on that a file has, as bits."""
-    there = cached.index.num_blocks - first
-    return sum(1 << bit for bit in bits(blocks) if bit < there and cached.ready(first + bit))
+    num_blocks = cached.index.num_blocks - first
+    return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and cached.ready(first + bit))
 
 
 class CachedFiles:
     """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
 
-    def __init__(self, still_s: float = _STILL_S) -> None:
-        """`still_s`: for how long local processes may fetch nothing of a file that is waited for."""
+    def __init__(self, idle_limit_s: float = _STILL_S) -> None:
+        """`idle_limit_s`: how long local processes may fetch nothing of a file before waiting requests fail."""
         self.timer = Timer("bootseer-peers-wait")
-        self.still_s = still_s
+        self.idle_limit_s = idle_limit_s
         self._lock = threading.Lock()
         self._caches: dict[Path, Cache] = {}
         self._leases: OrderedDict[str, CachedFile] = OrderedDict()
@@ -117,19 +117,19 @@ class CachedFiles:
         return CachedContent(self, Path(registered["cache"]), identity)
 
     def lease(self, root: Path, identity: str) -> CachedFile:
-        """The file, kept open as long as it is among those that were used last. Raises `BootseerError`."""
+        """The file, kept open while it is among the most recently used. Raises `BootseerError`."""
         with self._lock:
             if (cached := self._leases.get(identity)) is None:
                 cache = self._caches[root] = self._caches.get(root) or Cache(root)
                 cached = self._leases[identity] = cache.open_here(identity)
             self._leases.move_to_end(identity)
-            surplus = self._leases.popitem(last=False)[1] if len(self._leases) > _MAX_LEASES else None
-        if surplus is not None:
-            surplus.close()
+            evicted = self._leases.popitem(last=False)[1] if len(self._leases) > _MAX_LEASES else None
+        if evicted is not None:
+            evicted.close()
         return cached
 
-    def let_go(self) -> None:
-        """Give the leases back; what is asked for again is opened again."""
+    def release_all(self) -> None:
+        """Close all files; they are opened again when requested."""
         with self._lock:
             leases = list(self._leases.values())
             self._leases.clear()
@@ -137,13 +137,12 @@ class CachedFiles:
             cached.close()
 
     def close(self) -> None:
-        """Give the leases back."""
         self.timer.close(drop=True)
-        self.let_go()
+        self.release_all()
 
 
 class CachedContent:
-    """What is not here is waited for, as long as local processes fetch any of the file: they go on in their own order,
+    """Missing blocks are waited for as long as local processes fetch any of the file: they proceed in their own order,
     and one that waits for a slow origin is not gone."""
 
     def __init__(self, files: CachedFiles, root: Path, identity: str) -> None:
@@ -151,7 +150,7 @@ class CachedContent:
         self._files = files
         self._root = root
         self._identity = identity
-        self._given_up: set[int] = set()
+        self._unavailable: set[int] = set()
         self.size_bytes = self._cached.index.size_bytes
 
     @property
@@ -160,29 +159,25 @@ class CachedContent:
 
     @property
     def num_ready(self) -> int:
-        """See `Content.num_ready`."""
         return self._cached.num_ready
 
     def open(self) -> int:
-        """See `Content.open`."""
         return self._cached.descriptor()
 
     def here(self, first: int, blocks: int) -> int:
-        """Those of the blocks from `first` on that are here, as bits."""
         return ready(self._cached, first, blocks)
 
-    def give_up(self, first: int, blocks: int) -> None:
-        """These were read, and do not fit into the cache: other nodes need not wait for them."""
-        self._given_up.update(first + bit for bit in bits(blocks))
+    def mark_unavailable(self, first: int, blocks: int) -> None:
+        """These blocks were read but do not fit into the cache: other nodes need not wait for them."""
+        self._unavailable.update(first + bit for bit in bits(blocks))
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        """See `Content.want`."""
         if not self._cached.missing(start, length):
             return True
-        if level is Level.HELD or not self._files.still_s:
+        if level is Level.HELD or not self._files.idle_limit_s:
             done(NotFoundError("this node does not have all of it"))
         else:
-            self._look_again(start, length, done, self._files.timer.now_s() + self._files.still_s)
+            self._look_again(start, length, done, self._files.timer.now_s() + self._files.idle_limit_s)
         return False
 
     def _look_again(
@@ -200,10 +195,10 @@ class CachedContent:
                 done(None)
                 return
             now_s = self._files.timer.now_s()
-            if not self._given_up.isdisjoint(cached.missing(start, length)):
+            if not self._unavailable.isdisjoint(cached.missing(start, length)):
                 until_s = now_s
             elif cached.is_fetched():
-                until_s = now_s + self._files.still_s
+                until_s = now_s + self._files.idle_limit_s
         except BootseerError as error:
             done(error)
             return

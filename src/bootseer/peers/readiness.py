@@ -1,4 +1,4 @@
-"""Which nodes of a job are ready for their command: each tells one of them, which knows all.
+"""Which nodes of a job are ready for their command: each reports to one of them, which collects all.
 
 That one is the first by name of the nodes that answer. Nodes whose lists differ for a moment tell different ones, and
 the same one soon after: each tells its stage again and again, a ready node more seldom.
@@ -32,7 +32,7 @@ _MAX_TOLD: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """What a node says of its start."""
+    """A node's stage of its start."""
 
     sender: str
     stage: str
@@ -53,18 +53,20 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """How many nodes are ready. `others`: of some that are not the stage, and for how many seconds they are silent."""
+    """How many nodes are ready. `others`: of some that are not, the stage and the seconds since their last report."""
 
     ready: int
     others: dict[str, tuple[str, float]]
 
     @classmethod
     def of(cls, body: bytes) -> Readiness:
-        """What `RollCall.answer` said. Raises `CorruptError`."""
+        """Parse the response of `RollCall.answer`. Raises `CorruptError`."""
         try:
-            said = json.loads(body)
-            others = {str(name): (str(stage), float(silent_s)) for name, (stage, silent_s) in said["others"].items()}
-            return cls(int(said["ready"]), others)
+            document = json.loads(body)
+            others = {
+                str(name): (str(stage), float(silent_s)) for name, (stage, silent_s) in document["others"].items()
+            }
+            return cls(int(document["ready"]), others)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
@@ -86,16 +88,16 @@ def _described(name: str, stage: str, silent_s: float) -> str:
 
 
 class RollCall:
-    """What was heard of all nodes."""
+    """The latest report of each node."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[str, float]] = {}
+        self._stages: dict[str, tuple[str, float]] = {}
 
     def answer(self, report: StartReport, listed: Iterable[str], now_s: float) -> bytes:
-        """Note a report; how far all nodes are, those that are `listed` and were not heard of among them."""
-        if report.sender in self._heard or len(self._heard) < _MAX_NODES:
-            self._heard[report.sender] = report.stage, now_s
-        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._heard.items() if stage != READY}
-        num_ready = len(self._heard) - len(late)
-        late |= {name: ("", 0.0) for name in listed if name not in self._heard}
+        """Record a report. Returns the state of all nodes, including `listed` ones that never reported."""
+        if report.sender in self._stages or len(self._stages) < _MAX_NODES:
+            self._stages[report.sender] = report.stage, now_s
+        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._stages.items() if stage != READY}
+        num_ready = len(self._stages) - len(late)
+        late |= {name: ("", 0.0) for name in listed if name not in self._stages}
         return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_TOLD))}).encode()

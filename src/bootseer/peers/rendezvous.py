@@ -55,7 +55,7 @@ class Rendezvous:
         self._seen: dict[str, Peer | None] = {}
 
     def secret(self) -> bytes:
-        """See `Source.secret`. The first node makes it; of two at once, one does."""
+        """The first node creates it; of two at once, one succeeds."""
         if self._given is not None:
             return self._given
         made = secrets.token_bytes(SECRET_BYTES)
@@ -63,11 +63,11 @@ class Rendezvous:
             return made
         secret = self._files.read("secret")
         if len(secret) != SECRET_BYTES:
-            raise CorruptError(f"{self._files.where}/secret is not a secret of BootSeer; remove it")
+            raise CorruptError(f"{self._files.uri}/secret is not a secret of BootSeer; remove it")
         return secret
 
     def listen(self) -> list[socket.socket]:
-        """See `Source.listen`. Announces where."""
+        """Announces the addresses."""
         if self.own is not None:
             return []
         listening = []
@@ -79,13 +79,13 @@ class Rendezvous:
         if not listening:
             return []
         own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack, own_addresses())
-        said = {"name": own.name, "addresses": own.addresses, "rack": own.rack, "hosts": own.hosts}
+        document = {"name": own.name, "addresses": own.addresses, "rack": own.rack, "hosts": own.hosts}
         try:
             for earlier in self._files.names():
                 # Of an earlier process of this node, which was killed.
                 if earlier.rpartition(".json")[0].rpartition(".")[0] == self._name:
                     self._files.delete(earlier)
-            self._files.create(self._record, json.dumps(said).encode())
+            self._files.create(self._record, json.dumps(document).encode())
         except BaseException:
             for sock in listening:
                 sock.close()
@@ -94,7 +94,7 @@ class Rendezvous:
         return listening
 
     def poll(self) -> list[Peer]:
-        """See `Source.poll`. Each record is read once."""
+        """Each record is read once."""
         names = {name for name in self._files.names() if _RECORD.fullmatch(name)}
         self._seen = {name: peer for name, peer in self._seen.items() if name in names}
         for name in sorted(names - self._seen.keys())[:MAX_PEERS]:
@@ -102,12 +102,12 @@ class Rendezvous:
                 try:
                     self._seen[name] = parse_record(self._files.read(name))
                 except CorruptError as error:
-                    _LOG.warning("%s/%s: %s", self._files.where, name, error)
+                    _LOG.warning("%s/%s: %s", self._files.uri, name, error)
                     self._seen[name] = None
         return [peer for peer in self._seen.values() if peer is not None]
 
     def leave(self) -> None:
-        """See `Source.leave`. The last one takes the secret and the folder away."""
+        """The last node removes the secret and the folder."""
         if self.own is None:
             return
         self._files.delete(self._record)
@@ -119,8 +119,8 @@ class Rendezvous:
 def parse_record(data: bytes) -> Peer:
     """A node's announcement. Raises `CorruptError`."""
     try:
-        said = json.loads(data)
-        peer = Peer(said["name"], tuple(said["addresses"]), said["rack"], tuple(said.get("hosts", ())))
+        document = json.loads(data)
+        peer = Peer(document["name"], tuple(document["addresses"]), document["rack"], tuple(document.get("hosts", ())))
         good = (
             _NAME.fullmatch(peer.name)
             and RACK.fullmatch(peer.rack)
@@ -158,7 +158,7 @@ def _is_place(uri: str) -> bool:
 class _Files(Protocol):
     """Small files in a folder that the job's nodes share."""
 
-    where: str
+    uri: str
 
     def create(self, name: str, data: bytes) -> bool: ...
     def read(self, name: str) -> bytes: ...
@@ -173,7 +173,7 @@ class _PlaceFiles:
     def __init__(self, uri: str, attempt: str) -> None:
         self._place = open_place(uri)
         self._folder = join("peers", attempt)
-        self.where = f"{self._place.uri}/{self._folder}"
+        self.uri = f"{self._place.uri}/{self._folder}"
 
     def create(self, name: str, data: bytes) -> bool:
         path = join(self._folder, name)
@@ -213,7 +213,7 @@ class _PlaceFiles:
         """Raise `AccessError` where another user could have made the folder or what lies in it."""
         folder, file = self._place.stat(self._folder), self._place.stat(path)
         if folder.mode & 0o077 or file.mode & 0o077 or folder.owner != file.owner:
-            raise AccessError(f"{self.where} can be read or changed by other users; remove it, or give --peers-secret")
+            raise AccessError(f"{self.uri} can be read or changed by other users; remove it, or give --peers-secret")
 
 
 class _StoreFiles:
@@ -223,22 +223,22 @@ class _StoreFiles:
         if uri.startswith("oci://"):
             raise UsageError("a registry is no place for nodes to meet", hint="name a folder, hdfs:// or s3://")
         self._store = open_store(uri)
-        self._front = f"peers/{attempt}/"
-        self.where = f"{self._store.uri}/peers/{attempt}"
+        self._prefix = f"peers/{attempt}/"
+        self.uri = f"{self._store.uri}/peers/{attempt}"
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._store.create(self._front + name, data)
+        return self._store.create(self._prefix + name, data)
 
     def read(self, name: str) -> bytes:
         return b"".join(
-            self._store.read(self._front + name, 0, min(self._store.stat(self._front + name).size_bytes, _MAX_RECORD))
+            self._store.read(self._prefix + name, 0, min(self._store.stat(self._prefix + name).size_bytes, _MAX_RECORD))
         )
 
     def names(self) -> list[str]:
-        return [stored.name.removeprefix(self._front) for stored in self._store.list(self._front)]
+        return [stored.name.removeprefix(self._prefix) for stored in self._store.list(self._prefix)]
 
     def delete(self, name: str) -> None:
-        self._store.delete(self._front + name)
+        self._store.delete(self._prefix + name)
 
     def remove(self) -> None:
         """An object store has no folders."""

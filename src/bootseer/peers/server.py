@@ -124,7 +124,7 @@ class Server:
             self._max_rate = max_rate
             self._pace()
 
-    def tell_readiness(self, report: StartReport) -> bytes:
+    def answer_readiness(self, report: StartReport) -> bytes:
         """Note how far a node's start is; how far all are."""
         with self._lock:
             return self._roll.answer(report, self.listed, time.monotonic())
@@ -203,7 +203,7 @@ class Server:
                     if isinstance(request, Question):
                         self._tell_readers(connection, request)
                     elif isinstance(request, StartReport):
-                        body = self.tell_readiness(request)
+                        body = self.answer_readiness(request)
                         connection.send(encode_answer(200, len(body)) + body)
                     else:
                         self._answer(connection, request)
@@ -280,7 +280,7 @@ class Server:
         content = self._find(question.file)
         own = content.here(question.first, question.blocks) if content is not None else 0
         if isinstance(content, CachedContent) and question.sender == question.without == self._name:
-            content.give_up(question.first, question.blocks)
+            content.mark_unavailable(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
         connection.send(encode_answer(200, len(body)) + body)
 

@@ -52,7 +52,7 @@ _FULL_S: Final = 5.0
 """A node without room fetches nothing for others for so long: each of them would have it fetched once more."""
 _READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
 _READY_SELDOM: Final = 10
-"""A node that is ready tells it more seldom: another one may be the first by then, and has not heard of it."""
+"""A ready node reports less often, but still does: another node may become the first one and needs its report."""
 
 Opener = Callable[[JobPeers, str], Content | None]
 """Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
@@ -135,7 +135,7 @@ class _BlockFile:
         return ready(self._cached, first, blocks)
 
     def sample(self) -> tuple[int, int]:
-        """Some of the blocks that are not here, as the first and bits; none when little is missing."""
+        """A sample of the missing blocks, as the first and bits; empty when few are missing."""
         index = self._cached.index
         first = _RANDOM.randrange(max(index.num_blocks - 31, 1))
         blocks = range(first, min(first + 32, index.num_blocks))
@@ -196,10 +196,10 @@ class Service:
         self._seen: set[str] = set()
         """Names of all nodes that have served so far."""
         self._rate = limits.before
-        """What this node may send per second, and each of its processes get."""
+        """Bytes per second that this node may send, and each of its processes receive."""
         self._training = False
-        self._is_told = False
-        """Whether the local processes know what this one does."""
+        self._is_written = False
+        """Whether the list of members for local processes is up to date."""
         self._stopped = threading.Event()
         self._name = name
         self._written: dict[str, Any] = {}
@@ -210,12 +210,12 @@ class Service:
         self._write_members()
 
     def run(self, ready: Callable[[], None], *, wait_for: int = 0, wait_s: float = 0.0) -> None:
-        """Serve until a signal raises something. `ready` is called once, when `wait_for` nodes are known, this one
-        among them, or `wait_s` have passed."""
+        """Serve until a signal handler raises. `ready` is called once, when `wait_for` nodes are known, including this
+        one, or `wait_s` have passed."""
         until = time.monotonic() + wait_s
         threading.Thread(target=self._follow_members, name="bootseer-members", daemon=True).start()
         if self._name:
-            threading.Thread(target=self._tell_readiness, name="bootseer-readiness", daemon=True).start()
+            threading.Thread(target=self._report_readiness, name="bootseer-readiness", daemon=True).start()
         is_ready, state_at = False, 0.0
         opened: set[str] = set()
         while True:
@@ -250,16 +250,18 @@ class Service:
             self._write_state()
 
     def left_behind(self) -> dict[str, Any] | None:
-        """What the node's agent needs to serve on; None where nothing is to be served after training began."""
+        """The state that the node's agent needs to go on serving; None if nothing is served after training began."""
         own, rate = self._source.own, self._limits.after
         if rate is None:
             rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
         known = {identity: self._job.registered(identity) for identity in self._job.identities()}
-        files = {identity: said["cache"] for identity, said in known.items() if said and "cache" in said}
+        files = {
+            identity: document["cache"] for identity, document in known.items() if document and "cache" in document
+        }
         if own is None or not rate or not files:
             return None
-        said = {"name": own.name, "addresses": own.addresses, "rate": rate, "files": files}
-        return {"secret": self._secret.hex(), "tls": self._job.tls, **said}
+        document = {"name": own.name, "addresses": own.addresses, "rate": rate, "files": files}
+        return {"secret": self._secret.hex(), "tls": self._job.tls, **document}
 
     def _serve(self) -> None:
         """Begin to serve, unless this node is (not yet) one of those that do."""
@@ -281,7 +283,7 @@ class Service:
             try:
                 if self._server is None and not self._training:
                     self._serve()
-                if self._membership.refresh() or not self._is_told:
+                if self._membership.refresh() or not self._is_written:
                     self._write_members()
             except BootseerError as error:
                 _LOG.warning("the job's nodes cannot be looked for: %s", error)
@@ -289,8 +291,8 @@ class Service:
                 _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
 
-    def _tell_readiness(self) -> None:
-        """Tell the first of the nodes that answer how far this one is, and the launcher how far all are."""
+    def _report_readiness(self) -> None:
+        """Report this node's stage to the first reachable node, and the readiness of all to the launcher."""
         while not self._stopped.is_set() and not self._training:
             first, own, stage = next(iter(self._membership.peers), None), self._source.own, self._job.stage
             report = StartReport(own.name if own else self._name, stage)
@@ -299,21 +301,21 @@ class Service:
             try:
                 if first is not None and own is not None and first.name == own.name and self._server is not None:
                     self._server.listed = listed
-                    told = Readiness.of(self._server.tell_readiness(report))
+                    readiness = Readiness.of(self._server.answer_readiness(report))
                 elif first is not None:
-                    told = self._client.report(first.addresses[0], report, _HOLDER_S)
+                    readiness = self._client.report(first.addresses[0], report, _HOLDER_S)
                 else:
-                    told = None
-                if told is not None:
-                    self._job.write_readiness(told, len(listed))
-                    if not told.others and stage == READY:
+                    readiness = None
+                if readiness is not None:
+                    self._job.write_readiness(readiness, len(listed))
+                    if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
             except (BootseerError, OSError) as error:
                 _LOG.info("how far the job's nodes are is not known: %s", error)
             self._stopped.wait(pause_s)
 
     def _ask_holders(self, identity: str, content: _BlockFile) -> None:
-        """Find nodes that have most of a file from an earlier job: they are ahead of this one."""
+        """Find nodes that have most of a file from an earlier job."""
         own, (first, sample) = self._source.own, content.sample()
         if own is None or not sample:
             return
@@ -362,11 +364,11 @@ class Service:
 
     def _write_members(self) -> None:
         own = self._source.own
-        self._is_told = False
+        self._is_written = False
         self._seen.update(peer.name for peer in self._membership.peers)
         self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
-        self._is_told = True
+        self._is_written = True
 
     def _write_state(self) -> None:
         own, served = self._source.own, self._server.served if self._server is not None else None

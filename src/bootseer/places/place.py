@@ -270,7 +270,6 @@ class SmallReads:
     uri: str
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
-        """See `Place.open`."""
         raise NotImplementedError
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:

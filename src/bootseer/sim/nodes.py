@@ -21,7 +21,7 @@ from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.peers.choice import Level, Members, Peer, Route, Step
-from bootseer.peers.health import Asked, Health
+from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes
 from bootseer.sim.engine import Engine, Flow, Link
 
@@ -195,7 +195,7 @@ class _Request:
     fetch: Fetch
     mine: list[int]
     flow: Flow | None = None
-    asked: Asked | None = None
+    asked: PeerRequest | None = None
     known_left: float = 0.0
     """Of the flow, when `Health` was told of its progress last."""
     fills: bool = False
@@ -242,8 +242,8 @@ class Loader:
 
     def pull(self, file: int) -> None:
         """Load all of a file at full speed."""
-        self.scheduler.want_rest(file, range(self.job.files[file].num_blocks), self._engine.now)
-        self.scheduler.rush()
+        self.scheduler.want_cold(file, range(self.job.files[file].num_blocks), self._engine.now)
+        self.scheduler.fetch_all_now()
         self._engine.soon(self._tick)
 
     def read(self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None]) -> None:
@@ -315,7 +315,7 @@ class Loader:
             if key in self.node.here:
                 self.scheduler.have(fetch.file, block)
             elif self.node.claims.get(key, self) is not self:
-                self.scheduler.elsewhere(fetch.number, block)
+                self.scheduler.foreign(fetch.number, block)
             else:
                 self.node.claims[key] = self
                 mine.append(block)
@@ -348,7 +348,7 @@ class Loader:
         file_number = request.fetch.file % self._num_files
         file, peer = self.job.files[file_number], self.job.by_name[step.peer.name]
         num_bytes = len(request.mine) * file.block_bytes
-        request.asked = asked = self.health.asked(peer.name, self._engine.now, num_bytes)
+        request.asked = asked = self.health.begin(peer.name, self._engine.now, num_bytes)
 
         def connected() -> None:
             if request.over or not peer.alive or peer.service is None:
@@ -386,7 +386,7 @@ class Loader:
             self.health.received(asked, int(moved), now)
         elif request.fills and peer.alive:
             self.health.filling(asked, now)
-        late_s = self.health.late_at(asked) if self.job.patience else asked.since_s + _GIVE_UP_S
+        late_s = self.health.late_at(asked) if self.job.patience else asked.begun_s + _GIVE_UP_S
         if late_s > now:
             self._engine.at(max(late_s, now + _FILLS_EVERY_S), lambda: self._look(request, peer))
             return

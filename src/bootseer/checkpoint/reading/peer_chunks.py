@@ -98,7 +98,7 @@ class PeerChunks:
     def facts(self) -> dict[str, object]:
         """Bytes that came from each node, how often each was late, and what wrong bytes each has sent."""
         with self._lock:
-            return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.liars}
+            return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.wrong_peers}
 
     def close(self) -> None:
         self._client.close()
@@ -123,7 +123,7 @@ class PeerChunks:
                 owner = members.owner(file, unit.first // UNIT_BLOCKS, absent)
                 if owner is None:
                     break
-                asked = self._health.asked(owner.name, time.monotonic())
+                asked = self._health.begin(owner.name, time.monotonic())
             late = False
             try:
                 found = self._client.ask(owner.addresses[0], question, _ANSWER_S)
@@ -134,7 +134,7 @@ class PeerChunks:
                 late = not isinstance(error, UnreachableError)
                 if not late:
                     with self._lock:
-                        self._health.not_there(owner.name, time.monotonic())
+                        self._health.mark_absent(owner.name, time.monotonic())
             finally:
                 with self._lock:
                     self._health.ended(asked, late=late, now_s=time.monotonic())
@@ -213,10 +213,10 @@ class PeerChunks:
             self._requests[peer] += 1  # each takes another of its interfaces
             address = addresses[self._requests[peer] % len(addresses)]
 
-        def heard(num_bytes: int) -> float:
+        def on_progress(num_bytes: int) -> float:
             if read.is_stopped():
                 raise NotFoundError("it is not wanted any more")
-            left_s, now_s = watch.heard(num_bytes), time.monotonic()
+            left_s, now_s = watch.progress(num_bytes), time.monotonic()
             still_s = max(watch.begun_s, self._received_s.get(peer, 0.0)) + _STILL_S - now_s
             if still_s <= 0:
                 raise watch.late(now_s)
@@ -226,7 +226,7 @@ class PeerChunks:
         request = Request(file, read.block * unit.index.block_size, len(read.into), Level.GLOBAL, members.digest)
         problem: BootseerError | None = None
         try:
-            self._client.read(address, request, read.into, heard=heard)
+            self._client.read(address, request, read.into, on_progress=on_progress)
         except BootseerError as error:
             problem = error
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
@@ -240,7 +240,7 @@ class PeerChunks:
                 self._received_s[peer] = time.monotonic()
             elif problem is None:
                 self._facts.add("wrong_chunks")
-                self._health.lied(peer, f"chunk {read.block} of {file[:12]}: wrong bytes")
+                self._health.sent_wrong(peer, f"chunk {read.block} of {file[:12]}: wrong bytes")
         return right
 
 
