@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert
@@ -107,10 +109,45 @@ def test_a_layer_that_the_configuration_does_not_name_publishes_nothing(tmp_path
     assert _names(store) == []
 
 
-def test_compressed_bytes_are_verified_even_when_they_mean_the_same(tmp_path: Path) -> None:
-    spoilt = _spoil(_source(tmp_path, BASE), 0, b"\x01", 4)  # the time in a gzip header
-    with pytest.raises(CorruptError, match="the bytes are not those of sha256"):
-        convert(spoilt, MemoryStore(str(tmp_path)))
+def _given(source: ImageSource, stored: bytes) -> ImageSource:
+    """The source with these bytes for its only layer, and their size in its manifest."""
+    layer = replace(source.layers[0], size_bytes=len(stored), read=lambda start: (yield stored[start:]))
+    return replace(source, layers=(layer,))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(gzip.compress(MORE, 1, mtime=1), id="gzip"),
+        pytest.param(gzip.compress(MORE[:700]) + gzip.compress(MORE[700:]), id="members"),
+        pytest.param(zstandard.compress(MORE), id="zstd"),
+        pytest.param(MORE, id="plain"),
+    ],
+)
+def test_other_bytes_that_unpack_to_the_layer_are_the_layer(stored: bytes, tmp_path: Path) -> None:
+    source = _source(tmp_path, MORE)
+    expected = convert(source, MemoryStore(str(tmp_path / "1"))).layers
+    assert convert(_given(source, stored), MemoryStore(str(tmp_path / "2"))).layers == expected
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(gzip.compress(MORE.replace(b"aa", b"ab")), id="gzip"),
+        pytest.param(gzip.compress(MORE + bytes(512)), id="longer"),
+        pytest.param(gzip.compress(MORE)[:-4], id="cut"),
+        pytest.param(gzip.compress(MORE) + b"x", id="something behind"),
+        pytest.param(gzip.compress(MORE) + gzip.compress(b"x"), id="a member behind"),
+        pytest.param(zstandard.compress(MORE[:-512]), id="zstd"),
+        pytest.param(zstandard.compress(MORE) + b"x", id="something behind zstd"),
+        pytest.param(MORE + bytes(512), id="plain"),
+    ],
+)
+def test_sound_bytes_that_do_not_unpack_to_the_layer_publish_nothing(stored: bytes, tmp_path: Path) -> None:
+    store = MemoryStore(str(tmp_path))
+    with pytest.raises(CorruptError, match="layer 1 of 1"):
+        convert(_given(_source(tmp_path, MORE), stored), store)
+    assert _names(store) == []
 
 
 @pytest.mark.parametrize("size", [0, 100])

@@ -62,7 +62,7 @@ class BlockWriter:
         self._uploads: list[Upload | None] = [None] * num_stripes
         self._stripe_bytes = [0] * num_stripes
         self._size_bytes = head_bytes
-        self._buffer = memoryview(bytearray(block_size))
+        self._parts: list[Buffer] = [bytes(head_bytes)]  # of the block that is being filled
         self._filled = head_bytes
         self._kept_back: bytes | None = None  # block 0 while its head is unknown
         self._offsets = array("Q")
@@ -97,13 +97,12 @@ class BlockWriter:
             while rest.nbytes:
                 taken = rest[: self._block_size - self._filled]
                 rest = rest[len(taken) :]
-                if len(taken) == self._block_size:
-                    self._end_block(bytes(taken))
-                    continue
-                self._buffer[self._filled : self._filled + len(taken)] = taken
+                # Without a copy, if nobody can change it and it keeps no more than four times as much in memory.
+                is_kept = isinstance(taken.obj, bytes) and 4 * len(taken) >= len(taken.obj)
+                self._parts.append(taken if is_kept else bytes(taken))
                 self._filled += len(taken)
                 if self._filled == self._block_size:
-                    self._end_block(bytes(self._buffer))
+                    self._end_block()
         except BaseException:
             self.abort()
             raise
@@ -115,7 +114,7 @@ class BlockWriter:
             if len(head) != self._head_bytes:
                 raise UsageError(f"a head of {len(head)} bytes", hint=f"{self._head_bytes} were announced")
             if self._filled:
-                self._end_block(bytes(self._buffer[: self._filled]))
+                self._end_block()
             while self._in_flight:
                 self._store_oldest()
             if self._kept_back is not None:
@@ -142,8 +141,9 @@ class BlockWriter:
         if not self._open:
             raise PermanentError("this block file was finished or given up before")
 
-    def _end_block(self, data: bytes) -> None:
-        self._filled = 0
+    def _end_block(self) -> None:
+        data = b"".join(self._parts)
+        self._parts, self._filled = [], 0
         if self._head_bytes and self._kept_back is None:
             self._kept_back = data
             self._record((0, b"", bytes(32)))  # holds its place in the columns

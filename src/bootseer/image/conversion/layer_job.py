@@ -1,7 +1,7 @@
 """Convert one layer, or find out that it was converted before.
 
-Runs in a thread of `convert`. Nothing becomes visible under the layer's name before both digests of its source were
-verified and all its blocks are stored.
+Runs in a thread of `convert`. Nothing becomes visible under the layer's name before the digest of what it
+unpacks to was verified and all its blocks are stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bootseer.image.conversion.layer_document import (
 )
 from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
-from bootseer.image.sources.source import SourceLayer, check_content, check_stored, read_resumed
+from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
 from bootseer.io.retry import retrying
 from bootseer.logs import logger
 from bootseer.store.store import Store, Stored
@@ -108,7 +108,7 @@ class LayerJob:
             writer = ErofsWriter(blocks)
             facts = write_layer(
                 writer,
-                check_stored(self._watched(read_resumed(layer)), layer),
+                check_size(self._watched(read_resumed(layer)), layer),
                 where=self.where,
                 lower=self.lower,
                 limits=options.limits,
