@@ -51,6 +51,7 @@ def test_secrets_are_not_in_any_line(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
+@pytest.mark.slow
 def test_nothing_is_logged_unless_it_is_asked_for(tmp_path: Path) -> None:
     quiet = ran(tmp_path, "ckpt", "list", "nowhere", BOOTSEER_LOG="")
     assert len(quiet.stderr.splitlines()) == 1

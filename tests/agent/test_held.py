@@ -100,6 +100,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     lab.agent.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, tls: bool) -> None:
     lab.tls = tls
@@ -117,6 +118,7 @@ def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, 
     assert read_secret(lab.folder / "secret").hex() not in json.dumps(request_status(lab.runtime))
 
 
+@pytest.mark.slow
 def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_killed(lab: Lab) -> None:
     assert lab.job().wait(300) == 0
     (lab.folder / "there").unlink()

@@ -236,6 +236,7 @@ with BlockWriter(Store(), block_size=4096, num_stripes=2, threads=2) as writer:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_step_leaves_no_readable_index(tmp_path):
     def run(fatal: int, root: Path) -> subprocess.CompletedProcess[str]:
         root.mkdir()

@@ -176,6 +176,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halve
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_interrupted_goes_on_where_it_stopped(files: Files, job: Path, tmp_path: Path) -> None:
     for name, size in (("a", 40 * _MIB), ("b", 20 * _MIB), ("c", 18 * _MIB)):
         put_striped(files.place, f"step/{name}", content_of(size), stripes=2)

@@ -57,6 +57,7 @@ def test_a_head_comes_back_as_it_was(size: int, segment_mib: int, stripes: int, 
     assert (peek(data[:PEEK_BYTES]), peek_id(data[:PEEK_BYTES])) == (size, head.id)
 
 
+@pytest.mark.slow
 def test_a_file_of_a_tebibyte_has_a_head_that_can_be_read() -> None:
     head = some_head(1 << 40, 256 * _MIB, parity=False)
     data = encode_head(head)

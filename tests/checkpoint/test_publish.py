@@ -274,6 +274,7 @@ def test_a_place_inside_the_source_is_refused(tmp_path: Path, source: Path) -> N
     assert not (source / "job").exists()
 
 
+@pytest.mark.slow
 def test_folders_may_be_deep(files: Files, source: Path) -> None:
     deep = source.joinpath(*["d"] * 300)
     deep.mkdir(parents=True)
@@ -394,6 +395,7 @@ def _left_by_a_killed_put(job: Path, source: Path, *, after: int) -> None:
     assert is_killed(put)
 
 
+@pytest.mark.slow
 def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Path, tmp_path: Path) -> None:
     source = tmp_path / "shards"
     (source / "sub").mkdir(parents=True)

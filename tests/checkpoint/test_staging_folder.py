@@ -79,6 +79,7 @@ def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, link.name])
 
 
+@pytest.mark.slow
 def test_copies_that_begin_at_once_do_not_remove_each_others_folders(tmp_path: Path) -> None:
     def work(_: int) -> None:
         for _ in range(100):

@@ -60,6 +60,7 @@ def test_a_good_image_is_read_whole() -> None:
     assert _read_all(_image()) == 7004
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), min_size=1, max_size=12))
 def test_any_damage_is_an_error_or_a_tree_but_never_a_crash(damage: list[tuple[int, int]]) -> None:

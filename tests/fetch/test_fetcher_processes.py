@@ -49,6 +49,7 @@ def other(tmp_path, place):
         child.communicate()
 
 
+@pytest.mark.slow
 def test_three_processes_that_pull_the_same_file_fetch_each_block_once(other, place, data):
     children = [other("pull") for _ in range(3)]
     ends = []

@@ -235,6 +235,7 @@ def test_retry_after_holds_for_readers_and_prefetch_of_that_origin_alone() -> No
     assert answers == [b"", b""]
 
 
+@pytest.mark.slow
 def test_failures_halve_the_requests_at_once_and_successes_bring_them_back() -> None:
     w = world(
         4000, latency_s=0.2, fault=lambda fetch, earlier: Fault(error=TransientError("reset")) if w.now < 1 else None

@@ -115,6 +115,7 @@ def test_a_torch_that_is_none_looks_as_without_us(run, env, tmp_path, source):
     assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_program_may_ask_the_finders_itself(run, tmp_path):
     source = "import torch, sys\nfor finder in sys.meta_path:\n    finder.find_spec('colorsys', None)\nprint('asked')\n"

@@ -116,6 +116,7 @@ def until_none_is_left(folder: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_restarted_launcher_finds_what_it_finds_after_exec_and_its_programs_stay_its_children(job: Job) -> None:
     by_exec, warm = job.run("off"), job.run("on")
     assert [line[:4] for line in by_exec[1::2]] == [
@@ -139,6 +140,7 @@ def test_a_restarted_launcher_finds_what_it_finds_after_exec_and_its_programs_st
     until_none_is_left(job.folder)
 
 
+@pytest.mark.slow
 def test_without_a_warm_parent_that_lives_the_launcher_starts_by_exec(job: Job) -> None:
     lines = job.run("on", "orphan")
     assert [line[:3] for line in lines[1::2]] == [[number, False, "True"] for number in range(3)]

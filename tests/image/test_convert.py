@@ -374,6 +374,7 @@ def test_other_processes_store_the_same_bytes(seed: str, mask: int, locale: str,
     assert done.stdout.splitlines()[-1] == here.encode()
 
 
+@pytest.mark.slow
 def test_what_was_killed_is_taken_up_again(tmp_path: Path) -> None:
     layers = [BASE, MORE, layer(file("noise", os.urandom(24 << 20)))]
     write_layout(tmp_path / "layout", layers, compression="")

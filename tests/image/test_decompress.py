@@ -100,6 +100,7 @@ def test_xz_data_that_wants_gigabytes_of_memory_is_refused() -> None:
         list(decompressed(iter([bytes(data)])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bomb",
     [

@@ -51,6 +51,7 @@ sys.meta_path.insert(0, Slow)
 """
 
 
+@pytest.mark.slow
 def test_each_run_exports_only_its_own_events(run):
     """Ranks that share a node and an attempt, and an attempt that is started again."""
     with collector() as server:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from bootseer.cli.doctor import show
 from bootseer.machine.check import Check
 
 
+@pytest.mark.slow
 def test_json(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--json", "--spool", str(tmp_path)])
     assert result.exit_code == 0
@@ -27,6 +29,7 @@ def test_json(tmp_path: Path) -> None:
     assert not rows["FUSE"]["required"]
 
 
+@pytest.mark.slow
 def test_unusable_spool_is_exit_1_and_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(command, ["--spool", str(tmp_path / "file")])
@@ -47,6 +50,7 @@ def test_table_fits_80_columns() -> None:
     assert "".join(map(str.strip, lines)).count("folder/") == 40  # folded, never cut
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_no_traceback() -> None:
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "bootseer", "doctor", "--json"]

@@ -18,6 +18,7 @@ from bootseer.machine.check import REQUIRED, Check, usable
 from bootseer.machine.probes import run_checks, run_probes
 
 
+@pytest.mark.slow
 def test_every_check_answers_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests mount and write in the usual one meanwhile
     spool = tmp_path / "a" / "spool"

@@ -27,6 +27,7 @@ def walk(peers: list[Peer], start: str, run: int, absent: frozenset[str] = froze
     return passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("racks", [0, 4])
 def test_all_nodes_agree_on_one_that_asks_the_origin(racks: int) -> None:
     peers = job(64, racks)
@@ -52,6 +53,7 @@ def test_a_run_comes_into_a_rack_once() -> None:
         assert len({hop for hop in hops if racks[hop[0]] != racks[hop[1]]}) == 3
 
 
+@pytest.mark.slow
 def test_an_owner_asked_by_its_rack_may_ask_further_and_one_asked_by_an_owner_may_not() -> None:
     peers = job(64, 4)
     for run in range(20):

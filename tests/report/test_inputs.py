@@ -66,6 +66,7 @@ def test_a_cut_or_corrupted_archive_gives_what_it_holds(tmp_path, pack):
         assert 0 < len(found.events) <= len(LINES)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_read_in_pieces(tmp_path):
     packer = zlib.compressobj(9, wbits=31)
     path = tmp_path / "bomb.gz"

@@ -120,6 +120,7 @@ def test_events_of_interleaved_writers_in_one_line(found):
     assert sum(result.skipped.values()) == 1
 
 
+@pytest.mark.slow
 def test_stems_and_open_events_without_end_take_linear_time(found):
     """Quadratic reading would need minutes here."""
     result = found(b"@bootseer" * 400_000 + b'@bootseer1 {"a' * 100_000 + b"\n" + ONE)
@@ -170,6 +171,7 @@ def test_words_of_every_day_wake_no_parser():
     assert list(searching.hits(b"".join(b"2026-03-01 08:00:00,123 " + word + b" of rank 7\n" for word in words))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "1", "1 in gpu on ", ' "x"', '"a",', "{", "2026-01-01"])
 def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
     """Quadratic matching would need minutes here."""

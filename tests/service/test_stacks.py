@@ -57,6 +57,7 @@ def child(*words: str, **env: str) -> Iterator[int]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     with running_service(tmp_path / "data") as running:

@@ -22,6 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 _TELL = "from bootseer.checkpoint.mount.serving import keep_freed_memory; assert keep_freed_memory()"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such options")
 def test_pieces_that_are_taken_and_freed_cost_no_page_faults() -> None:
     faults = [

@@ -185,6 +185,7 @@ file.readinto(0, bytearray(file.size_bytes))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_when_it_has_read_leaves_all_of_it_in_the_cache(empty, reading_of, tmp_path):
     content = content_of(48 * MIB)
     put_striped(empty, "file", content)

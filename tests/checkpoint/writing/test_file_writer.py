@@ -115,6 +115,7 @@ def test_a_file_that_is_begun_anew_is_sent_while_it_is_written_like_the_first_ti
     assert desk.leftovers() == []
 
 
+@pytest.mark.slow
 def test_the_spool_stays_within_its_bound_for_several_streams_at_once(tmp_path: Path) -> None:
     spool_bytes = 6 * MIB
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(spool_bytes=spool_bytes, random_bytes=0))

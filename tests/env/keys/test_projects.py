@@ -93,6 +93,7 @@ def test_conda_comes_first_and_each_lock_is_installed_by_itself() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_such_files_are_in_the_key_with_all_that_they_name(empty: Project) -> None:
     empty.write("a/pyproject.toml", "[project]\nname = 'a'\nversion = '1'\n")
     empty.write("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{path = 'a'}}\n")

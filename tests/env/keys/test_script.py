@@ -216,6 +216,7 @@ def test_no_text_makes_the_shell_reader_fail(text: str) -> None:
     read_script(Script(text, "/nowhere/x.sh", "/nowhere", {}), NodeFiles(Facts(None), lambda path: False), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["$(" * 20_000, '"$(\n' * 2_000, "`" * 20_001 + "$(" * 30])
 def test_what_is_nested_too_deeply_is_a_problem(tmp_path: Path, text: str) -> None:
     assert any("too deeply" in problem for problem in _read(tmp_path, text).requirements.problems)

@@ -83,6 +83,7 @@ def test_a_folder_that_is_named_itself_counts_whatever_it_is_called(tmp_path: Pa
     assert digest(folder) != before
 
 
+@pytest.mark.slow
 def test_building_an_extension_for_real_leaves_the_digest_as_it_is(tmp_path: Path) -> None:
     if find_spec("setuptools") is None:  # importing it here would replace parts of the standard library
         pytest.skip("setuptools is not installed")

@@ -188,6 +188,7 @@ def _install(wheel: Path, target: Path) -> None:
     subprocess.run([*pip, "--target", target, wheel], check=True, env=environment)
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
 def test_nothing_is_compiled_when_an_installed_package_is_imported_from_a_mount(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_negative_times_are_moved_to_zero(small: Report) -> None:
     assert min(event["ts"] for event in events_of(shifted, "X")) == 0
 
 
+@pytest.mark.slow
 def test_arrows_lead_from_the_last_node_to_those_that_waited(small: Report, big: Report) -> None:
     for report in (small, big):
         starts, ends = events_of(report, "s"), events_of(report, "f")
@@ -124,6 +125,7 @@ def test_processes_have_names_and_an_order(small: Report) -> None:
     assert all(first < second for first, second in pairwise(order))
 
 
+@pytest.mark.slow
 def test_a_big_startup_says_what_it_left_out(big: Report) -> None:
     about = perfetto.trace(big)["otherData"]
     shown = {event["pid"] for event in events_of(big, "X")} - {1}
