@@ -187,7 +187,7 @@ def test_what_came_of_a_body_in_time_is_not_lost(link: tuple[Connection, socket.
     far.sendall(DATA[:1000])
     assert connection.read_some(data) == 1000
     assert data[:1000] == DATA[:1000]
-    with pytest.raises(TransientError):
+    with pytest.raises(TransientError, match="timed out"):
         connection.read_some(data)
     far.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
     connection.sock.settimeout(30.0)

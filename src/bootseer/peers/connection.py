@@ -113,13 +113,15 @@ class Connection:
             return count
         self._wake_at(min(len(into), _PIECE))
         try:
+            count = self.sock.recv_into(into)
+        except TimeoutError as error:
+            timeout_s = self.sock.gettimeout()
+            self.sock.settimeout(0)
             try:
                 count = self.sock.recv_into(into)
-            except TimeoutError:
-                timeout_s = self.sock.gettimeout()
-                self.sock.settimeout(0)
-                count = self.sock.recv_into(into)
-                self.sock.settimeout(timeout_s)
+            except OSError:
+                raise TransientError(f"{self.peer}: {error}") from error
+            self.sock.settimeout(timeout_s)
         except OSError as error:
             raise TransientError(f"{self.peer}: {error}") from error
         if not count:
