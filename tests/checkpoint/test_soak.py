@@ -1,6 +1,6 @@
 """Several jobs get the same striped file with parity, over and over, from a real HDFS: none hangs, no byte is wrong.
 
-It lasts BOOTSEER_SOAK_S seconds in all: 40 in the test suite, where it takes the processors from other tests, and ten
+It lasts BOOTSEER_SOAK_S seconds in all: 8 in the test suite, where it takes the processors from other tests, and ten
 minutes in `make fuzz`.
 """
 
@@ -26,7 +26,7 @@ pytestmark = needs_hdfs
 SIZE = 96 << 20
 JOBS = 3
 PHASES = 4
-PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "40")) / PHASES
+PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "8")) / PHASES
 _LAST = ("nice", "-n", "5")
 HUNG_S = 120.0
 """A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
