@@ -1,14 +1,15 @@
 """Is a file in a bucket read as fast as the link and the server allow, beside what people use?
 
 One object in a real S3 server (s3rver in Node, over npm: moto's takes more of the processors than what reads from it),
-in a network namespace. Every arm is a process of its own that reads all of it into memory: BootSeer, boto3, s3fs, and
-obstore in one stream. Once over a link of 400 Mbit/s, once over one without a limit, where server and reader share the
-processors. Needs root and npm.
+in a network namespace. Every arm is a process of its own that reads all of it into memory: BootSeer, boto3, s3fs,
+obstore in one stream, and one plain HTTP request, which shows what the link carries besides headers. Once over a link
+of 400 Mbit/s, once over one without a limit, where server and reader share the processors. Needs root and npm.
 """
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -87,7 +88,24 @@ def obstore(job: Job) -> Run:
     yield lambda: memoryview(library.get(store, job.path).bytes())
 
 
-ARMS = {"bootseer": bootseer, "boto3": boto3, "s3fs": s3fs, "obstore": obstore}
+@contextmanager
+def plain(job: Job) -> Run:
+    """One HTTP request over one connection, into memory that is there: what the link carries besides headers."""
+    into = buffer(job.length)
+    with closing(http.client.HTTPConnection(os.environ["AWS_ENDPOINT"].partition("//")[2])) as connection:
+        connection.connect()
+
+        def run() -> memoryview:
+            connection.request("GET", f"/{job.uri.partition('://')[2]}/{job.path}")
+            answer, at = connection.getresponse(), 0
+            while count := answer.readinto(into[at:]):
+                at += count
+            return into
+
+        yield run
+
+
+ARMS = {"bootseer": bootseer, "boto3": boto3, "s3fs": s3fs, "obstore": obstore, "plain": plain}
 
 
 def measure(quick: bool, rounds: int | None) -> Iterator[Any]:

@@ -46,7 +46,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self.host = f"127.0.0.1:{free_port()}"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", self.host.partition(":")[2]],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -57,7 +57,7 @@ class S3Server:
             try:
                 self.ask("GET", "/")
             except OSError:
-                if time.monotonic() > until or self._process.poll() is not None:
+                if time.monotonic() > until or self.process.poll() is not None:
                     self.__exit__(None, None, None)
                     raise RuntimeError(f"moto does not start: {self._log.read_text()[-2000:]}") from None
                 time.sleep(0.05)
@@ -65,8 +65,8 @@ class S3Server:
                 return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     @property
     def environment(self) -> dict[str, str]:

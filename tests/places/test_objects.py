@@ -127,10 +127,31 @@ def test_what_other_tools_have_put_is_found_under_its_key(place: Place, uri: str
     assert place.stat("run/ck-6/weights.safetensors").size_bytes == len(data)
 
 
-def test_keys_that_are_no_paths_are_a_clear_error_at_once(place: Place, server: S3Server, uri: str) -> None:
-    assert server.ask("PUT", f"/jobs/{uri.rpartition('/')[2]}//below")[0] == 200
+def test_keys_that_are_no_paths_are_skipped_and_told_of(
+    place: Place, server: S3Server, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = f"/jobs/{uri.rpartition('/')[2]}"
+    place.make_folder("d")
+    place.write_bytes("d/kept", b"1234")
+    for key in ("//below", "/d//below", "/d/bad%0Dname", "/d/../x"):
+        assert server.ask("PUT", root + key)[0] == 200, key
+    assert names(place, "") == {"d"}
+    (entry,) = place.list("d")
+    assert entry == place.stat("d/kept")
+    assert list(place.list("d")) == [entry]
+    told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert len(told) == len(set(told)) == 4
+    assert any("d/bad\\rname" in line for line in told)
     with pytest.raises(PermanentError, match="invalid path"):
-        list(place.list(""))
+        place.delete("d", recursive=True)
+
+
+def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_removed(place: Place, uri: str) -> None:
+    obstore.put(from_url(uri, client_options={"allow_http": True}), "run/d/file", b"x")
+    place.delete("run/d/file")
+    assert names(place, "run") == {"run/d"}
+    place.delete("run/d")
+    assert names(place, "") <= {"run"}
 
 
 def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(

@@ -120,14 +120,14 @@ class Files:
             raise IsFolderError(f"{self._what(path)} is a folder")
         return self._head(entry)
 
-    def remove(self, path: str) -> None:
-        """Remove a file: first what makes it visible, then its parts."""
+    def remove(self, path: str, entry: Entry | None = None) -> None:
+        """Remove a file: first what makes it visible, then its parts. `entry`: what it was a moment ago, if known."""
         self._check_visible(path)
-        entry = self.place.stat(path)
+        entry = entry or self.place.stat(path)
         if entry.is_folder:
             raise IsFolderError(f"{self._what(path)} is a folder")
         head = self._head_to_drop(entry)
-        self.place.delete(path)
+        self.place.delete(path, is_file=True)
         self.drop_parts(path, head)
 
     def remove_folder(self, path: str, *, recursive: bool = False) -> None:

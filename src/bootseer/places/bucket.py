@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +24,9 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
 from bootseer.io.retry import retrying
+from bootseer.logs import logger
 
+_LOG = logger(__name__)
 T = TypeVar("T")
 
 PART_BYTES = 8 * 1024 * 1024
@@ -33,6 +36,11 @@ MAX_COPY_BYTES = {"s3": 5 * 1024**3}
 CALL_S = 60.0
 WRITE_S = 300.0
 """For one part, and for the copy of a large object."""
+_PROBE_S = 3.0
+"""So long, a server that has answered nothing is given for one small request before others are made."""
+_ABSENT_S = 1.0
+"""... and so often it is asked that."""
+_PROBE_KEY = ".attempts-there"
 PARTS_AT_ONCE = 4
 _CLIENT = {
     # Deadlines of calls are kept by `call`; these end what was left behind.
@@ -59,6 +67,14 @@ _ABOUT_LOGINS = {
 
 class OtherRangeError(TransientError):
     """The server sends other bytes than it is asked for: it may never do otherwise."""
+
+
+class InvalidKeyError(PermanentError):
+    """A key that another program has made, as `a//b`: obstore lists none of its neighbours."""
+
+
+class SilentError(TransientError):
+    """The server did not answer before, and does not yet: not asked any longer."""
 
 
 class _Runtime:
@@ -92,6 +108,10 @@ class Bucket:
             """Tries the parts of an upload, which cannot be begun again, more often."""
         except Exception as error:
             raise UsageError(f"{self.uri}: {_first_line(error)}", hint="use s3://bucket/prefix") from error
+        self._skipped: set[str] = set()
+        """Keys that were told of."""
+        self._asked_s: float | None = None
+        """When the server last left a request without an answer for all its time; None while it answers."""
 
     def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
         """What `call` returns, within a time and with its errors mapped; `name` is what it is about."""
@@ -106,7 +126,34 @@ class Bucket:
         def ask(left_s: float) -> T:
             return self.call(name, call, min(timeout_s / 20 * 2 ** next(tries), left_s))
 
-        return retrying(ask, attempts=None, deadline_s=timeout_s)
+        self._probe()
+        try:
+            return retrying(ask, attempts=None, deadline_s=timeout_s)
+        except TransientError:
+            self.is_silent()
+            raise
+
+    def is_silent(self) -> None:
+        """A request had all its time: until the server answers a small one, none is given so much again."""
+        self._asked_s = time.monotonic()
+
+    def _probe(self) -> None:
+        """Raise when the server still does not answer. Calls in one folder of a mount wait for each other: each of them
+        would take all its time."""
+        asked_s = self._asked_s
+        if asked_s is None:
+            return
+        if time.monotonic() > asked_s + _ABSENT_S:
+            try:
+                within(_PROBE_S, self.uri, partial(obstore.head, self.reader, _PROBE_KEY))
+            except Exception as error:
+                failure = error if isinstance(error, BootseerError) else self._mapped(error, _PROBE_KEY)
+                if isinstance(failure, TransientError) and status_of(error) is None:
+                    self.is_silent()
+                    raise SilentError(f"{self.uri}: the server still does not answer: {failure}") from error
+            self._asked_s = None
+            return
+        raise SilentError(f"{self.uri}: the server did not answer a moment ago")
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also those that are not there any more."""
@@ -114,6 +161,53 @@ class Bucket:
             some = list(keys[first : first + _AT_ONCE])
             with contextlib.suppress(NotFoundError):
                 self.insist(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
+
+    def head(self, key: str) -> Any:
+        """What is known of an object."""
+        try:
+            return self.insist(key, partial(obstore.head, self.reader, key))
+        except PermanentError as error:
+            if not isinstance(error, NotFoundError):  # an answer to HEAD has no reason in it, this one does
+                self.has_any(f"{key}/")
+            raise
+
+    def read_small(self, key: str) -> tuple[str, str | None, int]:
+        """What a small object says, its entity tag, and its time; "" and None where there is none."""
+        try:
+            found = self.insist(key, partial(obstore.get, self.reader, key))
+        except NotFoundError:
+            return "", None, 0
+        return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether any key begins so, up to a slash at the end of `prefix`."""
+        try:
+            return self.insist(prefix, lambda: any(obstore.list(self.reader, prefix.rstrip("/"), chunk_size=1)))
+        except InvalidKeyError:
+            return True
+
+    def listed(self, prefix: str) -> Any:
+        """What lies right under a prefix: objects, and what the keys of more begin with."""
+        try:
+            return self.insist(prefix, lambda: obstore.list_with_delimiter(self.reader, prefix.rstrip("/") or None))
+        except InvalidKeyError:
+            from bootseer.places.uploads import Uploads  # its library takes a while to load
+
+            if self.scheme != "s3":
+                raise
+            found = Uploads(self.uri).listed(prefix)
+            return {kind: [one for one in found[kind] if self._is_name(one, prefix)] for kind in found}
+
+    def _is_name(self, found: Any, prefix: str) -> bool:
+        """Whether a file or folder can be called so; others are skipped, and told of once."""
+        key = found if isinstance(found, str) else found["path"]
+        name = key[len(prefix) :].removesuffix("/" if found is key else "")
+        if name.isprintable() and "/" not in name and name not in ("", ".", ".."):
+            return True
+        if key != prefix and key not in self._skipped:  # which marks a folder
+            self._skipped.add(key)
+            _LOG.warning("%s: %r is skipped: no file can be called so", self.uri, key)
+        return False
 
     @contextlib.contextmanager
     def mapping(self, name: str) -> Iterator[None]:
@@ -123,6 +217,7 @@ class Bucket:
                 f"{self.uri}: object stores do not work in the child of a fork; start a new process instead"
             )
         _Runtime.used = True
+        self._probe()
         try:
             yield
         except BootseerError:
@@ -148,7 +243,7 @@ class Bucket:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
         if "object with invalid path" in said:
-            return PermanentError(f"{said}; no file can be called so, and the server lists no others beside it")
+            return InvalidKeyError(f"{said}; no file can be called so")
         if "builder error" in said:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
@@ -159,6 +254,11 @@ class Bucket:
 def allows_http() -> bool:
     """Whether an endpoint without encryption may be used."""
     return os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+
+
+def time_ns(meta: Any) -> int:
+    """When an object was put."""
+    return int(meta["last_modified"].timestamp() * 1e9)
 
 
 def status_of(error: Exception) -> int | None:

@@ -145,7 +145,7 @@ class FolderPlace(SmallReads):
             sync(new)
             sync(old)
 
-    def delete(self, path: str, *, recursive: bool = False) -> None:
+    def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
         with self._parent(path) as (folder, name):

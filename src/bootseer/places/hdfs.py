@@ -166,7 +166,7 @@ class HdfsPlace(SmallReads):
                     raise NotFolderError(f"{self._what(target)} is not a folder") from error
                 raise IsFolderError(f"{self._what(target)} is a folder") from error
 
-    def delete(self, path: str, *, recursive: bool = False) -> None:
+    def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
         with _EXACT_ERRORS:

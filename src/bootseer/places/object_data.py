@@ -23,7 +23,16 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
-from bootseer.places.bucket import PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, OtherRangeError, status_of
+from bootseer.places.bucket import (
+    PART_BYTES,
+    PARTS_AT_ONCE,
+    WRITE_S,
+    Bucket,
+    OtherRangeError,
+    SilentError,
+    status_of,
+    time_ns,
+)
 from bootseer.places.place import ChangedError, Entry
 
 if TYPE_CHECKING:
@@ -275,11 +284,12 @@ class ObjectReads:
         wait_s = pause_s(request.num_failures, error)
         if (
             is_liar
-            or isinstance(error, ChangedError)
+            or isinstance(error, ChangedError | SilentError)
             or not isinstance(error, TransientError)
             or time.monotonic() + wait_s > request.until_s
         ):
-            request.finish(error)
+            if request.finish(error) and time.monotonic() + wait_s > request.until_s:
+                self._bucket.is_silent()
             return
         with self._lock:
             self._events["retries"] += 1
@@ -295,8 +305,8 @@ class ObjectReads:
     def _look(self, request: _Request) -> None:
         """A request had its time, or its reads have."""
         left_s = request.left_s(self._heard_s)
-        if left_s <= 0:
-            request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
+        if left_s <= 0 and request.finish(TransientError(f"{request.file.what}: the server did not answer in time")):
+            self._bucket.is_silent()
         if request.is_over or not request.num_running:
             return
         self._timer.after(left_s, partial(self._look, request))
@@ -376,11 +386,6 @@ class ObjectFile:
 
     def close(self) -> None:
         self._closed = True
-
-
-def time_ns(meta: Any) -> int:
-    """When an object was put."""
-    return int(meta["last_modified"].timestamp() * 1e9)
 
 
 def entry_of(path: str, meta: Any) -> Entry:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError, Preconditi
 from bootseer.errors import AccessError, NotFoundError, PermanentError
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
-from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of
-from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectPart, ObjectReads, entry_of, time_ns
+from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
+from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectPart, ObjectReads, entry_of
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
@@ -77,6 +77,8 @@ class _Folder:
     """Of its link; None where it has none."""
     mtime_ns: int
     """When its link was made; 0 where it has none."""
+    is_shown: bool = False
+    """Whether no file is called so, which would hide it."""
 
 
 class ObjectPlace(SmallReads):
@@ -108,18 +110,27 @@ class ObjectPlace(SmallReads):
     # Names
 
     def stat(self, path: str) -> Entry:
+        whole = join(self._root, path) if path else self._root
+        known = self._recall(whole)
+        if known is not None and known.is_shown:
+            return _folder_entry(path, known.mtime_ns)
         if path:
             with suppress(NotFoundError):
-                return entry_of(path, self._head(self._key(path)))
+                return entry_of(path, self._bucket.head(self._key(path)))
         folder = self._folder(path, is_file=False)
         if not path:
-            self._has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
+            self._bucket.has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
+            return _folder_entry(path, folder.mtime_ns)
+        with self._lock:
+            until_s, found = self._known.get(whole, (0.0, None))
+            if found is folder:  # the kernel asks for a folder after each change in it
+                self._known[whole] = (until_s, replace(folder, is_shown=True))
         return _folder_entry(path, folder.mtime_ns)
 
     def list(self, path: str) -> Iterator[Entry]:
         folder = self._folder(path)
-        found = self._listed(folder.prefix)
-        links = {name_of(link["path"]): link for link in self._listed(f"{folder.prefix}{_LINKS}/")["objects"]}
+        found = self._bucket.listed(folder.prefix)
+        links = {name_of(link["path"]): link for link in self._bucket.listed(f"{folder.prefix}{_LINKS}/")["objects"]}
         plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
         files = {name_of(one["path"]): one for one in found["objects"]}
         return iter([
@@ -131,7 +142,7 @@ class ObjectPlace(SmallReads):
     def open(self, path: str, *, deadline_s: float = 60.0) -> ObjectFile:
         key = self._key(path)
         try:
-            return ObjectFile(self._reads, key, f"{self.uri}/{path}", self._head(key))
+            return ObjectFile(self._reads, key, f"{self.uri}/{path}", self._bucket.head(key))
         except NotFoundError:
             with suppress(NotFoundError):
                 self._folder(path, is_file=False)
@@ -178,10 +189,11 @@ class ObjectPlace(SmallReads):
             self.delete(target)
         self._rename_folder(source, target)
 
-    def delete(self, path: str, *, recursive: bool = False) -> None:
+    def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
-        if not self.stat(path).is_folder:
+        if is_file or not self.stat(path).is_folder:
+            self._keep(folder_of(path))
             self._bucket.remove([self._key(path)])
             return
         folder = self._folder(path, fresh=True)
@@ -215,7 +227,7 @@ class ObjectPlace(SmallReads):
         if self._put(link, prefix.encode(), create=True) is not None:
             return
         # Another folder of this name was renamed, and its objects lie under it.
-        data, e_tag, _ = self._read_link(link)
+        data, e_tag, _ = self._bucket.read_small(link)
         if data or e_tag is None:
             if parents:
                 return
@@ -241,7 +253,7 @@ class ObjectPlace(SmallReads):
             key = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
             try:
                 self._put(key, b"")
-                now_s = self._head(key)["last_modified"].timestamp()
+                now_s = self._bucket.head(key)["last_modified"].timestamp()
                 self._bucket.remove([key])
             except AccessError:
                 return time.time()  # a caller that may not write there has no lease there
@@ -274,15 +286,14 @@ class ObjectPlace(SmallReads):
         """As `_folder`, for a path from the bucket on."""
         if not path:
             return _Folder("", "", None, 0)
-        with self._lock:
-            until_s, known = self._known.get(path, (0.0, None))
-        if known is not None and not fresh and time.monotonic() < until_s:
+        known = self._recall(path)
+        if known is not None and not fresh:
             return known
         parent, name = self._find(folder_of(path)), name_of(path)
         link, plain = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
         is_above = f"{self._root}/".startswith(f"{path}/")
         try:
-            data, e_tag, mtime_ns = self._read_link(link)
+            data, e_tag, mtime_ns = self._bucket.read_small(link)
         except AccessError:
             if not is_above:
                 raise
@@ -290,9 +301,9 @@ class ObjectPlace(SmallReads):
         if e_tag is not None and not data:
             raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
         folder = _Folder(data or plain, link, e_tag, mtime_ns)
-        if e_tag is None and not is_above and not self._has_any(plain):
+        if e_tag is None and not is_above and not self._bucket.has_any(plain):
             try:
-                is_file = is_file and bool(self._head(plain.rstrip("/")))
+                is_file = is_file and bool(self._bucket.head(plain.rstrip("/")))
             except NotFoundError:
                 is_file = False
             if is_file:
@@ -301,6 +312,12 @@ class ObjectPlace(SmallReads):
         with self._lock:
             self._known[path] = (time.monotonic() + _BELIEVED_S, folder)
         return folder
+
+    def _recall(self, path: str) -> _Folder | None:
+        """What was found a moment ago."""
+        with self._lock:
+            until_s, known = self._known.get(path, (0.0, None))
+        return known if time.monotonic() < until_s else None
 
     def _forget(self, *paths: str) -> None:
         """These folders lie elsewhere now."""
@@ -330,7 +347,7 @@ class ObjectPlace(SmallReads):
                 break
             made = self._put(new, folder.prefix.encode(), create=True)
             if made is None:
-                data, e_tag, _ = self._read_link(new)
+                data, e_tag, _ = self._bucket.read_small(new)
                 if e_tag is not None and not data:
                     made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
             if made is None:
@@ -343,6 +360,14 @@ class ObjectPlace(SmallReads):
             self._bucket.remove([new])  # another process took the folder before its link was there
             time.sleep(pause_s(number + 1))
         raise NotFoundError(f"{self._what(source)} is not there")
+
+    def _keep(self, path: str) -> None:
+        """Let a folder stay when it has nothing more: others than we make folders by what lies in them."""
+        folder = self._folder(path)
+        if path and folder.e_tag is None:
+            self._forget(path)
+            with suppress(AccessError, PermanentError):
+                self._put(folder.link, folder.prefix.encode(), create=True)
 
     def _take_away(self, folder: _Folder) -> None:
         """A folder's objects belong to another name."""
@@ -361,10 +386,10 @@ class ObjectPlace(SmallReads):
         owner, e_tag = self._read_owner(folder.prefix)
         if owner == folder.link:
             return e_tag
-        if self._read_link(owner)[0] == folder.prefix:
+        if self._bucket.read_small(owner)[0] == folder.prefix:
             return None
         claim = self._claim(folder.prefix, folder.link, e_tag)
-        if claim is not None and self._read_link(owner)[0] == folder.prefix:
+        if claim is not None and self._bucket.read_small(owner)[0] == folder.prefix:
             self._claim(folder.prefix, owner, claim)
             return None
         return claim
@@ -375,29 +400,20 @@ class ObjectPlace(SmallReads):
     def _read_owner(self, prefix: str) -> tuple[str, str]:
         """The link that owns what lies under a prefix, and the entity tag of what says so; "" where nothing does: then
         it is the link of the folder that is called so."""
-        data, e_tag, _ = self._read_link(f"{prefix}{_OWNER}")
+        data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
         return data or _plain_link(prefix), e_tag or ""
-
-    def _read_link(self, key: str) -> tuple[str, str | None, int]:
-        """What a link says, its entity tag, and its time; "" and None where there is none."""
-        try:
-            found = self._bucket.insist(key, lambda: obstore.get(self._store, key))
-        except NotFoundError:
-            return "", None, 0
-        return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
-        listed = partial(obstore.list, self._store, prefix)
-        keys = [one["path"] for one in self._bucket.insist(prefix, lambda: [one for page in listed() for one in page])]
+        keys = [one["path"] for one in self._bucket.insist(prefix, lambda: obstore.list(self._store, prefix).collect())]
         moved = []
 
         def look(key: str) -> None:
-            below = self._read_link(key)[0]
+            below = self._bucket.read_small(key)[0]
             if not below:
                 below = f"{join(folder_of(folder_of(key)), name_of(key))}/"
                 owner = self._read_owner(below)[0]
-                if not owner.startswith(prefix) and self._read_link(owner)[0] == below:
+                if not owner.startswith(prefix) and self._bucket.read_small(owner)[0] == below:
                     moved.append(below)
             elif not below.startswith(prefix) and self._owner(_Folder(below, key, "", 0)) is not None:
                 self._erase(below)
@@ -412,22 +428,6 @@ class ObjectPlace(SmallReads):
             self._put(_plain_link(prefix), b"")
         else:
             self._bucket.remove([_plain_link(prefix)])
-
-    # Requests
-
-    def _head(self, key: str) -> Any:
-        try:
-            return self._bucket.insist(key, lambda: obstore.head(self._store, key))
-        except PermanentError as error:
-            if not isinstance(error, NotFoundError):  # an answer to HEAD has no reason in it, this one does
-                self._has_any(f"{key}/")
-            raise
-
-    def _listed(self, prefix: str) -> Any:
-        return self._bucket.insist(prefix, lambda: obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None))
-
-    def _has_any(self, prefix: str) -> bool:
-        return self._bucket.insist(prefix, lambda: any(obstore.list(self._store, prefix.rstrip("/"), chunk_size=1)))
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
         """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or
@@ -456,7 +456,7 @@ class ObjectPlace(SmallReads):
             self._is_conditional = True
         found: str | None = self._bucket.insist(key, partial(put, key), WRITE_S)
         if found is None and asked.count(key) > 1:  # an answer was lost: what is there may be our own
-            there, tag, _ = self._read_link(key)
+            there, tag, _ = self._bucket.read_small(key)
             found = tag if there == data.decode("utf-8", "replace") else None
         return found
 

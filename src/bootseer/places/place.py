@@ -236,8 +236,9 @@ class Place(Protocol):
         Without `replace` nothing is: raises `TakenError`; of many callers that want a file's name, one gets it.
         """
 
-    def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty."""
+    def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
+        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty. `is_file`: it was a
+        file a moment ago, which need not be asked again."""
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
         """Make a folder. Raises `PermanentError` when the name is taken, unless `parents` and it is a folder."""

@@ -1,6 +1,5 @@
-"""Uploads in parts that killed writers have left in an S3 bucket: no listing shows them, and they are paid for.
-
-obstore neither lists nor ends them; Amazon's own botocore does, which knows all ways to log in.
+"""What obstore does not do in S3: uploads in parts that killed writers have left, which no listing shows and which are
+paid for, and lists with keys that it refuses. Amazon's own botocore does, which knows all ways to log in.
 """
 
 from __future__ import annotations
@@ -81,6 +80,20 @@ class Uploads:
         end = partial(self._client.abort_multipart_upload, **self._which, Key=upload.key, UploadId=upload.id)
         with suppress(NotFoundError):  # it has ended meanwhile
             self._call(upload.key, end)
+
+    def listed(self, prefix: str) -> dict[str, list[Any]]:
+        """As `Bucket.listed`, with the keys that obstore refuses; `prefix` from the bucket on."""
+        pages = iter(
+            self._client.get_paginator("list_objects_v2").paginate(**self._which, Prefix=prefix, Delimiter="/")
+        )
+        found: dict[str, list[Any]] = {"common_prefixes": [], "objects": []}
+        while (page := self._call(prefix, partial(next, pages, None))) is not None:
+            found["common_prefixes"] += [one["Prefix"] for one in page.get("CommonPrefixes", ())]
+            found["objects"] += [
+                {"path": one["Key"], "size": one["Size"], "e_tag": one["ETag"], "last_modified": one["LastModified"]}
+                for one in page.get("Contents", ())
+            ]
+        return found
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         from botocore.exceptions import ClientError, NoCredentialsError

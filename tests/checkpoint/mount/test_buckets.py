@@ -6,16 +6,21 @@ import errno
 import os
 import random
 import secrets
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import obstore
 import pytest
 
+from bootseer.errors import TransientError
 from bootseer.places import open_place
-from checkpoint.mounted_place import MIB, MountedPlace, number_of
+from bootseer.places.bucket import SilentError
+from bootseer.places.objects import ObjectPlace
+from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
 from fault_proxy import Fault, FaultProxy, Request
 from s3_server import S3Server, environment_for
 
@@ -136,3 +141,42 @@ def test_of_two_mounts_one_file_wins_whole_and_readers_get_that_or_an_error(moun
                 got += piece
     assert won.startswith(got)
     assert (one.target / "f").read_bytes() == _SMALL
+
+
+def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with S3Server(tmp_path) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.make_bucket("mounted")
+        mounted = MountedPlace(tmp_path, tmp_path / "mount", place=(place := open_place("s3://mounted/x")))
+        try:
+            assert isinstance(place, ObjectPlace)
+            for name in ("one", "two"):
+                (mounted.target / name).write_bytes(_SMALL)
+
+            def is_away() -> None:
+                # What each call would take its minute for.
+                with pytest.raises(TransientError):
+                    place._bucket.insist("x/one", lambda: obstore.head(place._bucket.reader, "x/one"), 2)
+                with pytest.raises(SilentError):
+                    place.stat("one")
+                assert [number_of((mounted.target / name).unlink) for name in ("one", "two")] == [errno.EIO] * 2
+                assert number_of((mounted.target / "one").read_bytes) == errno.EIO
+                assert any("the server" in line and "answer" in line for line in mounted.said)
+
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                is_away()
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            until(lambda: number_of((mounted.target / "one").stat) is None, "the server answers again")
+            assert (mounted.target / "two").read_bytes() == _SMALL
+            (mounted.target / "one").unlink()
+            assert names(mounted.target) == ["two"]
+            server.process.kill()
+            server.process.wait()
+            is_away()
+        finally:
+            mounted.close()

@@ -55,12 +55,12 @@ def test_that_a_name_was_missing_is_said_once_and_a_moment_later_only() -> None:
     clock = Clock()
     listings = Listings(clock)
     assert not listings.was_missing("f/a")
-    listings.looked_up("f/a", is_there=False)
+    listings.looked_up("f/a", None)
     assert [listings.was_missing("f/a"), listings.was_missing("f/a")] == [True, False]
-    listings.looked_up("f/a", is_there=False)
-    listings.looked_up("f/a", is_there=True)
+    listings.looked_up("f/a", None)
+    listings.looked_up("f/a", info("f/a"))
     assert not listings.was_missing("f/a")
-    listings.looked_up("f/a", is_there=False)
+    listings.looked_up("f/a", None)
     clock.now += 0.2
     assert not listings.was_missing("f/a")
 

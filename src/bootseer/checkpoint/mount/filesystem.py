@@ -70,13 +70,14 @@ class CheckpointFiles:
             node = self._nodes.at(path)
             if node is not None and node.is_live:
                 return self._acquired(path, node.info)
-            try:
-                info = self._listings.recall(path) or self._files.stat(path)
-            except NotFoundError:
+            info = self._listings.recall(path)
+            if info is None:
+                with suppress(NotFoundError):
+                    info = self._files.stat(path)
+                self._listings.looked_up(path, info)
+            if info is None:
                 self._nodes.remove(path)
-                self._listings.looked_up(path, is_there=False)
                 return None
-            self._listings.looked_up(path, is_there=True)
             return self._acquired(path, info)
 
     def _acquired(self, path: str, info: FileInfo) -> FoundNode:
@@ -288,15 +289,17 @@ class CheckpointFiles:
             node = self._nodes.at(path)
             with _changing(node) as content:
                 is_live = node is not None and node.is_live
+                seen = self._listings.was_there(path)
+                is_known = seen is not None and node is not None and content is None and is_same(seen, node.info)
                 try:
-                    self._files.remove(path)
+                    self._files.remove(path, seen.entry if seen is not None and is_known else None)
                 except NotFoundError:
                     if not is_live:
                         raise
                 if content is not None:
                     content.removed()
                 self._nodes.remove(path)
-            self._listings.forget(folder_of(path))
+            self._listings.removed(path)
 
     def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         path = self._new_child(parent, name)

@@ -26,6 +26,7 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.callers import num_writing, process_of, was_killed
 from bootseer.fuse.filesystem import Opened, Reply
 from bootseer.fuse.protocol import ROOT
+from bootseer.places.place import folder_of
 
 _FIRST = 1 << 40
 """Numbers of nodes are not smaller, the root's excepted."""
@@ -156,9 +157,9 @@ class Nodes:
 
 REMEMBERED_S = 5.0
 _MAX_FOLDERS = 64
-_MISSING_S = 0.1
-"""The kernel asks for a name that is to be created right before it creates it."""
-_MAX_MISSING = 1024
+_SEEN_S = 0.1
+"""The kernel asks for a name that is to be created or removed right before it does that."""
+_MAX_SEEN = 1024
 
 
 class Listings:
@@ -169,8 +170,8 @@ class Listings:
         self._clock = clock
         self._lock = threading.Lock()
         self._folders: OrderedDict[str, tuple[float, dict[str, FileInfo]]] = OrderedDict()
-        self._missing: dict[str, float] = {}
-        """When these paths were not there."""
+        self._seen: dict[str, tuple[float, FileInfo | None]] = {}
+        """When the place was asked for these paths, and what was there."""
         self.num_changes = 0
         """How often something has changed. To be asked before a listing begins."""
 
@@ -188,7 +189,7 @@ class Listings:
 
     def recall(self, path: str) -> FileInfo | None:
         """What the latest listing of its folder said of a path; None when there is none that is fresh."""
-        folder = path.rpartition("/")[0]
+        folder = folder_of(path)
         with self._lock:
             listed_s, by_path = self._folders.get(folder, (0.0, {}))
             if not by_path or not path:
@@ -196,6 +197,8 @@ class Listings:
             if self._clock() - listed_s > REMEMBERED_S:
                 del self._folders[folder]
                 return None
+            if path in by_path:
+                self._seen.pop(path, None)
             return by_path.get(path)
 
     def forget(self, *folders: str) -> None:
@@ -211,19 +214,32 @@ class Listings:
             self.num_changes += 1
             self._folders.clear()
 
-    def looked_up(self, path: str, *, is_there: bool) -> None:
+    def removed(self, path: str) -> None:
+        """A file is gone."""
+        with self._lock:
+            self.num_changes += 1
+            self._folders.get(folder_of(path), (0.0, {}))[1].pop(path, None)
+
+    def looked_up(self, path: str, info: FileInfo | None) -> None:
         """The place was asked for a path."""
         with self._lock:
-            self._missing.pop(path, None)
-            if not is_there:
-                if len(self._missing) >= _MAX_MISSING:
-                    self._missing.clear()
-                self._missing[path] = self._clock()
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
+            self._seen[path] = self._clock(), info
 
     def was_missing(self, path: str) -> bool:
         """Whether a path was not there when it was looked up a moment ago. Forgets that."""
+        return self._take_seen(path) == (True, None)
+
+    def was_there(self, path: str) -> FileInfo | None:
+        """What was at a path when the place was asked for it a moment ago. Forgets that."""
+        return self._take_seen(path)[1]
+
+    def _take_seen(self, path: str) -> tuple[bool, FileInfo | None]:
         with self._lock:
-            return self._clock() - self._missing.pop(path, -_MISSING_S) < _MISSING_S
+            seen_s, info = self._seen.pop(path, (-_SEEN_S, None))
+            is_fresh = self._clock() - seen_s < _SEEN_S
+        return is_fresh, info if is_fresh else None
 
 
 @dataclass(eq=False, slots=True)
