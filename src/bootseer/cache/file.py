@@ -192,11 +192,11 @@ class CachedFile:
                 self._claimed.discard(block)
                 self._live.release_claim(block)
 
-    def is_fetched(self) -> bool:
-        """Whether another process, or another `CachedFile`, holds a claim on any block."""
+    def is_fetched(self, block: int | None = None) -> bool:
+        """Whether this block is claimed; without one, whether another process or `CachedFile` has a claim on any."""
         self._check_open()
         with mapped("look at the locks of", self.entry):
-            return self._live.any_claim()
+            return block in self._claimed or self._live.any_claim(block)
 
     def mark_hot(self, blocks: Iterable[int]) -> None:
         """Remember that these blocks are in a hot set, so that they are evicted last."""

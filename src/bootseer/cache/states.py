@@ -204,9 +204,10 @@ class LiveMap:
         """Undo `try_claim`. Nothing happens when it is not locked."""
         self._lock(fcntl.F_UNLCK, block)
 
-    def any_claim(self) -> bool:
-        """Whether another open file description holds a claim on any block. Raises `OSError`."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LIVE_HEADER.size, self._num_blocks, 0)
+    def any_claim(self, block: int | None = None) -> bool:
+        """Whether another open file description holds a claim on a block, or on any. Raises `OSError`."""
+        first, count = (0, self._num_blocks) if block is None else (block, 1)
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LIVE_HEADER.size + first, count, 0)
         return bool(_FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
     def _lock(self, kind: int, block: int) -> None:

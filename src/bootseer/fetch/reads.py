@@ -319,15 +319,14 @@ class Reads:
     def _look_at(self, key: Key) -> None:
         """Check whether a block that another process has claimed is cached, or its claim released."""
         file = self._files[key[0]]
-        is_free = file.is_free(key[1])
-        is_here = not is_free and file.cached.ready(key[1])
+        is_here = file.is_here(key[1])
         now = time.monotonic()
         complete: list[PendingRead] = []
         with self._lock:
             if is_here:
                 complete = self._from_other(key, now)
-            elif is_free or not self._scheduler.in_flight(*key) or self._foreign.overdue(key, now):
-                if not is_free and self._scheduler.in_flight(*key):
+            elif is_here is None or not self._scheduler.in_flight(*key) or self._foreign.overdue(key, now):
+                if is_here is False and self._scheduler.in_flight(*key):
                     _LOG.info("another process has claimed block %d for too long: it is fetched here too", key[1])
                     self._distrusted.add(key)
                 self._foreign.forget(key)

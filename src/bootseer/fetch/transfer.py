@@ -142,15 +142,13 @@ class File:
         """The origin of a request."""
         return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
-    def is_free(self, block: int) -> bool:
-        """Whether the block is missing and no process fetches it."""
+    def is_here(self, block: int) -> bool | None:
+        """Whether the block is here; None where nobody fetches it either. Asked some hundred times a second: nothing is
+        claimed for it."""
         try:
-            if self.cached.claim(block):
-                self.cached.release(block)  # the request for it claims it for itself
-                return True
+            return self.cached.ready(block) or (False if self.cached.is_fetched(block) else None)
         except BootseerError:
-            return True
-        return False
+            return None  # and a block that came between both questions is found by the request for it
 
     def assembled(self, offset: int, length: int, held: Mapping[int, bytes]) -> Buffer:
         """A range of the file, from blocks at hand and from the cache. Raises `MissingBlocks`."""
