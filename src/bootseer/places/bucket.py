@@ -31,8 +31,10 @@ T = TypeVar("T")
 
 PART_BYTES = 8 * 1024 * 1024
 """Size of a part of a multipart upload, and up to which an object is put in one request."""
+MAX_PARTS = 10_000
+"""Of one upload."""
 MAX_COPY_BYTES = {"s3": 5 * 1024**3}
-"""What the server copies in one request, by scheme; the only way to give an object another name."""
+"""What the server copies in one request, by scheme."""
 CALL_S = 60.0
 WRITE_S = 300.0
 """For one part, and for the copy of a large object."""

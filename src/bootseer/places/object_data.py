@@ -24,6 +24,7 @@ from bootseer.io.executor import Executor
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import (
+    MAX_PARTS,
     PART_BYTES,
     PARTS_AT_ONCE,
     WRITE_S,
@@ -51,6 +52,7 @@ _MOST_BYTES = 8 << 20
 _MAX_LIES = 5
 """A server that sends other bytes than it is asked for is not asked more often."""
 FILE_MODE = 0o644
+_MAX_OBJECT_BYTES = 5 << 40
 _MAX_AHEAD = 2
 """Pieces of a part that wait for being sent."""
 
@@ -399,8 +401,10 @@ class ObjectPart:
 
     nodes: tuple[str, ...] = ()
 
-    def __init__(self, bucket: Bucket, path: str, key: str) -> None:
+    def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
         self.path = path
+        # The server takes so many parts; where nobody knows how much will come, those of the usual size.
+        self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
         self._key = key
         self._buffer = bytearray()
@@ -412,12 +416,12 @@ class ObjectPart:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._buffer += data
-        while len(self._buffer) > PART_BYTES:
+        while len(self._buffer) > self._part_bytes:
             if not self._is_sending:
                 _uploads.submit(self._send)
                 self._is_sending = True
-            self._give(bytes(memoryview(self._buffer)[:PART_BYTES]))
-            del self._buffer[:PART_BYTES]
+            self._give(bytes(memoryview(self._buffer)[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
 
     def _give(self, piece: bytes | None) -> None:
         until_s = time.monotonic() + WRITE_S
@@ -445,7 +449,7 @@ class ObjectPart:
         try:
             with self._bucket.mapping(self.path):
                 obstore.put(
-                    self._bucket.writer, self._key, pieces(), use_multipart=True, chunk_size=PART_BYTES,
+                    self._bucket.writer, self._key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
                     max_concurrency=PARTS_AT_ONCE,
                 )  # fmt: skip
             self._outcome.put(None)

@@ -48,6 +48,7 @@ from bootseer.places.place import (
     name_of,
     names_of,
 )
+from bootseer.places.uploads import Uploads
 
 _LINKS = f"{TEMPORARY}links"
 _OWNER = f"{TEMPORARY}owner"
@@ -166,7 +167,7 @@ class ObjectPlace(SmallReads):
         """See `Place.begin_parts`. A part begins to exist when it ends."""
         for folder in {folder_of(path) for path in paths}:
             self.make_folder(folder, parents=True)
-        return [ObjectPart(self._bucket, path, self._key(path)) for path in paths]
+        return [ObjectPart(self._bucket, path, self._key(path), part_bytes) for path in paths]
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         entry = self.stat(source)
@@ -474,9 +475,9 @@ class ObjectPlace(SmallReads):
             data = self.read_bytes(source, _SMALL_BYTES)
             if self._put(new, data, create=not replace) is None:
                 raise TakenError(f"{self._what(target)} is there already")
+        elif entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
+            Uploads(self._bucket.uri).copy(key, new, entry.size_bytes, entry.version.rpartition("-")[0])
         else:
-            if entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
-                raise PermanentError(f"{self._what(source)} is larger than what the server copies: stripe it")
             self._bucket.insist(key, lambda: obstore.copy(self._store, key, new), WRITE_S)
         self._bucket.remove([key])
 

@@ -1,5 +1,6 @@
 """What obstore does not do in S3: uploads in parts that killed writers have left, which no listing shows and which are
-paid for, and lists with keys that it refuses. Amazon's own botocore does, which knows all ways to log in.
+paid for, lists with keys that it refuses, and copies in parts. Amazon's own botocore does these, and knows all
+ways to log in.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from functools import partial
 from typing import Any, Final
 
 from bootseer.errors import AccessError, NotFoundError, UsageError
-from bootseer.places.bucket import LOGIN, Bucket, allows_http
+from bootseer.io.tasks import Tasks
+from bootseer.places.bucket import LOGIN, MAX_PARTS, Bucket, allows_http
 
 _TIMEOUT_S: Final = 10
 _TRIES: Final = 8
+_COPY_BYTES = 128 << 20
+_COPIES_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,26 @@ class Uploads:
                 for one in page.get("Contents", ())
             ]
         return found
+
+    def copy(self, key: str, new: str, size_bytes: int, e_tag: str) -> None:
+        """Copy an object that is larger than what one request copies, if it is still this one."""
+        made = self._call(new, partial(self._client.create_multipart_upload, **self._which, Key=new))
+        each: dict[str, Any] = {**self._which, "Key": new, "UploadId": made["UploadId"]}
+        source = {"CopySource": {**self._which, "Key": key}, "CopySourceIfMatch": e_tag}
+        length = max(_COPY_BYTES, -(-size_bytes // MAX_PARTS))
+
+        def one(start: int) -> dict[str, Any]:
+            number, bytes_ = start // length + 1, f"bytes={start}-{min(start + length, size_bytes) - 1}"
+            ask = partial(self._client.upload_part_copy, **each, **source, PartNumber=number, CopySourceRange=bytes_)
+            return {"ETag": self._call(key, ask)["CopyPartResult"]["ETag"], "PartNumber": number}
+
+        try:
+            with Tasks("bootseer-copies", _COPIES_AT_ONCE) as threads:
+                parts = list(threads.map(one, range(0, size_bytes, length)))
+            self._call(new, partial(self._client.complete_multipart_upload, **each, MultipartUpload={"Parts": parts}))
+        except BaseException:
+            self.end(Upload(new, made["UploadId"], 0.0))
+            raise
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         from botocore.exceptions import ClientError, NoCredentialsError
