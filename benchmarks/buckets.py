@@ -159,6 +159,12 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Any]:
                         f"bootseer / the link of {_MBIT} Mbit/s",
                         median(rates[f"bootseer, {_MBIT} Mbit/s"]) / (_MBIT * 1e6 / 8 / MIB), 0.95, "x", at_least=True,
                     ),
+                    Must(
+                        f"bootseer / plain, {_MBIT} Mbit/s",
+                        median(a / b for a, b in zip(rates[f"bootseer, {_MBIT} Mbit/s"],
+                                                     rates[f"plain, {_MBIT} Mbit/s"], strict=True)),
+                        0.95, "x", at_least=True,
+                    ),
                     *(
                         Must(
                             f"bootseer / {other}, no limit",
@@ -171,7 +177,8 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Any]:
                 ],
                 details={"cpu_s": {name: median(values) for name, values in cpus.items()}, "cores": os.cpu_count()},
                 method="arms take turns and swap their order every round; each is a process that is connected before "
-                "its clock begins; payload against the link's rate, of which headers take 4 %",
+                "its clock begins; payload against the link's rate, of which headers take 4.4 % (1,448 of 1,514 bytes "
+                "are payload), and against one plain request",
             )  # fmt: skip
 
 
