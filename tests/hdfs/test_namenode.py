@@ -209,6 +209,18 @@ def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None
         assert standby.asked.count("getServerDefaults") == 1
 
 
+def test_one_that_hangs_after_an_answer_is_not_asked_twice(peer: FakeNameNode) -> None:
+    with FakeNameNode() as hung:
+        hung.answers["getBlockLocations"] = answer
+        namenode = asked(hung.port, peer.port, call_timeout_s=1.0)
+        namenode.locate("/f")
+        hung.spoil = "silent"
+        assert namenode.locate("/f").size_bytes == MIB
+        namenode.close()
+    assert hung.num_connections == 1
+    assert peer.asked.count("getBlockLocations") == 1
+
+
 def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
     with FakeNameNode("silent") as hung:
         namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=1.0)

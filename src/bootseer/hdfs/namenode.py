@@ -243,9 +243,13 @@ class NameNode:
         try:
             idle = self._take(number)
             if idle is not None:
-                # A restarted server has closed what lay idle here: that says nothing of it.
-                with contextlib.suppress(TransientError):
+                # A restarted server has closed what lay idle here: that says nothing of it. One that does not answer is
+                # not asked twice: shut out by its journal, it calls done what its successor does not know.
+                try:
                     return self._ask_over(idle, number, method, request, call, until)
+                except TransientError as error:
+                    if isinstance(error.__cause__, TimeoutError | BlockingIOError) and len(self.cluster.namenodes) > 1:
+                        raise
             return self._ask_over(self._connect(number, until), number, method, request, call, until)
         finally:
             free.release()

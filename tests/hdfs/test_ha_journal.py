@@ -1,0 +1,78 @@
+"""Two NameNodes whose edits three JournalNodes keep (QJM), as in most clusters: the active one dies, or is replaced
+while it lives, with a JournalNode gone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+import hadoop
+from hdfs_cluster import needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings
+from hdfs.ha_pair import DATA, Busy, HaPair
+from hdfs.whole_files import read_all
+from registry import free_port
+
+pytestmark = [*needs_hdfs, pytest.mark.slow]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """The address of the edits, and the three JournalNodes that keep them."""
+    ports = [free_port() for _ in range(3)]
+    uri = f"qjournal://{';'.join(f'127.0.0.1:{port}' for port in ports)}/{HaPair.service}"
+    with ExitStack() as stack:
+        started = []
+        for number, port in enumerate(ports):
+            conf = tmp_path / f"journal{number}"
+            # Its web server wants this folder, which is found as classes are.
+            (conf / "webapps" / "journal").mkdir(parents=True)
+            settings = {
+                "dfs.journalnode.edits.dir": str(conf / "edits"),
+                "dfs.journalnode.rpc-address": f"127.0.0.1:{port}",
+                "dfs.journalnode.http-address": f"127.0.0.1:{free_port()}",
+                "dfs.namenode.shared.edits.dir": uri,
+            }
+            hadoop.write_conf(conf, {"hdfs-site.xml": settings})
+            with (conf / "log").open("wb") as log:
+                command = ["setpriv", "--pdeathsig", "KILL", *hadoop.tool(conf, "hdfs.qjournal.server.JournalNode")]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        yield uri, started
+
+
+def test_nothing_is_lost_or_wrong_when_the_active_one_is_killed_or_replaced(
+    journal: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    uri, nodes = journal
+    with (
+        HaPair(tmp_path, settings={"dfs.namenode.shared.edits.dir": uri}) as pair,
+        closing(HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))) as client,
+    ):
+        client.make_folder("/tests", parents=True)
+        with Busy(client, "/tests") as busy:
+            for journal_dies in (False, True):
+                killed = pair.active
+                if journal_dies:
+                    nodes[0].kill()
+                pair.kill(killed)
+                pair.activate(1 - killed)
+                busy.wait(2)
+                pair.restart(killed)
+            # The old one still holds itself for active; the journal takes nothing more from it, and it ends.
+            replaced = pair.active
+            pair.activate(1 - replaced)
+            busy.wait(2)
+        for number in range(busy.rounds):
+            assert read_all(client, f"/tests/{number}.small") == DATA[:1000]
+            assert read_all(client, f"/tests/{number}.renamed") == DATA
