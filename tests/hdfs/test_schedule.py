@@ -392,7 +392,7 @@ def test_a_node_that_was_silent_until_its_read_was_called_off_is_left_alone() ->
     played.claim(run, 100)
     played.now_s = 1.0
     assert played.schedule.delay_s(played.source, 0, 100, played.now_s) < inf
-    played.schedule.call_off(ticket, called_off(), played.now_s)
+    played.schedule.cancel(ticket, called_off(), played.now_s)
     assert run.stopped, "its memory would be held for as long as the node hangs"
     played.finish(run, DataNodeError("stopped"))
     assert played.ended == [ticket]
@@ -411,7 +411,7 @@ def test_a_node_that_serves_is_not_to_blame_for_what_is_called_off() -> None:
     played.now_s = 2.0
     played.receive(run)
     played.claim(run, 50)
-    played.schedule.call_off(ticket, called_off(), played.now_s)
+    played.schedule.cancel(ticket, called_off(), played.now_s)
     assert not run.stopped
     assert not played.schedule.choice.is_open("a:1")
     played.receive(run)

@@ -232,7 +232,7 @@ class Ticket:
 
     def cancel(self) -> None:
         with self._links.locked() as schedule:
-            schedule.call_off(self._asked, PermanentError("called off"), self._links.now_s)
+            schedule.cancel(self._asked, PermanentError("called off"), self._links.now_s)
 
     def hurry(self) -> None:
         with self._links.locked() as schedule:

@@ -71,9 +71,9 @@ def default_authority(uri: str) -> str:
         raise UsageError("fs.defaultFS has a user or password, which does not belong into an address",
                          hint="set HADOOP_USER_NAME")  # fmt: skip
     if scheme != "hdfs" or not authority:
-        why = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"
+        reason = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"
         raise UsageError(
-            f"{uri} names no file system: {why}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
+            f"{uri} names no file system: {reason}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
         )
     return authority
 
@@ -91,10 +91,10 @@ def behind_mount_table(uri: str) -> str:
     settings = _settings(_conf_dir())
     kind, _, named = settings.get("fs.defaultFS", "").partition("://")
     table = table or (named.partition("/")[0] if kind == "viewfs" else "")
-    front = f"fs.viewfs.mounttable.{table or 'default'}."
-    links = {key.removeprefix(front): value for key, value in settings.items() if key.startswith(front)}
+    prefix = f"fs.viewfs.mounttable.{table or 'default'}."
+    links = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     if foreign := sorted(key for key in links if key.startswith(("linkMergeSlash", "linkNfly", "linkRegex"))):
-        raise UsageError(f"{front}{foreign[0]} is a link of a kind that BootSeer does not follow",
+        raise UsageError(f"{prefix}{foreign[0]} is a link of a kind that BootSeer does not follow",
                          hint="give the hdfs:// address behind it")  # fmt: skip
     names = [name for name in path.split("/") if name]
     for number in range(len(names), -1, -1):
@@ -103,7 +103,7 @@ def behind_mount_table(uri: str) -> str:
             continue
         return "/".join([target.rstrip("/"), *names[number:]])
     raise UsageError(f"no link of the mount table {table or 'default'} covers {uri}",
-                     hint=f"see {front}link.* in core-site.xml (HADOOP_CONF_DIR)")  # fmt: skip
+                     hint=f"see {prefix}link.* in core-site.xml (HADOOP_CONF_DIR)")  # fmt: skip
 
 
 def _conf_dir() -> str | None:

@@ -166,11 +166,11 @@ class BlockWriter:
         del self._answers[:at]
         try:
             answer = Message(reply)
-            status, bad, said = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
+            status, bad, message = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
         except MalformedError as error:
             raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
         if status != _SUCCESS or bad:
-            raise PipelineError(said or f"{bad or self._nodes[0].host_port}: status {status}", self._failed(bad))
+            raise PipelineError(message or f"{bad or self._nodes[0].host_port}: status {status}", self._failed(bad))
 
     def _failed(self, bad: str) -> str:
         """The node that another one complains of; the first when it says nothing of others."""
@@ -228,10 +228,10 @@ class BlockWriter:
         question = field(1, field(1, base) + field(2, self._holder)) + field(2, 0) + field(3, 1)
         for node in self._nodes:
             try:
-                with socket.create_connection(self._address(node), timeout=_PROBE_S) as asked:
-                    asked.sendall(_READ_BLOCK + delimited(question))
+                with socket.create_connection(self._address(node), timeout=_PROBE_S) as probe:
+                    probe.sendall(_READ_BLOCK + delimited(question))
                     # Whatever it says of a block that is being written.
-                    asked.recv(1)
+                    probe.recv(1)
             except OSError:
                 return node.host_port
         return ""
@@ -405,5 +405,5 @@ def begin_block(
             failures += 1
             lease.abandon(new.block)
             if failures == MAX_FAILURES:
-                said = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode takes it: {error}"
-                raise TransientError(said) from error
+                message = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode takes it: {error}"
+                raise TransientError(message) from error

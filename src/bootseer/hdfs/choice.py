@@ -209,7 +209,7 @@ class NodeQueues:
             queue = self.queue(node)
             queue.add(piece, first=first)
             self._waiting[queue] = None
-            self.poke(queue)
+            self.notify(queue)
 
     def queue(self, node: Node) -> NodeQueue:
         queue = self.by_node.get(node.host_port)
@@ -243,7 +243,7 @@ class NodeQueues:
                 return queue, pieces
         return None
 
-    def poke(self, queue: NodeQueue) -> None:
+    def notify(self, queue: NodeQueue) -> None:
         """It may have become possible to serve this queue."""
         if not queue.is_ready and self._has_room(queue):
             queue.is_ready = True
@@ -252,7 +252,7 @@ class NodeQueues:
     def poke_all(self) -> None:
         """Look at all queues again: what a slow DataNode has left to a fast one may be for it after all."""
         for queue in self._waiting:
-            self.poke(queue)
+            self.notify(queue)
 
     def is_full(self, queue: NodeQueue) -> bool:
         """Whether as many threads talk to this DataNode as may: one, when it hangs, so that many of them leave some."""

@@ -289,12 +289,12 @@ class HdfsClient:
             self._defaults = ask_defaults(self._namenode)
         return self._defaults
 
-    def _ask(self, ask: Callable[[Names | NativeNames], T]) -> T:
+    def _ask(self, function: Callable[[Names | NativeNames], T]) -> T:
         try:
-            return ask(self._names)
+            return function(self._names)
         except UnsupportedError as error:
             self._fall_back("/", error)
-            return ask(self._native_names)
+            return function(self._native_names)
 
     def _fall_back(self, path: str, error: UnsupportedError) -> None:
         """Before hdfs-native is asked, which takes its time where nothing answers."""

@@ -392,8 +392,8 @@ def _parse_answer(data: bytes) -> tuple[int, int, int]:
     answer = Message(data)
     status = answer.number(1)
     if status != _SUCCESS:
-        said = answer.text(5, "").partition("\n")[0][:200]
-        raise RefusedError(said or f"it answers with status {status}", token=status == _TOKEN)
+        message = answer.text(5, "").partition("\n")[0][:200]
+        raise RefusedError(message or f"it answers with status {status}", token=status == _TOKEN)
     info = answer.message(4)
     kind, chunk_bytes = map(info.message(1).number, (1, 2))
     if kind not in checksums.KINDS or not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:

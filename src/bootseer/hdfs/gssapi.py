@@ -39,13 +39,15 @@ _HINTS: Final[tuple[tuple[str, str, type[BootseerError]], ...]] = (
 """What MIT Kerberos says has no numbers that survive its layers of errors."""
 
 
-def login_error(peer: str, said: str) -> BootseerError:
+def login_error(peer: str, reason: str) -> BootseerError:
     """The error for what Kerberos said when it refused a login, with what helps."""
-    low = said.lower()
+    low = reason.lower()
     for part, hint, kind in _HINTS:
         if part in low:
-            return kind(f"{peer}: Kerberos: {said}; {hint}")
-    return AccessError(f"{peer}: Kerberos: {said}; is there a ticket (klist, kinit; $KRB5CCNAME, $KRB5_CLIENT_KTNAME)?")
+            return kind(f"{peer}: Kerberos: {reason}; {hint}")
+    return AccessError(
+        f"{peer}: Kerberos: {reason}; is there a ticket (klist, kinit; $KRB5CCNAME, $KRB5_CLIENT_KTNAME)?"
+    )
 
 
 class _Buffer(ctypes.Structure):

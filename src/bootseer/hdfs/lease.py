@@ -198,10 +198,12 @@ class Lease:
         shown = [f"{node} {format_bytes(rooms[node])}" for node in sorted(rooms, key=rooms.__getitem__, reverse=True)]
         more = [f"{len(shown) - _MAX_SHOWN} others less"] if len(shown) > _MAX_SHOWN else []
         where = ", ".join(shown[:_MAX_SHOWN] + more) if rooms else f"{format_bytes(most)} on each DataNode"
-        said = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
+        message = (
+            f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
+        )
         if most < self._block_size:
-            return NoRoomError(f"{said}; free: {where}")
-        short = NoNodesError(f"{said} beside those that are being written; free: {where}")
+            return NoRoomError(f"{message}; free: {where}")
+        short = NoNodesError(f"{message} beside those that are being written; free: {where}")
         short.is_short = True
         return short
 
@@ -248,7 +250,7 @@ class Lease:
         try:
             return self._ask("create", request)
         except TakenError as error:
-            if not any(said in str(error) for said in _OWN_ALREADY):
+            if not any(text in str(error) for text in _OWN_ALREADY):
                 raise
             # No other writer has this holder's name: an answer was lost on the way, and the question asked again.
             return self._ask("getFileInfo", field(1, self.path))
@@ -273,7 +275,7 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
     """What an answer of the NameNode means for a writer; None for nothing special."""
     if not isinstance(cause, RemoteError):
         return None
-    if any(said in str(cause) for said in _NO_NODES):
+    if any(text in str(cause) for text in _NO_NODES):
         return NoNodesError
     if cause.kind == "NotReplicatedYetException":
         return _NotReportedError

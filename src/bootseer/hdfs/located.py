@@ -96,9 +96,9 @@ class LocatedFile:
             return False
         # Another generation of a finished block means that it was changed.
         return all(
-            (mine.start, mine.pool, mine.id, mine.generation, mine.length)
-            == (theirs.start, theirs.pool, theirs.id, theirs.generation, theirs.length)
-            for mine, theirs in zip(self.blocks, other.blocks, strict=False)
+            (own.start, own.pool, own.id, own.generation, own.length)
+            == (other_block.start, other_block.pool, other_block.id, other_block.generation, other_block.length)
+            for own, other_block in zip(self.blocks, other.blocks, strict=False)
         )
 
 

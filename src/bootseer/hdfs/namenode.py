@@ -206,14 +206,16 @@ class NameNode:
 
     def _problem(self, path: str, failed: Mapping[int, Exception]) -> BootseerError:
         """What to say of a time in which these NameNodes have failed, each by its number."""
-        said, what = [], "answers"
+        problems, state = [], "answers"
         for number, error in failed.items():
             text = str(error)
             if isinstance(error, RemoteError):  # which does not say whose it is
-                what = "is active"
+                state = "is active"
                 text = f"{':'.join(map(str, self.cluster.namenodes[number]))}: {_NOISE.sub('', text)}"
-            said.append(text)
-        return TransientError(f"{self._named(path)}: no NameNode {what}: {'; '.join(said) or 'none was asked in time'}")
+            problems.append(text)
+        return TransientError(
+            f"{self._named(path)}: no NameNode {state}: {'; '.join(problems) or 'none was asked in time'}"
+        )
 
     def check_there(self, path: str) -> None:
         """Raise `UnreachableError` when no server is at any of the addresses; for callers that use another client."""
@@ -347,20 +349,20 @@ class NameNode:
         connection.close()
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
-        said = f"{self._named(path)}: {error}"
+        message = f"{self._named(path)}: {error}"
         if error.kind == "FileNotFoundException":
-            return NotFoundError(said if "not a file" in str(error) else f"{self._named(path)} is not there")
+            return NotFoundError(message if "not a file" in str(error) else f"{self._named(path)} is not there")
         if "(is not a directory)" in str(error) and error.kind == "AccessControlException":
             # Nothing lies below a file; HDFS calls the question a lack of rights.
             return NotFoundError(f"{self._named(path)} is not there")
         if error.kind in ("AccessControlException", "AuthorizationException"):
-            return AccessError(said)
+            return AccessError(message)
         if error.kind in ("UnresolvedPathException", "RpcNoSuchMethodException"):
-            return PermanentError(said)
+            return PermanentError(message)
         # What these mean stands in the class or in the text, which the caller may want to show too.
         whole = f"{error.kind}: {error}"
         kind = kind_of_error(whole)
-        return TransientError(said) if kind is None else kind(f"{self._named(path)}: {whole}")
+        return TransientError(message) if kind is None else kind(f"{self._named(path)}: {whole}")
 
 
 _UNCHANGED: Final = -1
@@ -412,8 +414,8 @@ class Names:
         self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        told = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
-        self._ask("setOwner", field(1, path) + told, path)
+        fields = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
+        self._ask("setOwner", field(1, path) + fields, path)
 
     def set_mtime(self, path: str, mtime_ms: int) -> None:
         self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)

@@ -86,14 +86,14 @@ class Native:
         self._client: Client | None = None
         after_fork(self.forget_client)
 
-    def call(self, what: str, ask: Callable[[Client], T], timeout_s: float | None = None) -> T:
+    def call(self, what: str, function: Callable[[Client], T], timeout_s: float | None = None) -> T:
         """What `ask` returns, within a time (by default `call_s`), its errors mapped; `what` it is about."""
         with mapping(what):
-            return within(timeout_s or self.settings.call_s, what, lambda: ask(self.client()))
+            return within(timeout_s or self.settings.call_s, what, lambda: function(self.client()))
 
-    def stream(self, what: str, ask: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
+    def stream(self, what: str, function: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
         """What `ask` yields, each of it within `call_s`, its errors mapped."""
-        items = stream_within(self.settings.call_s, what, lambda: ask(self.client()), each=True)
+        items = stream_within(self.settings.call_s, what, lambda: function(self.client()), each=True)
         with mapping(what), contextlib.closing(items):
             yield from items
 
@@ -128,10 +128,10 @@ def wait_until_own() -> None:
     time.sleep(max(0.0, _kept.foreign_until_s - time.monotonic()))
 
 
-def never_destroy(thing: object) -> None:
+def never_destroy(value: object) -> None:
     """Keep an object of the library for ever: in the child of a fork its destructor would wait for the parent's
     threads."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextlib.contextmanager
@@ -162,17 +162,17 @@ def mapped(error: BaseException, what: str) -> BootseerError:
     elif "RPC listener disconnected" in first:
         first = "the NameNode ends the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
     first = first[:300]
-    said = f"{what}: {first}"
+    message = f"{what}: {first}"
     if isinstance(error, FileNotFoundError) or ("(is not a directory)" in text and "AccessControlException" in text):
         # Some answers are the bare path. Nothing lies below a file; HDFS calls the question a lack of rights.
-        return NotFoundError(said if " " in first else f"{what} is not there")
+        return NotFoundError(message if " " in first else f"{what} is not there")
     kind = kind_of_error(text)
     if kind is not None:
-        return kind(said)
+        return kind(message)
     if "No NameNode hosts found" in text:
         hint = "name host and port, or set HADOOP_CONF_DIR to where the service's NameNodes are named"
         return UsageError(f"{what}: no NameNode is known for this address", hint=hint)
-    return TransientError(said)
+    return TransientError(message)
 
 
 class _Kept:
@@ -233,12 +233,12 @@ class NativeNames:
         summary = self._call(path, lambda client: client.get_content_summary(path))
         return summary.space_quota, summary.space_consumed
 
-    def _call(self, path: str, ask: Callable[[Client], T]) -> T:
+    def _call(self, path: str, function: Callable[[Client], T]) -> T:
         """An answer about a name, within the time for one question, waiting for a NameNode that has just started."""
         until = time.monotonic() + self._native.settings.call_s
         while True:
             try:
-                return self._native.call(f"{self._native.uri}{path}", ask, max(until - time.monotonic(), _AGAIN_S))
+                return self._native.call(f"{self._native.uri}{path}", function, max(until - time.monotonic(), _AGAIN_S))
             except NotYetError:
                 if time.monotonic() + _AGAIN_S >= until:
                     raise

@@ -205,11 +205,11 @@ class Apart:
     def _wait_for_busy(self, lease: Lease, error: NoNodesError, until: float | None) -> float:
         """Wait a moment for nodes that the NameNode did not choose: at most until what is returned."""
         if until is None:
-            why = lease.explained(error)
-            if isinstance(why, NoRoomError):
-                raise why from error
+            reason = lease.explained(error)
+            if isinstance(reason, NoRoomError):
+                raise reason from error
             # Those that are nearly full are not waited for.
-            until = time.monotonic() + (BUSY_S if why is error else 0.0)
+            until = time.monotonic() + (BUSY_S if reason is error else 0.0)
         # Siblings may draw meanwhile, and end: then the node of one is free.
         self._change.wait(min(_BUSY_PAUSE_S, max(until - time.monotonic(), 0.0)))
         if time.monotonic() >= until:

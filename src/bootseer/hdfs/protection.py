@@ -175,11 +175,11 @@ class Protection:
         status = answer.number(1)
         if not status:
             return answer
-        said = answer.text(3, "").partition("\n")[0][:200] or f"status {status}"
+        message = answer.text(3, "").partition("\n")[0][:200] or f"status {status}"
         with self._lock:
             self._key = None
         # Mostly a key or a token that is over: the NameNode gives new ones.
-        raise RefusedError(f"the login failed: {said}", token=True)
+        raise RefusedError(f"the login failed: {message}", token=True)
 
 
 def _message(payload: bytes, offer: bytes = b"") -> bytes:

@@ -142,7 +142,7 @@ class ReadTicket:
         with self._serving.schedule() as schedule:
             ticket = self._ticket
             error = PermanentError(f"{ticket.source.named}: {_CALLED_OFF}")
-            schedule.call_off(ticket, error, time.monotonic())
+            schedule.cancel(ticket, error, time.monotonic())
 
     def hurry(self) -> None:
         with self._serving.schedule() as schedule:

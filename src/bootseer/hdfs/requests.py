@@ -186,26 +186,26 @@ class Piece:
         return (self.block.id, self.offset, self.ticket.check, self.strict)
 
 
-def hopeless(piece: Piece) -> BootseerError:
+def read_error(piece: Piece) -> BootseerError:
     """Why no DataNode has given a piece."""
-    said = "; ".join(f"{node}: {reason}" for node, reason in sorted(piece.reasons.items()))
-    where = f"{piece.ticket.source.named}: {piece.block}"
+    reasons = "; ".join(f"{node}: {reason}" for node, reason in sorted(piece.reasons.items()))
+    subject = f"{piece.ticket.source.named}: {piece.block}"
     if piece.reasons and piece.wrong == piece.reasons.keys():
-        return CorruptError(f"{where} has wrong bytes on every DataNode that has it: {said}")
-    return TransientError(f"{where} cannot be read: {said or 'no DataNode has it'}")
+        return CorruptError(f"{subject} has wrong bytes on every DataNode that has it: {reasons}")
+    return TransientError(f"{subject} cannot be read: {reasons or 'no DataNode has it'}")
 
 
 def overrun(ticket: Ticket) -> TransientError:
     """That a ticket has not ended in time."""
     missing = next(piece for piece in ticket.pieces if piece.state is not State.ENDED)
     nodes = [node.host_port for node in missing.block.nodes]
-    lies = f"; its only copy is on {nodes[0]}" if len(nodes) == 1 else f" from {', '.join(nodes) or 'any DataNode'}"
-    said = [f"{node}: {reason}" for node, reason in sorted(missing.reasons.items())]
+    source = f"; its only copy is on {nodes[0]}" if len(nodes) == 1 else f" from {', '.join(nodes) or 'any DataNode'}"
+    reasons = [f"{node}: {reason}" for node, reason in sorted(missing.reasons.items())]
     if missing.run is not None:
-        said.append(f"{missing.run.queue.name} has sent {missing.run.received} of {missing.run.length} bytes")
+        reasons.append(f"{missing.run.queue.name} has sent {missing.run.received} of {missing.run.length} bytes")
     return TransientError(
-        f"{ticket.source.named}: {missing.block} was not read within {ticket.deadline_s:.1f} s{lies}"
-        f" ({'; '.join(said) or 'it was not asked yet: others are read before'})"
+        f"{ticket.source.named}: {missing.block} was not read within {ticket.deadline_s:.1f} s{source}"
+        f" ({'; '.join(reasons) or 'it was not asked yet: others are read before'})"
     )
 
 

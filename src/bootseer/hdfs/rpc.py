@@ -98,13 +98,13 @@ class Login:
     def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
         """One of what the server offers (`SaslAuth`), and the login by it. Raises `UnsupportedError`, `AccessError`."""
         for offer in offers:
-            way = offer.text(1), offer.text(2)
+            mechanism = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
-            if way == ("TOKEN", "DIGEST-MD5") and self._token is not None:
+            if mechanism == ("TOKEN", "DIGEST-MD5") and self._token is not None:
                 if PRIVACY in self._protections and not has_ciphers():
                     raise UnsupportedError(f"{peer} may encrypt, which needs the Python package cryptography")
                 return offer, self._token.login(f"{service}/{host}", self._protections)
-            if way == ("KERBEROS", "GSSAPI"):
+            if mechanism == ("KERBEROS", "GSSAPI"):
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)
         names = ", ".join(offer.text(1) for offer in offers)
         raise UnsupportedError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
@@ -115,12 +115,12 @@ class Login:
         name, _, realm = wanted.partition("@")
         if "/" not in name and not self._pattern:
             return f"{service}@{host}"
-        said = f"{service}/{host}"
-        if not (fnmatch.fnmatchcase(said, name) if self._pattern else said == name.replace("/_HOST", f"/{host}")):
+        spn = f"{service}/{host}"
+        if not (fnmatch.fnmatchcase(spn, name) if self._pattern else spn == name.replace("/_HOST", f"/{host}")):
             raise AccessError(
-                f"{peer} calls itself {said}, not {wanted}; check dfs.namenode.kerberos.principal (and its .pattern)"
+                f"{peer} calls itself {spn}, not {wanted}; check dfs.namenode.kerberos.principal (and its .pattern)"
             )
-        return f"{said}@{realm}" if realm and "*" not in realm else f"{service}@{host}"
+        return f"{spn}@{realm}" if realm and "*" not in realm else f"{service}@{host}"
 
 
 class RpcConnection:
@@ -191,18 +191,18 @@ class RpcConnection:
             raise MalformedError(f"an answer of {length} bytes")
         answer = self._receive(length)
         header_bytes, at = read_delimited(answer, 0)
-        said = Message(header_bytes)
+        header = Message(header_bytes)
         self._has_answered = True
-        if said.number(2) != _SUCCESS:
-            self._raise(said)
-        return said, answer, at
+        if header.number(2) != _SUCCESS:
+            self._raise(header)
+        return header, answer, at
 
     def _log_in(self, login: Login) -> None:
         self._send(_LOGIN_HEADER + self._login_message(field(2, _NEGOTIATE)))
-        said = self._login_answer()
-        if said.number(2) != _NEGOTIATE:
+        header = self._login_answer()
+        if header.number(2) != _NEGOTIATE:
             raise MalformedError("no list of logins")
-        chosen, mechanism = login.choose(self._peer, [Message(offer) for offer in said.every(4)])
+        chosen, mechanism = login.choose(self._peer, [Message(offer) for offer in header.every(4)])
 
         def step(challenge: bytes) -> bytes:
             # Kerberos asks its KDC here, which may hang.
@@ -211,15 +211,15 @@ class RpcConnection:
             except LoginError as error:
                 raise TransientError(f"{self._peer}: the login failed: {error}") from error
 
-        taken = b"".join(field(number, chosen.text(number, "")) for number in (1, 2, 3, 4))
+        auth = b"".join(field(number, chosen.text(number, "")) for number in (1, 2, 3, 4))
         token = step(chosen.data(5, b""))
-        self._send(self._login_message(field(2, _INITIATE) + field(3, token) + field(4, taken)))
-        while (said := self._login_answer()).number(2) == _CHALLENGE:
-            self._send(self._login_message(field(2, _RESPONSE) + field(3, step(said.data(3, b"")))))
-        if said.number(2) != _DONE:
-            raise MalformedError(f"state {said.number(2)} of a login")
+        self._send(self._login_message(field(2, _INITIATE) + field(3, token) + field(4, auth)))
+        while (header := self._login_answer()).number(2) == _CHALLENGE:
+            self._send(self._login_message(field(2, _RESPONSE) + field(3, step(header.data(3, b"")))))
+        if header.number(2) != _DONE:
+            raise MalformedError(f"state {header.number(2)} of a login")
         if not mechanism.is_done:
-            step(said.data(3, b""))
+            step(header.data(3, b""))
         if not mechanism.is_done:
             raise AccessError(f"{self._peer}: the server has ended the login before it has proved its name")
         if mechanism.protection != AUTHENTICATION:
@@ -230,8 +230,8 @@ class RpcConnection:
         return _framed(delimited(header) + delimited(body))
 
     def _login_answer(self) -> Message:
-        said, answer, at = self._answer(self._receive(4))
-        if said.number(1) != _SASL_CALL & 0xFFFFFFFF:
+        header, answer, at = self._answer(self._receive(4))
+        if header.number(1) != _SASL_CALL & 0xFFFFFFFF:
             raise MalformedError("an answer to another question than the login")
         return Message(read_delimited(answer, at)[0])
 
@@ -239,17 +239,17 @@ class RpcConnection:
         """End the connection. In a child of a fork it goes on for the parent."""
         self._socket.close()
 
-    def _raise(self, said: Message) -> None:
-        kind, message = said.text(4, ""), said.text(5, "")
+    def _raise(self, header: Message) -> None:
+        kind, message = header.text(4, ""), header.text(5, "")
         if kind.endswith("InvalidToken"):
             raise AccessError(
                 f"{self._peer}: the delegation token is not valid (expired, cancelled?): {RemoteError(kind, message)};"
                 " get a new one into $HADOOP_TOKEN_FILE_LOCATION"
             )
-        if said.number(2) == _FATAL:
-            if "GSS" in message and said.number(6, 0) == _UNAUTHORIZED:
+        if header.number(2) == _FATAL:
+            if "GSS" in message and header.number(6, 0) == _UNAUTHORIZED:
                 raise login_error(self._peer, str(RemoteError(kind, message)))
-            if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
+            if header.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
                 raise _unsupported(self._peer)
             if kind.endswith("StandbyException"):  # one that stands by takes no token
                 self.close()
@@ -277,11 +277,11 @@ class RpcConnection:
             if size > _MAX_ANSWER_BYTES:
                 raise MalformedError(f"an answer of {size} bytes")
             wrapped = self._receive_plain(size)
-            said = Message(read_delimited(wrapped, read_delimited(wrapped, 0)[1])[0])
-            if said.number(2) != _WRAP:
+            header = Message(read_delimited(wrapped, read_delimited(wrapped, 0)[1])[0])
+            if header.number(2) != _WRAP:
                 raise MalformedError("an answer without its protection")
             try:
-                self._unwrapped += self._wraps.unwrap(said.data(3))
+                self._unwrapped += self._wraps.unwrap(header.data(3))
             except LoginError as error:
                 raise MalformedError(str(error)) from error
         data = bytes(memoryview(self._unwrapped)[:length])
@@ -322,11 +322,11 @@ class RpcConnection:
         if isinstance(error, (TimeoutError, BlockingIOError)):
             raise TransientError(f"{self._peer}: no answer in time") from error
         if isinstance(error, (OSError, MalformedError)):
-            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if not self._has_answered:
                 hint = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
-                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {said}; {hint}") from error
-            raise TransientError(f"{self._peer}: {said}") from error
+                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {reason}; {hint}") from error
+            raise TransientError(f"{self._peer}: {reason}") from error
 
 
 @functools.cache

@@ -118,27 +118,27 @@ class Digest:
                 raise LoginError("the server has not proved that it knows the token")
             self.is_done = True
             return b""
-        said = _pairs(challenge)
-        offered = [qop.strip() for qop in said.get("qop", "auth").split(",")]
+        fields = _pairs(challenge)
+        offered = [qop.strip() for qop in fields.get("qop", "auth").split(",")]
         found = next((name for name in self._wanted if _QOPS[name] in offered), None)
-        if found is None or not said.get("nonce") or said.get("algorithm") != "md5-sess":
+        if found is None or not fields.get("nonce") or fields.get("algorithm") != "md5-sess":
             raise LoginError(f"the server offers {', '.join(offered)} where {', '.join(self._wanted)} is wanted")
         self.protection = found
         cipher = ""
         if found == PRIVACY:
-            has = [name.strip() for name in said.get("cipher", "").split(",")]
+            has = [name.strip() for name in fields.get("cipher", "").split(",")]
             cipher = next((name for name in self._ciphers if name in has), "")
             if not cipher:
                 raise LoginError(f"the server offers the ciphers {', '.join(has)} only")
-        realm, nonce, qop = said.get("realm", ""), said["nonce"], _QOPS[found]
+        realm, nonce, qop = fields.get("realm", ""), fields["nonce"], _QOPS[found]
         cnonce = base64.b64encode(os.urandom(24)).decode()
         known = _md5(f"{self._user}:{realm}:{self._secret}".encode()) + f":{nonce}:{cnonce}".encode()
         key = _md5(known)
         tail = "" if found == AUTHENTICATION else ":" + "0" * 32
 
         def proof(verb: str) -> str:
-            asked = _md5(f"{verb}:{self._uri}{tail}".encode()).hex()
-            return _md5(f"{key.hex()}:{nonce}:00000001:{cnonce}:{qop}:{asked}".encode()).hex()
+            digest = _md5(f"{verb}:{self._uri}{tail}".encode()).hex()
+            return _md5(f"{key.hex()}:{nonce}:00000001:{cnonce}:{qop}:{digest}".encode()).hex()
 
         self._expected = proof("").encode()
         if found != AUTHENTICATION:
@@ -160,13 +160,13 @@ class Digest:
 class _Layer:
     """What protects the messages of one direction, each with the number that follows the one before."""
 
-    def __init__(self, key: bytes, way: str, cipher: str, *, seal: bool) -> None:
-        self._sums = _md5(key + f"Digest session key to {way} signing key magic constant".encode())
+    def __init__(self, key: bytes, direction: str, cipher: str, *, seal: bool) -> None:
+        self._sums = _md5(key + f"Digest session key to {direction} signing key magic constant".encode())
         self._number = 0
         self._block = 8 if cipher == "3des" else 1
         self._cipher: Any = None
         if cipher:
-            sealing = _md5(key + f"Digest H(A1) to {way} sealing key magic constant".encode())
+            sealing = _md5(key + f"Digest H(A1) to {direction} sealing key magic constant".encode())
             self._cipher = _cipher(cipher, sealing, seal=seal)
 
     def wrap(self, data: bytes) -> bytes:
@@ -180,10 +180,10 @@ class _Layer:
         if len(data) < 16 or data[-6:] != struct.pack(">HI", 1, self._number):
             raise LoginError("a message that is not the next one")
         plain = data[:-6] if self._cipher is None else self._cipher.update(data[:-6])
-        found, said = plain[:-10], plain[-10:]
+        found, trailer = plain[:-10], plain[-10:]
         if self._block > 1 and found:
             found = found[: -found[-1]]
-        if not hmac.compare_digest(self._sum(found), said):
+        if not hmac.compare_digest(self._sum(found), trailer):
             raise LoginError("a message was changed on its way")
         self._next()
         return found

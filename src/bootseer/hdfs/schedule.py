@@ -29,7 +29,7 @@ from bootseer.hdfs.requests import (
     Run,
     State,
     Ticket,
-    hopeless,
+    read_error,
     overrun,
 )
 
@@ -103,7 +103,7 @@ class Schedule:
             elif piece.state is not State.ENDED:
                 self._end(piece)
 
-    def call_off(self, ticket: Ticket, error: BootseerError, now_s: float) -> None:
+    def cancel(self, ticket: Ticket, error: BootseerError, now_s: float) -> None:
         """It is not wanted any more. It ends soon, also when the DataNode that was to give it hangs; and when that is
         why it is called off, the DataNode is not asked for a while: the next read must not be held up again."""
         if ticket.num_left == 0:
@@ -151,7 +151,7 @@ class Schedule:
         queue.requests += 1
         queue.sample = pieces[0].block
         self.runs[run] = None
-        self.queues.poke(queue)
+        self.queues.notify(queue)
         return run
 
     def claim(self, run: Run, length: int) -> list[memoryview] | None:
@@ -235,7 +235,7 @@ class Schedule:
                 self._queue(piece, now_s, first=True)
         if opened:
             self._open_circuit(queue, now_s)
-        self.queues.poke(queue)
+        self.queues.notify(queue)
 
     def located(self, source: HdfsSource, answer: LocatedFile | BootseerError, now_s: float) -> None:
         """The NameNode's new answer for a file, for the pieces that wait for it."""
@@ -395,7 +395,7 @@ class Schedule:
         elif piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
         else:
-            self.fail(piece.ticket, piece.ticket.source.gone or hopeless(piece), at_once=False)
+            self.fail(piece.ticket, piece.ticket.source.gone or read_error(piece), at_once=False)
 
     def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
         """No DataNode that can be asked has checksums of its block: HDFS keeps none by configuration, or lost them."""

@@ -294,8 +294,8 @@ class Serving:
                 schedule.finished(run, error, time.monotonic())
                 is_excluded = schedule.choice.is_open(run.queue.name)
             if error is not None and not run.stopped:
-                then = "is not asked for a while" if is_excluded else "failed one request"
-                _LOG.info("DataNode %s %s: %s", run.queue.name, then, error)
+                consequence = "is not asked for a while" if is_excluded else "failed one request"
+                _LOG.info("DataNode %s %s: %s", run.queue.name, consequence, error)
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
         """Read a run from this connection, or from a new one. False when it was of no use any more."""

@@ -71,14 +71,14 @@ class FolderPlace(SmallReads):
     def list(self, path: str) -> Iterator[Entry]:
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder)
-        front = f"{path}/" if path else ""
+        prefix = f"{path}/" if path else ""
         entries = []
         with self._mapping(path):
             try:
                 with os.scandir(descriptor) as scan:
                     for found in scan:
                         with contextlib.suppress(FileNotFoundError):
-                            entries.append(_entry(front + found.name, found.stat(follow_symlinks=False)))
+                            entries.append(_entry(prefix + found.name, found.stat(follow_symlinks=False)))
             finally:
                 os.close(descriptor)
         return (entry for entry in entries if entry is not None)
@@ -86,8 +86,8 @@ class FolderPlace(SmallReads):
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ, dir_fd=folder)
-        what = self._what(path)
-        return FolderFile(descriptor, what, self._reads, lambda error: mapped(error, what))
+        uri = self._what(path)
+        return FolderFile(descriptor, uri, self._reads, lambda error: mapped(error, uri))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """See `Place.delay_s`: not known."""
@@ -278,10 +278,10 @@ class _FolderWriter:
         if len(data) > self._left:
             raise PermanentError(f"{self.path}: {len(data)} more bytes than the part was to have")
         self._left -= len(data)
-        rest = memoryview(data)
+        remaining = memoryview(data)
         with self._place._mapping(self.path):
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            while remaining:
+                remaining = remaining[os.write(self._descriptor, remaining) :]
 
     def close(self) -> tuple[str, ...]:
         with self._place._mapping(self.path):

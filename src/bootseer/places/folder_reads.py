@@ -55,7 +55,7 @@ class _Read:
         """Do it now."""
         from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts that read files here
 
-        error: BootseerError | None = TransientError(f"{self.file.what}: reading failed unexpectedly")
+        error: BootseerError | None = TransientError(f"{self.file.uri}: reading failed unexpectedly")
         try:
             error = self._try()
         finally:
@@ -64,12 +64,12 @@ class _Read:
 
     def _try(self) -> BootseerError | None:
         if self.reads.closed:
-            return TransientError(f"{self.file.what}: the folder was closed")
+            return TransientError(f"{self.file.uri}: the folder was closed")
         if self.cancelled:
-            return TransientError(f"{self.file.what}: the read was cancelled")
+            return TransientError(f"{self.file.uri}: the read was cancelled")
         began = time.monotonic()
         if began > self.until:
-            return TransientError(f"{self.file.what}: the read did not begin in time; the disk is slow or overloaded")
+            return TransientError(f"{self.file.uri}: the read did not begin in time; the disk is slow or overloaded")
         error = self.file.fill(self.offset, self.into)
         self.reads.count(0 if error else len(self.into), time.monotonic() - began, failed=error is not None)
         return error
@@ -123,17 +123,15 @@ class FolderFile:
     """An `OpenFile` of a folder. Takes over the descriptor, which is closed when the last read has ended."""
 
     def __init__(
-        self, descriptor: int, what: str, reads: FolderReads, mapped: Callable[[OSError], BootseerError]
+        self, descriptor: int, uri: str, reads: FolderReads, mapped: Callable[[OSError], BootseerError]
     ) -> None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise (
-                IsFolderError(f"{what} is a folder")
-                if stat.S_ISDIR(status.st_mode)
-                else NotFoundError(f"no file {what}")
+                IsFolderError(f"{uri} is a folder") if stat.S_ISDIR(status.st_mode) else NotFoundError(f"no file {uri}")
             )
-        self.what = what
+        self.uri = uri
         self.size_bytes = status.st_size
         self.version = version_of(status)
         self._descriptor = descriptor
@@ -167,10 +165,10 @@ class FolderFile:
     ) -> _Read:
         """See `OpenFile.read_into`. File systems check themselves what they check, and there is one copy only."""
         if offset < 0 or offset + len(into) > self.size_bytes:
-            raise PermanentError(f"{self.what}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
+            raise PermanentError(f"{self.uri}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
         with self._lock:
             if self._closed:
-                raise PermanentError(f"{self.what}: read after it was closed")
+                raise PermanentError(f"{self.uri}: read after it was closed")
             self._users += 1
         read = _Read(self, offset, into, done, time.monotonic() + deadline_s, self._reads)
         try:
@@ -187,7 +185,7 @@ class FolderFile:
             while len(data) < length:
                 more = os.pread(self._descriptor, length - len(data), offset + len(data))
                 if not more:
-                    raise TransientError(f"{self.what} became shorter while it was read")
+                    raise TransientError(f"{self.uri} became shorter while it was read")
                 data += more
         except OSError as error:
             raise self._mapped(error) from error
@@ -199,11 +197,11 @@ class FolderFile:
             while into:
                 count = os.preadv(self._descriptor, [into], offset)
                 if count == 0:
-                    return TransientError(f"{self.what} became shorter while it was read")
+                    return TransientError(f"{self.uri} became shorter while it was read")
                 offset, into = offset + count, into[count:]
             # Looked at afterwards: what was read before a change is of this version.
             if version_of(os.fstat(self._descriptor)) != self.version:
-                return TransientError(f"{self.what} was changed while it was read")
+                return TransientError(f"{self.uri} was changed while it was read")
         except OSError as error:
             return self._mapped(error)
         return None

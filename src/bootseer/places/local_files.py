@@ -70,9 +70,9 @@ def create(folder: int, name: str, data: bytes, mode: int) -> None:
     descriptor = os.open(name, NEW, mode, dir_fd=folder)
     try:
         os.fchmod(descriptor, mode)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
         os.fsync(descriptor)
     except OSError:
         drop(name, folder)
@@ -115,11 +115,11 @@ _KINDS: dict[int, type[BootseerError]] = {
 }
 
 
-def mapped(error: OSError, what: str) -> BootseerError:
+def mapped(error: OSError, subject: str) -> BootseerError:
     """An error of the file system as one of ours; `what` was asked for."""
     if error.errno in (errno.ENOENT, errno.ELOOP):  # a symbolic link is not a file here
-        return NotFoundError(f"there is no {what}")
-    text = f"{what}: {os.strerror(error.errno) if error.errno else error}"
+        return NotFoundError(f"there is no {subject}")
+    text = f"{subject}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{text}; nothing was stored, make room and try again")
     return _KINDS.get(error.errno or 0, TransientError)(text)

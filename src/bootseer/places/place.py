@@ -299,7 +299,7 @@ class SmallReads:
         return bytes(read_now(file, start, length, f"{self.uri}/{path}"))
 
 
-def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0) -> bytearray:
+def read_now(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:
     """The bytes of a range inside the file, waited for. `what` is read, in an error's words."""
     data = bytearray(length)
     ended = threading.Event()
@@ -312,7 +312,7 @@ def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: fl
     ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
     if not ended.wait(2 * deadline_s):
         ticket.cancel()
-        raise TransientError(f"{what}: not read within {2 * deadline_s:.0f} s")
+        raise TransientError(f"{uri}: not read within {2 * deadline_s:.0f} s")
     if outcomes[0].error is not None:
         raise outcomes[0].error
     return data

@@ -312,7 +312,7 @@ class _Row:
         if len(missing) <= len(self._tickets) - self._num_wanted:
             self._over = True
             for ticket in missing:
-                self._reads.schedule.call_off(ticket, TransientError("not wanted any more"), self._reads.engine.now)
+                self._reads.schedule.cancel(ticket, TransientError("not wanted any more"), self._reads.engine.now)
             self._done()
 
 
