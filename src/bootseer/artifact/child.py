@@ -42,12 +42,12 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         _work(work, report)
     os.close(report)
     try:
-        said = _hear(answer, deadline_s)
+        result = _hear(answer, deadline_s)
         status = end_child(pid, _END_S, kill=False)
     except BaseException:
         end_child(pid)
         raise
-    found, kind, message = json.loads(said) if said else (None, "", "")
+    found, kind, message = json.loads(result) if result else (None, "", "")
     if kind:
         error = getattr(errors, kind, None)
         raise (error if isinstance(error, type) and issubclass(error, BootseerError) else BootseerError)(message)
@@ -61,30 +61,30 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
 
 def _hear(answer: int, deadline_s: float) -> bytes:
     """What the child says until it ends."""
-    said, end = b"", time.monotonic() + deadline_s
+    result, end = b"", time.monotonic() + deadline_s
     with os.fdopen(answer, "rb", buffering=0) as pipe:
-        while len(said) < _MAX_BYTES:
+        while len(result) < _MAX_BYTES:
             if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise TransientError(f"the process that asked the store has not answered for {deadline_s:g} s")
             piece = pipe.read(_PIECE_BYTES)
             if not piece:
                 break
-            said += piece
-    return said
+            result += piece
+    return result
 
 
 def _work(work: Callable[[], Any], report: int) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        said = [work(), "", ""]
+        result = [work(), "", ""]
         code = 0
     except BaseException as error:  # nothing may unwind into the parent's code
         kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
         message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
-        said = [None, kind, message[:4000]]
+        result = [None, kind, message[:4000]]
     try:
         with os.fdopen(report, "wb") as pipe:
-            pipe.write(json.dumps(said).encode())
+            pipe.write(json.dumps(result).encode())
     finally:
         os._exit(code)

@@ -30,23 +30,23 @@ class OtherVersionError(PermanentError):
     """A document that another version of BootSeer wrote, and perhaps still uses."""
 
 
-def parse_object(data: bytes, what: str, limit: int) -> dict[str, Any]:
+def parse_object(data: bytes, label: str, limit: int) -> dict[str, Any]:
     """A JSON object from outside, at most `limit` bytes of it. Raises `CorruptError` for anything else."""
     if len(data) > limit:
-        raise CorruptError(f"{what}: {len(data)} bytes, more than the {limit} that are read")
+        raise CorruptError(f"{label}: {len(data)} bytes, more than the {limit} that are read")
     try:
         value = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what}: not valid JSON: {error}") from error
+        raise CorruptError(f"{label}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CorruptError(f"{what}: not a JSON object")
+        raise CorruptError(f"{label}: not a JSON object")
     return value
 
 
 def decode(
     data: bytes,
     kind: type[_T],
-    what: str,
+    label: str,
     *,
     limit: int,
     schema: str | tuple[str, ...],
@@ -56,14 +56,14 @@ def decode(
 
     Raises `CorruptError`, and `other_version` where its key `schema` is not `schema`, or none of several.
     """
-    value = parse_object(data, what, limit)
+    value = parse_object(data, label, limit)
     known = (schema,) if isinstance(schema, str) else schema
     if value.pop("schema", None) not in known:
-        raise other_version(f"{what}: another version, this BootSeer reads {' and '.join(known)}")
-    return convert(value, kind, what)
+        raise other_version(f"{label}: another version, this BootSeer reads {' and '.join(known)}")
+    return convert(value, kind, label)
 
 
-def convert(value: object, kind: type[_T], what: str) -> _T:
+def convert(value: object, kind: type[_T], label: str) -> _T:
     """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
     known = _names(kind)  # type: ignore[arg-type] # mypy takes a type variable for unhashable
     if isinstance(value, dict) and _MORE in known:
@@ -74,7 +74,7 @@ def convert(value: object, kind: type[_T], what: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        raise CorruptError(f"{what}: {_plain(str(error))}") from error
+        raise CorruptError(f"{label}: {_plain(str(error))}") from error
 
 
 def encode(document: object, schema: str, **fields: Any) -> bytes:

@@ -136,7 +136,7 @@ class HotSets:
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")
         return found
 
-    def _write(self, store: Store, hot_set: HotSet, what: str) -> bool:
+    def _write(self, store: Store, hot_set: HotSet, label: str) -> bool:
         # As the image's own the registry lists it beside the image and forgets it with the image; a store that does not
         # have the image itself takes it all the same.
         subjects = (self._digest, None) if store is self._store else (None,)
@@ -145,17 +145,17 @@ class HotSets:
             try:
                 data = self._signatures.seal(name, data)
             except BootseerError as error:
-                self._say(f"the hot set was not {what}: {error}")
+                self._say(f"the hot set was not {label}: {error}")
                 return False
         for subject in subjects:
             try:
                 put_once(store, name, data, subject=subject)
             except NotFoundError as error:
                 if subject is None:
-                    self._say(f"the hot set was not {what}: {error}")
+                    self._say(f"the hot set was not {label}: {error}")
             except BootseerError as error:
                 refused = isinstance(error, AccessError) and store is self._store
-                self._say(f"the hot set was not {what}: {error}{'; it is kept on this node' if refused else ''}")
+                self._say(f"the hot set was not {label}: {error}{'; it is kept on this node' if refused else ''}")
                 return False
             else:
                 return True

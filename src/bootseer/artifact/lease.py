@@ -125,13 +125,13 @@ def acquire(
 ) -> Lease | Held | NoLease:
     """Take the lease if it is free."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), clock(), ttl_s)
-    why = ""
+    reason = ""
     for _ in range(_ATTEMPTS):
-        created, why = False, ""
+        created, reason = False, ""
         try:
             created = store.create(name, record.encode(), timeout_s=2 * _LOOK_S)
         except TransientError as error:
-            why = str(error)
+            reason = str(error)
         except BootseerError as error:
             return NoLease(str(error))
         seen = LeaseObservation("free") if created else look(store, name)
@@ -140,10 +140,10 @@ def acquire(
             return Lease(store, name, record)
         if seen.kind != "free":
             return _as_held(seen, clock())
-        if not why:
+        if not reason:
             # Given back by a node that may not delete, or just now: write over it, and see which node has it.
             return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
-    return NoLease(why)
+    return NoLease(reason)
 
 
 def take_over(

@@ -112,10 +112,10 @@ class Materializer:
             self.daemon = self._start_daemon(self.stack, plan, make_tree=make_tree, at=at)
         self._note_conversion()
 
-    def all_of_it(self, why: str) -> None:
+    def all_of_it(self, reason: str) -> None:
         """Fetch everything, because of `why`."""
         self._trust()
-        self.fall_back(why)
+        self.fall_back(reason)
         if not all(layer.file.trusted for layer in self.stack):
             self._pull()
 
@@ -133,10 +133,10 @@ class Materializer:
         if failed:
             raise TransientError(f"{self.subject.name} cannot be read: {failed}")
 
-    def fall_back(self, why: str) -> None:
+    def fall_back(self, reason: str) -> None:
         """Note that this is not how it was meant."""
-        _LOG.info("fallback: %s", why)
-        self.mode, self.reason = "fallback", why
+        _LOG.info("fallback: %s", reason)
+        self.mode, self.reason = "fallback", reason
 
     def stop_daemon(self) -> None:
         """End the daemon, if there is one."""
@@ -293,8 +293,8 @@ class Materializer:
                     if not layer.file.trusted:
                         nodes = None if peers is None else peers.file(layer.index, *place)
                         fetcher.add(layer.index, origin, layer.file, peers=nodes)
-                with self.show(f"fetching {self.subject.name}", "blocks") as heard:
-                    fetcher.pull_all(heard)
+                with self.show(f"fetching {self.subject.name}", "blocks") as on_progress:
+                    fetcher.pull_all(on_progress)
             finally:
                 facts.update(peer_numbers(asdict(fetcher.stats())))
                 fetcher.close()

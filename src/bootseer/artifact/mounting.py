@@ -145,7 +145,7 @@ class MountHandle:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         facts: Mapping[str, object],
         runtime: Runtime,
         state: MountState,
@@ -158,7 +158,7 @@ class MountHandle:
         `lifeline`: it serves one command, and is of no use when that has ended."""
         self.facts = facts
         """What is known since it was mounted: mode, reason, sizes."""
-        self._what = what
+        self._what = label
         self._runtime = runtime
         self._state = state
         self._daemon = daemon
@@ -185,10 +185,10 @@ class MountHandle:
         if daemon is None:
             return
         if not daemon.process.alive:
-            said = _last_line(daemon.folder / LOG)
+            line = _last_line(daemon.folder / LOG)
             self._say(
                 f"the mount daemon died while the command ran: its reads of {self._what} failed from then on"
-                f" (log: {said or 'empty, so that it was killed'})"
+                f" (log: {line or 'empty, so that it was killed'})"
             )
             return
         fetch = failures(daemon)

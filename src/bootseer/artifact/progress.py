@@ -22,6 +22,6 @@ Show = Callable[[str, Unit], AbstractContextManager[ProgressCallback]]
 
 
 @contextmanager
-def no_progress(what: str, unit: Unit) -> Iterator[ProgressCallback]:
+def no_progress(label: str, unit: Unit) -> Iterator[ProgressCallback]:
     """A `Show` without a display."""
     yield lambda done, total: None

@@ -77,13 +77,13 @@ def prune(
             done.attempt(key, partial(pruning.expire, key))
     if done.expired:
         listing = catalog.all()
-    graves = pruning.tombstones()
-    mounted = [grave for grave in graves if grave.identity in in_use or grave.digest in in_use]
-    ripe = [grave for grave in graves if grave not in mounted and now_s - grave.removed_s > grace_s]
+    tombstones = pruning.tombstones()
+    mounted = [tombstone for tombstone in tombstones if tombstone.identity in in_use or tombstone.digest in in_use]
+    ripe = [tombstone for tombstone in tombstones if tombstone not in mounted and now_s - tombstone.removed_s > grace_s]
     if ripe and hold():
         ripe = []
     done.num_in_use = len(mounted)
-    done.num_waiting = len(graves) - len(ripe) - len(mounted)
+    done.num_waiting = len(tombstones) - len(ripe) - len(mounted)
     if ripe and listing.unread:
         done.problems.append(
             f"nothing was deleted, since not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
@@ -94,9 +94,9 @@ def prune(
         except BootseerError as error:
             done.problems.append(f"nothing was deleted, since it is not known what else is used: {error}")
         else:
-            waiting = [grave for grave in graves if grave not in ripe]
+            waiting = [tombstone for tombstone in tombstones if tombstone not in ripe]
             used = {stored.name for document in listing.documents for stored in document.objects}
-            used |= {stored.name for grave in waiting for stored in grave.objects}
+            used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
             pruning.delete_tombstones(pruning.delete_objects(ripe, used, others))
     leftovers(listing, done)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
@@ -118,24 +118,24 @@ class _Pruning(Generic[D]):
         catalog, done = self.catalog, self.done
         deleted = done.deleted
         emptied = []
-        for grave in ripe:
+        for tombstone in ripe:
             try:
-                for stored in grave.objects:
+                for stored in tombstone.objects:
                     if stored.name not in used | others | deleted:
                         catalog.store.delete(stored.name)
                         deleted.add(stored.name)
                         done.freed_bytes += stored.size_bytes
             except BootseerError as error:
-                done.problems.append(f"{catalog.kind.short(grave.key)}: {error}")
+                done.problems.append(f"{catalog.kind.short(tombstone.key)}: {error}")
                 continue
-            theirs = tuple(stored for stored in grave.objects if stored.name in others)
+            theirs = tuple(stored for stored in tombstone.objects if stored.name in others)
             if not theirs:
-                emptied.append(grave)
+                emptied.append(tombstone)
                 continue
             # The others know nothing of us: the tombstone remembers what was theirs, too.
             done.num_in_use += 1
-            if len(theirs) < len(grave.objects):
-                done.attempt(grave.key, partial(catalog.write_tombstone, replace(grave, objects=theirs)))
+            if len(theirs) < len(tombstone.objects):
+                done.attempt(tombstone.key, partial(catalog.write_tombstone, replace(tombstone, objects=theirs)))
         for document in catalog.all().documents if deleted else ():
             if not deleted.isdisjoint(stored.name for stored in document.objects):
                 done.attempt(catalog.kind.key(document), partial(catalog.store.delete, document.name))
@@ -145,10 +145,10 @@ class _Pruning(Generic[D]):
         catalog, done = self.catalog, self.done
         listing = catalog.all()
         alive = {document.digest for document in listing.documents}
-        for grave in emptied:
-            if grave.digest not in alive and not listing.unread:
-                done.attempt(grave.digest, partial(self._delete_hot_sets, grave.digest))
-            done.attempt(grave.key, partial(catalog.store.delete, catalog.kind.trash + grave.name))
+        for tombstone in emptied:
+            if tombstone.digest not in alive and not listing.unread:
+                done.attempt(tombstone.digest, partial(self._delete_hot_sets, tombstone.digest))
+            done.attempt(tombstone.key, partial(catalog.store.delete, catalog.kind.trash + tombstone.name))
 
     def _delete_hot_sets(self, digest: str) -> None:
         from bootseer.artifact.hotsets import hotset_name
@@ -158,7 +158,7 @@ class _Pruning(Generic[D]):
 
     def tombstones(self) -> list[Tombstone]:
         catalog, done, now_s = self.catalog, self.done, self.now_s
-        graves = []
+        tombstones = []
         for number, stored in enumerate(catalog.store.list(catalog.kind.trash)):
             if number >= _MAX_TOMBSTONES:
                 done.problems.append(
@@ -166,15 +166,15 @@ class _Pruning(Generic[D]):
                 )
                 break
             try:
-                grave = catalog.read_tombstone(stored.name)
-                if grave.removed_s > now_s + GRACE_S:
+                tombstone = catalog.read_tombstone(stored.name)
+                if tombstone.removed_s > now_s + GRACE_S:
                     # A clock was wrong. From today on it is counted anew, or it would lie here for years.
-                    grave = replace(grave, removed_s=now_s)
-                    catalog.write_tombstone(grave)
+                    tombstone = replace(tombstone, removed_s=now_s)
+                    catalog.write_tombstone(tombstone)
             except NotFoundError:
                 continue  # another node prunes
             except BootseerError as error:
                 done.problems.append(f"{stored.name}: {error}")
             else:
-                graves.append(grave)
-        return graves
+                tombstones.append(tombstone)
+        return tombstones

@@ -207,7 +207,7 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
     return found
 
 
-def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
+def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
     try:
         # In a folder like /tmp any user may have put it there, or the link to it, which the kernel may not follow then.
         _check_owner(path, path.lstat())
@@ -218,7 +218,7 @@ def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
                 raise UsageError(f"{path}: not a file", hint=_MAKE)
             _check_owner(path, status)
             if status.st_mode & forbidden:
-                raise UsageError(f"{path}: this key {why}", hint=f"chmod {mend} {path}")
+                raise UsageError(f"{path}: this key {reason}", hint=f"chmod {mend} {path}")
             return file.read(_MAX_KEY_BYTES)
     except OSError as error:
         raise UsageError(f"{path}: the key cannot be read: {error.strerror}", hint=_MAKE) from error

@@ -64,8 +64,8 @@ _TRIES = 8
 
 def lease_bytes(target: str, how: str = "") -> bytes:
     """A lease for what is to become `target`, written as `how` says: for a person who wants to know its owner."""
-    ours = {"host": platform.node(), "pid": os.getpid(), "process": _process(), "target": target, "how": how}
-    return json.dumps({"schema": _SCHEMA, **ours}).encode()
+    lease = {"host": platform.node(), "pid": os.getpid(), "process": _process(), "target": target, "how": how}
+    return json.dumps({"schema": _SCHEMA, **lease}).encode()
 
 
 def _process() -> str:

@@ -220,9 +220,9 @@ def lost_parts(files: Files, path: str, head: Head) -> list[str]:
         entries = list(files.place.list(parts_folder(path, head.id)))
     except NotFoundError:
         entries = []
-    there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
+    sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
     parts = [part for segment in head.segments for part in segment.all_parts]
-    return [part.name for part in parts if there.get(part.name) != part.size_bytes]
+    return [part.name for part in parts if sizes.get(part.name) != part.size_bytes]
 
 
 _PARTS_AT_ONCE = 16

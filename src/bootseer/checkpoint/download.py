@@ -47,13 +47,13 @@ _WHAT = "what"
 
 
 @contextlib.contextmanager
-def staging_folder(target: Path, what: str) -> Iterator[Path]:
-    """Such a folder, in that of `target`, for making `what`: the one that an interrupted process left, or a new one.
+def staging_folder(target: Path, key: str) -> Iterator[Path]:
+    """Such a folder, in that of `target`, for download `key`: the one that an interrupted process left, or a new one.
 
     Removed at the end, but left for another try after an interrupt and after a `TransientError`. Raises `OSError`.
     """
-    front = f"{FRONT}{platform.node()}-"
-    folder, lock = _left(target.parent, front, what) or _made(target.with_name(f"{front}{secrets.token_hex(8)}"), what)
+    prefix = f"{FRONT}{platform.node()}-"
+    folder, lock = _left(target.parent, prefix, key) or _made(target.with_name(f"{prefix}{secrets.token_hex(8)}"), key)
     try:
         yield folder
     except (TransientError, Interrupted):
@@ -67,14 +67,14 @@ def staging_folder(target: Path, what: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _made(folder: Path, what: str) -> tuple[Path, int]:
+def _made(folder: Path, key: str) -> tuple[Path, int]:
     """A new folder, and its lock. It gets its name when it is locked: without a lock others would remove it."""
     new = folder.with_name(f"{_NEW}{secrets.token_hex(8)}")
     new.mkdir(mode=0o700)
     lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _take(lock)
-        (new / _WHAT).write_text(what)
+        (new / _WHAT).write_text(key)
         new.rename(folder)
     except BaseException:
         remove(new)
@@ -97,19 +97,19 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _left(parent: Path, front: str, what: str) -> tuple[Path, int] | None:
+def _left(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
     """A folder for `what` that is not in use any more, and its lock. All others that are not are removed."""
     found = None
     # What cannot be listed or opened belongs to another user.
     with contextlib.suppress(OSError):
         with os.scandir(parent) as entries:
-            paths = [Path(entry) for entry in entries if entry.name.startswith(front)]
+            paths = [Path(entry) for entry in entries if entry.name.startswith(prefix)]
         for path in paths:
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 if not _take(lock) or os.path.lexists(path / OLD):
                     os.close(lock)
-                elif found is None and _says(path, what):
+                elif found is None and _says(path, key):
                     found = path, lock
                 else:
                     remove(path)
@@ -117,9 +117,9 @@ def _left(parent: Path, front: str, what: str) -> tuple[Path, int] | None:
     return found
 
 
-def _says(folder: Path, what: str) -> bool:
+def _says(folder: Path, key: str) -> bool:
     try:
-        return folder.stat().st_uid == os.geteuid() and (folder / _WHAT).read_text() == what
+        return folder.stat().st_uid == os.geteuid() and (folder / _WHAT).read_text() == key
     except (OSError, ValueError):
         return False
 

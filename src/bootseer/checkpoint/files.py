@@ -165,10 +165,10 @@ class Files:
             )
         replaced: Head | None = None
         with contextlib.suppress(NotFoundError):
-            there = self.place.stat(target)
-            if not there.is_folder and not entry.is_folder:
-                replaced = self._head_to_drop(there)
-            elif there.is_folder and entry.is_folder and self._has_only_rests(target):
+            existing = self.place.stat(target)
+            if not existing.is_folder and not entry.is_folder:
+                replaced = self._head_to_drop(existing)
+            elif existing.is_folder and entry.is_folder and self._has_only_rests(target):
                 self.remove_folder(target)
         self.place.rename(source, target)
         self.drop_parts(target, replaced)
@@ -251,8 +251,8 @@ class Files:
             unknown = [entry for entry in entries if (entry.path, entry.version) not in self._sizes]
         if len(unknown) > 1:
             with Tasks("bootseer-peek", min(_AT_ONCE, len(unknown))) as threads:
-                for asked in [threads.submit(self._size, entry) for entry in unknown]:
-                    asked.exception()
+                for future in [threads.submit(self._size, entry) for entry in unknown]:
+                    future.exception()
 
     def _head(self, entry: Entry) -> Head | None:
         if not maybe_head(entry) or self._size(entry) is None:

@@ -65,8 +65,8 @@ class LoggedOsErrors:
 
     __slots__ = ("_on_error", "_what")
 
-    def __init__(self, what: str, on_error: Callable[[str], None]) -> None:
-        self._what = what
+    def __init__(self, operation: str, on_error: Callable[[str], None]) -> None:
+        self._what = operation
         self._on_error = on_error
 
     def __enter__(self) -> None:

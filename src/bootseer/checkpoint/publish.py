@@ -110,8 +110,8 @@ def put_checkpoint(
     policy = settings.policy or files.policy(folder)
     how = encode_policy(policy).decode()
     needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
-    what = f"{place.uri}/{target} needs {format_bytes(needed)}"
-    with _telling_room(what), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
+    message = f"{place.uri}/{target} needs {format_bytes(needed)}"
+    with _telling_room(message), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
         left = attempt.take_over()
         collect(place, folder, lease_s=settings.lease_s)
         _check_free(files, target, found, settings.replace)
@@ -184,12 +184,12 @@ class _LocalSource:
 
 
 @contextmanager
-def _telling_room(what: str) -> Iterator[None]:
+def _telling_room(message: str) -> Iterator[None]:
     """Errors of places without room say how much is needed."""
     try:
         yield
     except (NoSpaceError, NoSpaceNowError) as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{message}: {error}") from error
 
 
 def _check_apart(place: Place, source: Path) -> None:
@@ -267,18 +267,18 @@ def _file(name: str, local: Path) -> _File:
 def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) -> None:
     """Before hours of writing; what counts is the renaming at the end."""
     try:
-        there = files.stat(target)
+        existing = files.stat(target)
     except NotFoundError:
         return
-    where = f"{files.place.uri}/{target}"
+    uri = f"{files.place.uri}/{target}"
     if not replace:
-        raise TakenError(f"{where} is there already; give another name, or replace it")
-    if there.is_folder and source.is_file:
-        raise IsFolderError(f"{where} is a folder, which a file does not replace; give another name, or remove it")
-    if there.is_folder and is_job(files, target):
+        raise TakenError(f"{uri} is there already; give another name, or replace it")
+    if existing.is_folder and source.is_file:
+        raise IsFolderError(f"{uri} is a folder, which a file does not replace; give another name, or remove it")
+    if existing.is_folder and is_job(files, target):
         raise UsageError(
-            f"{where} is a job with checkpoints of its own; it is not replaced",
-            hint=f"put it into {where}, or give another name",
+            f"{uri} is a job with checkpoints of its own; it is not replaced",
+            hint=f"put it into {uri}, or give another name",
             exit_code=1,
         )
 
@@ -355,10 +355,10 @@ def _write_all(
 def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) -> bool:
     """Move a file from what is left of another attempt, if it is striped, whole and has the bytes of the source."""
     old, new = f"{rest}/{file.name}", f"{root}/{file.name}"
-    theirs = Files(files.place, within=rest)
+    target_files = Files(files.place, within=rest)
     try:
-        head = theirs.head(old)
-        if head is None or head.size_bytes != file.size_bytes or lost_parts(theirs, old, head):
+        head = target_files.head(old)
+        if head is None or head.size_bytes != file.size_bytes or lost_parts(target_files, old, head):
             return False
         for segment in head.segments:
             index = segment.index
@@ -366,7 +366,7 @@ def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) 
                 data = source.read(segment.start + chunk * index.block_size, index.length(chunk))
                 if digest_of(data) != index.digest(chunk):
                     return False
-        theirs.set_mode(old, file.mode)
+        target_files.set_mode(old, file.mode)
         make_alike(files.place, parts_folder(new, head.id).rpartition("/")[0])
         files.place.rename(parts_folder(old, head.id), parts_folder(new, head.id), replace=False)
         files.place.rename(old, new, replace=False)
@@ -378,12 +378,12 @@ def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) 
 def _compare(files: Files, root: str, source: _LocalSource) -> int:
     """What is there is what was to be written, as far as names and lengths tell. Returns how many are striped."""
     infos = {info.path[len(root) + 1 :]: info for info in walk(files, root)}
-    there = {name: info.size_bytes for name, info in infos.items()}
+    existing = {name: info.size_bytes for name, info in infos.items()}
     wanted = {file.name: file.size_bytes for file in source.files}
     lost = missing_parts(files, root)
-    if there != wanted or lost:
+    if existing != wanted or lost:
         names = sorted(
-            {name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)} | set(lost)
+            {name for name in wanted.keys() | existing.keys() if wanted.get(name) != existing.get(name)} | set(lost)
         )
         raise PermanentError(f"{files.place.uri}/{root}: {', '.join(names[:3])} is not as it was written; put it again")
     return sum(info.is_striped for info in infos.values())

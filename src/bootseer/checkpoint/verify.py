@@ -199,20 +199,20 @@ class _Row:
         )
         return [self._problem(chunk, *bad[chunk], repairable=repairable) for chunk in bad], length
 
-    def _problem(self, chunk: int, what: str, node: str, *, repairable: bool) -> Problem:
+    def _problem(self, chunk: int, reason: str, node: str, *, repairable: bool) -> Problem:
         index = self._segment.index
         part = self._segment.parts[chunk % self._segment.stripes]
         offset = self._segment.start + chunk * index.block_size
         return Problem(
-            self._path, offset, index.length(chunk), part.name, node or ",".join(part.nodes), what, repairable
+            self._path, offset, index.length(chunk), part.name, node or ",".join(part.nodes), reason, repairable
         )
 
-    def _parity_problem(self, first: int, what: str, node: str) -> Problem:
+    def _parity_problem(self, first: int, reason: str, node: str) -> Problem:
         parity = self._segment.parity
         assert parity is not None  # noqa: S101 - it was read
         offset = self._segment.start + first * self._segment.index.block_size
         length = self._segment.index.length(first)
-        return Problem(self._path, offset, length, parity.name, node or ",".join(parity.nodes), what, repairable=True)
+        return Problem(self._path, offset, length, parity.name, node or ",".join(parity.nodes), reason, repairable=True)
 
 
 def _read_what_is_open(

@@ -119,5 +119,5 @@ def status_command(output: Output) -> None:
 
 
 def _shipped(service: dict[str, Any]) -> str:
-    why = f", but not the last one: {service['problem']}" if service["problem"] else ""
-    return f"{service['batches']} batches of events were sent to the service{why}"
+    reason = f", but not the last one: {service['problem']}" if service["problem"] else ""
+    return f"{service['batches']} batches of events were sent to the service{reason}"

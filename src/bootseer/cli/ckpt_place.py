@@ -61,12 +61,12 @@ def files_at(uri: str) -> Iterator[Files]:
 
 
 @contextmanager
-def _patience(what: str) -> Iterator[None]:
+def _patience(label: str) -> Iterator[None]:
     """Say what is waited for while the block lasts, where it lasts."""
     import threading
 
     ended = threading.Event()
-    with Progress(what, line=True) as progress:
+    with Progress(label, line=True) as progress:
 
         def watch() -> None:
             while not ended.wait(_TICK_S):
@@ -86,15 +86,15 @@ def tell_fallback(place: Mapping[str, object]) -> str:
     the first, "" where they did not."""
     from bootseer.launch.supervise import say
 
-    why = str(place.get("fallback", ""))
-    if why:
-        say(f"slower than it could be, through hdfs-native alone: {why}")
+    reason = str(place.get("fallback", ""))
+    if reason:
+        say(f"slower than it could be, through hdfs-native alone: {reason}")
     if unchecked := place.get("unchecked"):
         say(
             f"{unchecked} ranges of ordinary files were read unchecked: no DataNode that could be asked has HDFS's "
             "checksums of them; compare the copy with its source if you have it"
         )
-    return why
+    return reason
 
 
 def resolved(files: Files, name: str) -> str:

@@ -275,15 +275,15 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
     except ValueError:
         found = None
     document = found if isinstance(found, dict) else {}
-    why = str(document.get("error", f"status {status}"))[:500]
+    reason = str(document.get("error", f"status {status}"))[:500]
     if status in (401, 403):
-        raise AccessError(f"{shown} refuses: {why}; BOOTSEER_SERVICE_TOKEN must be a token with the scope read")
+        raise AccessError(f"{shown} refuses: {reason}; BOOTSEER_SERVICE_TOKEN must be a token with the scope read")
     if status in (429, 503):
-        raise TransientError(f"{shown}: {why}")
+        raise TransientError(f"{shown}: {reason}")
     if status == 400:
-        raise UsageError(f"{shown}: {why}")
+        raise UsageError(f"{shown}: {reason}")
     if status != 200 or document.get("schema") != f"bootseer.{question}/1":
-        raise PermanentError(f"{shown} is not a BootSeer service, or has another version ({why})")
+        raise PermanentError(f"{shown} is not a BootSeer service, or has another version ({reason})")
     return document
 
 

@@ -66,9 +66,9 @@ def remove_command(
             Metadata(metadata_folder(asked.cache), say).forget(gone)
         kept |= done.kept
     output(
-        {"dry_run": dry_run, "removed": removed, "kept": [{"digest": one, "why": why} for one, why in kept.items()]},
+        {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
         *removed,
-        *(Text(f"{digest} stays: {why}", "red") for digest, why in kept.items()),
+        *(Text(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
         f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
     )
     if kept:

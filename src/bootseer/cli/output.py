@@ -122,8 +122,8 @@ class Progress:
     `line`: without a terminal one line is written once it takes long, otherwise nothing is.
     """
 
-    def __init__(self, what: str, *, line: bool = False) -> None:
-        self._what = what
+    def __init__(self, label: str, *, line: bool = False) -> None:
+        self._what = label
         self._began_s = time.monotonic()
         self._next_s = 0.0
         self._on = sys.stderr is not None and sys.stderr.isatty()
@@ -183,11 +183,11 @@ def _columns() -> int:
 
 
 @contextmanager
-def shown(what: str, unit: Unit) -> Iterator[ProgressCallback]:
+def shown(label: str, unit: Unit) -> Iterator[ProgressCallback]:
     """Progress of a job's start: a `bring.shown.Show`."""
-    with Progress(what, line=True) as progress:
+    with Progress(label, line=True) as progress:
 
-        def heard(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             if unit == "bytes":
                 progress.show_bytes(done, total)
             elif unit:
@@ -195,4 +195,4 @@ def shown(what: str, unit: Unit) -> Iterator[ProgressCallback]:
             else:
                 progress.wait()
 
-        yield heard
+        yield on_progress

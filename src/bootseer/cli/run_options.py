@@ -264,10 +264,10 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     )
 
 
-def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
+def _shown(label: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
     from bootseer.cli.output import shown  # few starts wait for anything
 
-    return shown(what, unit)
+    return shown(label, unit)
 
 
 def _check_sinks(words: object) -> None:

@@ -77,12 +77,12 @@ def ship_command(
         finally:
             sender.close()
     if waiting and not quiet:
-        why = f": {link.problem}" if link.problem else "; another process sends them"
-        raise TransientError(f"{plural(waiting, 'folder')} could not be sent to the end{why}. The spools keep it all")
+        cause = f": {link.problem}" if link.problem else "; another process sends them"
+        raise TransientError(f"{plural(waiting, 'folder')} could not be sent to the end{cause}. The spools keep it all")
     if not quiet:
         sent = f"{plural(link.batches, 'batch')[:-1]}es" if link.batches != 1 else "1 batch"
-        what = "the rest is sent by the next call" if follow else "the service has it all"
-        output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {what}")
+        message = "the rest is sent by the next call" if follow else "the service has it all"
+        output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {message}")
 
 
 def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event) -> int:

@@ -85,8 +85,8 @@ def _run_helper(options: list[str], target: Path, action: str, *link: int) -> st
         raise TransientError(f"{HELPER} did not {action} {target} in {_HELPER_DEADLINE_S:g} s") from error
     if ended.returncode == 0:
         return ""
-    said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-    return said[-1] if said else f"{HELPER} failed"
+    messages = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+    return messages[-1] if messages else f"{HELPER} failed"
 
 
 def _receive(link: socket.socket, target: Path) -> int:

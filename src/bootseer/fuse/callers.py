@@ -40,8 +40,8 @@ def was_killed(thread: int) -> bool:
     if not status or "VmSize" in status:
         return False  # it goes on, and may be executing another program
     try:
-        fields = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return bool(int(fields[6]) & _SIGNALED)
+        info = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return bool(int(info[6]) & _SIGNALED)
     except (OSError, ValueError, IndexError):
         return False
 
@@ -73,11 +73,11 @@ def num_writing(process: int, name: str, inode: int) -> int:
 
 def _is_open_at(folder: Path, number: str, name: str, inode: int) -> bool:
     try:
-        said = dict(line.split(":", 1) for line in (folder / "fdinfo" / number).read_text().splitlines() if ":" in line)
-        if int(said["flags"], 8) & os.O_ACCMODE == os.O_RDONLY:
+        info = dict(line.split(":", 1) for line in (folder / "fdinfo" / number).read_text().splitlines() if ":" in line)
+        if int(info["flags"], 8) & os.O_ACCMODE == os.O_RDONLY:
             return False
-        if "ino" in said:
-            return int(said["ino"]) == inode
+        if "ino" in info:
+            return int(info["ino"]) == inode
         path = str((folder / "fd" / number).readlink())
         return path.removesuffix(" (deleted)").rpartition("/")[2] == name
     except (OSError, ValueError, KeyError):

@@ -187,10 +187,10 @@ class FileRequests:
         return _NO_ANSWER
 
     def _rename(self, request: Request) -> bytes:
-        wish = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
-        if not wish.is_known:
+        rename = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
+        if not rename.is_known:
             raise OSError(errno.EINVAL, "two names cannot be exchanged in one step")
-        self._files.rename(request.node, wish.name, wish.to_parent, wish.to_name, replace=wish.replace)
+        self._files.rename(request.node, rename.name, rename.to_parent, rename.to_name, replace=rename.replace)
         return _NO_ANSWER
 
     def _open_folder(self, request: Request) -> bytes:

@@ -39,15 +39,13 @@ _HINTS: Final[tuple[tuple[str, str, type[BootseerError]], ...]] = (
 """What MIT Kerberos says has no numbers that survive its layers of errors."""
 
 
-def login_error(peer: str, reason: str) -> BootseerError:
+def login_error(peer: str, text: str) -> BootseerError:
     """The error for what Kerberos said when it refused a login, with what helps."""
-    low = reason.lower()
+    low = text.lower()
     for part, hint, kind in _HINTS:
         if part in low:
-            return kind(f"{peer}: Kerberos: {reason}; {hint}")
-    return AccessError(
-        f"{peer}: Kerberos: {reason}; is there a ticket (klist, kinit; $KRB5CCNAME, $KRB5_CLIENT_KTNAME)?"
-    )
+            return kind(f"{peer}: Kerberos: {text}; {hint}")
+    return AccessError(f"{peer}: Kerberos: {text}; is there a ticket (klist, kinit; $KRB5CCNAME, $KRB5_CLIENT_KTNAME)?")
 
 
 class _Buffer(ctypes.Structure):

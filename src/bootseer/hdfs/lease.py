@@ -198,12 +198,10 @@ class Lease:
         shown = [f"{node} {format_bytes(rooms[node])}" for node in sorted(rooms, key=rooms.__getitem__, reverse=True)]
         more = [f"{len(shown) - _MAX_SHOWN} others less"] if len(shown) > _MAX_SHOWN else []
         where = ", ".join(shown[:_MAX_SHOWN] + more) if rooms else f"{format_bytes(most)} on each DataNode"
-        message = (
-            f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
-        )
+        full = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
         if most < self._block_size:
-            return NoRoomError(f"{message}; free: {where}")
-        short = NoNodesError(f"{message} beside those that are being written; free: {where}")
+            return NoRoomError(f"{full}; free: {where}")
+        short = NoNodesError(f"{full} beside those that are being written; free: {where}")
         short.is_short = True
         return short
 

@@ -29,8 +29,8 @@ from bootseer.hdfs.requests import (
     Run,
     State,
     Ticket,
-    read_error,
     overrun,
+    read_error,
 )
 
 _NO_REPLICA_S: Final = 10.0

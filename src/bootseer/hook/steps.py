@@ -174,10 +174,10 @@ def _mark_backward(torch: ModuleType, state: State) -> None:
 
     class Engine(type(engine)):  # type: ignore[misc]
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            heard()
+            on_gradients()
             return super().run_backward(*args, **kwargs)
 
-    def heard() -> None:
+    def on_gradients() -> None:
         state.backward = True
         undo()
 

@@ -43,8 +43,8 @@ class Cloner:
         calls = _CALLS.get(os.uname().machine)
         address, head, length = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
         # The C library keeps the thread's number at this address, and its own `fork` has the kernel renew it there.
-        told = libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
-        if calls is None or told or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
+        result = libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+        if calls is None or result or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
             raise NotImplementedError("this kernel or processor is not supported")
         self._clone, get_robust, self._set_robust, tls_first = calls
         if libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
@@ -80,7 +80,7 @@ def become(
     fds: Sequence[int],
     launcher: int,
     facts: dict[str, Any],
-    heir: socket.socket | None = None,
+    successor: socket.socket | None = None,
 ) -> Callable[[], None]:
     """Take the program's place, tell the launcher, and give what runs the program. Ends the process when that fails.
 
@@ -89,8 +89,8 @@ def become(
     started_ns = time.monotonic_ns()
     try:
         text = printed()
-        answer = _kernel(request, answer, fds, launcher, heir)
-        program = interpreter(imports, request, launches=heir is not None)
+        answer = _kernel(request, answer, fds, launcher, successor)
+        program = interpreter(imports, request, launches=successor is not None)
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
         if answer.recv(2) != b"go":  # the launcher has started the program by exec
             os._exit(0)
@@ -130,7 +130,7 @@ def show(texts: Sequence[bytes]) -> None:
 
 
 def _kernel(
-    request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int, heir: socket.socket | None
+    request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int, successor: socket.socket | None
 ) -> socket.socket:
     """What the kernel keeps of a process; the sockets may move. Raises `OSError` and `ValueError`."""
     if request["session"]:
@@ -163,10 +163,10 @@ def _kernel(
             signal.signal(number, signal.default_int_handler)
         else:
             signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-    kept = [one for one in (answer, heir) if one is not None]
+    kept = [one for one in (answer, successor) if one is not None]
     moved = _place(dict(zip(request["places"], fds[1:], strict=True)), [one.detach() for one in kept])
-    if heir is not None:
-        heir.__init__(fileno=moved[1])  # type: ignore[misc]
+    if successor is not None:
+        successor.__init__(fileno=moved[1])  # type: ignore[misc]
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     return socket.socket(fileno=moved[0])
 
@@ -205,11 +205,11 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
         if os.environb.get(name) != value:
             os.environb[name] = value
     # A launcher hands on its own variables; what its programs' imports set, they set themselves.
-    for variable, said in imports.changed.items() if not launches else ():
-        if said is None:
+    for variable, values in imports.changed.items() if not launches else ():
+        if values is None:
             os.environ.pop(variable, None)
         else:
-            os.environ[variable] = said
+            os.environ[variable] = values
     sys.orig_argv[:] = words
     _streams(unbuffered="-u" in flags or bool(env.get(b"PYTHONUNBUFFERED")))
     _differ(imports)

@@ -36,8 +36,8 @@ inherited: tuple[int, Any] | None = None
 class RefusedError(Exception):
     """The process is to be started by exec; the words say why."""
 
-    def __init__(self, why: str, facts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
         self.facts = facts or {}
 
 
@@ -167,7 +167,7 @@ class WarmLauncher:
             ours.send(b"go")
             return pid, facts
 
-    def retire(self, why: str = "") -> None:
+    def retire(self, reason: str = "") -> None:
         """End the warm parent: from now on all is as without it."""
         pid, self.parent = self.parent, 0
         if not pid:
@@ -179,8 +179,8 @@ class WarmLauncher:
             self._end.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        if why:
-            tell({"program": self._program, "why_not": why})
+        if reason:
+            tell({"program": self._program, "why_not": reason})
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:

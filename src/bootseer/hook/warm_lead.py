@@ -62,9 +62,9 @@ def lead(number: int, folder: str, launcher: str) -> Any:
         warm_parent.keep_printed()
         imports = warm_parent.Imports(known)
         imports.load([_SHARED])
-        why = warm_parent.unfit()
-        if why:
-            raise warm_parent.UnfitError(why)
+        reason = warm_parent.unfit()
+        if reason:
+            raise warm_parent.UnfitError(reason)
         ended_ns = time.monotonic_ns()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
@@ -116,8 +116,8 @@ def _begin_without(
     from bootseer.hook import warm_launcher
 
     module = getattr(error, "module", None)
-    why = f"{type(error).__name__}: {error}" if module is None else str(error)
-    warm_launcher.tell({"program": known.get("program", ""), "why_not": why, "module": module or "", "unfit": True})
+    reason = f"{type(error).__name__}: {error}" if module is None else str(error)
+    warm_launcher.tell({"program": known.get("program", ""), "why_not": reason, "module": module or "", "unfit": True})
     if pid:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -46,9 +46,9 @@ _CHANGE_OTHERS = (
 class UnfitError(Exception):
     """No process may come from here; the words say why."""
 
-    def __init__(self, why: str, module: str = "") -> None:
+    def __init__(self, reason: str, module: str = "") -> None:
         """`module`: without its import one might."""
-        super().__init__(why)
+        super().__init__(reason)
         self.module = module
 
 
@@ -397,30 +397,30 @@ class Server:
             request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # where the launcher began
         try:
-            why = self._reason or self._differs(request, fds[2], again=again)
-            if not why and self._imports is not None and self._cloner is not None:
+            reason = self._reason or self._differs(request, fds[2], again=again)
+            if not reason and self._imports is not None and self._cloner is not None:
                 imports = self._imports
                 facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
                 if self._cloner.clone() == 0:
-                    launcher, heir = self._launcher, None
+                    launcher, successor = self._launcher, None
                     # What is closed by number below must not be closed once more by its owner.
                     self._end.close()
                     if self._run is not None:
                         self._run.close()
                     if again:
-                        heir = self._inherit(request)
+                        successor = self._inherit(request)
                         launcher = os.getppid()
-                        if heir is None:
+                        if successor is None:
                             for other in (answer.detach(), *fds[2:]):
                                 os.close(other)
                             return self.serve()
-                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], launcher, facts, heir)
+                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], launcher, facts, successor)
                 if again:  # the copy has one of its own
                     os._exit(0)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        if why:
-            answer.send(marshal.dumps({"why_not": why, "module": self._module, "unfit": bool(self._reason)}))
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            answer.send(marshal.dumps({"why_not": reason, "module": self._module, "unfit": bool(self._reason)}))
         answer.close()
         for other in fds[2:]:
             os.close(other)

@@ -134,11 +134,11 @@ def remove(
     done = Removed()
     under_way = conversions(catalog.store, now_s)
     for digest in dict.fromkeys(digests):
-        why = f"it is mounted at {mounted[digest]}" if digest in mounted else under_way.get(digest, "")
-        if not why and catalog.look(digest).kind == "none":
-            why = f"{catalog.store.uri} does not have it"
-        if why:
-            done.kept[digest] = why
+        reason = f"it is mounted at {mounted[digest]}" if digest in mounted else under_way.get(digest, "")
+        if not reason and catalog.look(digest).kind == "none":
+            reason = f"{catalog.store.uri} does not have it"
+        if reason:
+            done.kept[digest] = reason
             continue
         if not dry_run:
             catalog.remove(digest, now_s)

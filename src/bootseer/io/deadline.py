@@ -27,9 +27,9 @@ _AHEAD = 4
 _threads = Executor("bootseer-store", _MAX_THREADS)
 
 
-def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
+def within(timeout_s: float, label: str, call: Callable[[], T]) -> T:
     """What `call` returns, or a `TransientError` when it has not returned in time. Its own errors are passed on."""
-    results = stream_within(timeout_s, what, lambda: [call()])
+    results = stream_within(timeout_s, label, lambda: [call()])
     try:
         return next(results)
     finally:
@@ -37,7 +37,7 @@ def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
 
 
 def stream_within(
-    timeout_s: float, what: str, produce: Callable[[], Iterable[T]], *, each: bool = False
+    timeout_s: float, label: str, produce: Callable[[], Iterable[T]], *, each: bool = False
 ) -> Generator[T, None, None]:
     """What `produce` yields, or a `TransientError` when it has not come to its end in time.
 
@@ -46,14 +46,14 @@ def stream_within(
     """
     pump = _Pump(produce)
     until = time.monotonic() + timeout_s
-    pump.start(what)
+    pump.start(label)
     try:
         while True:
             try:
                 # Looked at even when time is over: what has arrived has arrived in time.
                 item = pump.items.get(timeout=max(until - time.monotonic(), 0.0))
             except queue.Empty:
-                raise TransientError(f"{what}: no complete answer within {timeout_s:.1f} s") from None
+                raise TransientError(f"{label}: no complete answer within {timeout_s:.1f} s") from None
             if isinstance(item, BaseException):
                 raise item
             if item is None:
@@ -74,11 +74,11 @@ class _Pump(Generic[T]):
         self._produce = produce
         self._stopped = threading.Event()
 
-    def start(self, what: str) -> None:
+    def start(self, label: str) -> None:
         try:
             _threads.submit(self._run, at_once=True)
         except TransientError as error:
-            raise TransientError(f"{what}: {error}") from None
+            raise TransientError(f"{label}: {error}") from None
 
     def stop(self) -> None:
         """The consumer takes no more. Makes room for the one item that the producer may be about to put."""

@@ -168,7 +168,7 @@ def report_exception() -> None:
         threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
 
 
-def show_threads(why: str) -> None:
+def show_threads(reason: str) -> None:
     """Print on standard error what each thread of this process does: a line each, the innermost calls first.
 
     Once a minute: what hangs for one reader hangs for many."""
@@ -178,7 +178,7 @@ def show_threads(why: str) -> None:
         return
     _shown_s = now_s
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = [f"bootseer: {why}; its threads:\n"]
+    lines = [f"bootseer: {reason}; its threads:\n"]
     for ident, frame in sys._current_frames().items():
         calls = traceback.extract_stack(frame)[-_SHOWN_CALLS:]
         stack = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in reversed(calls))

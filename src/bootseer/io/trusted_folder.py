@@ -217,8 +217,8 @@ def _check(status: os.stat_result, path: str, otherwise: str, *, last: bool) -> 
         writers &= ~stat.S_IWGRP
     if not writers or (not last and status.st_mode & stat.S_ISVTX):
         return
-    what = f"mode {stat.S_IMODE(status.st_mode):04o}, group {status.st_gid}"
-    raise AccessError(f"{path} can be changed by other users ({what}): chmod go-w {path}, or {otherwise}")
+    access = f"mode {stat.S_IMODE(status.st_mode):04o}, group {status.st_gid}"
+    raise AccessError(f"{path} can be changed by other users ({access}): chmod go-w {path}, or {otherwise}")
 
 
 def _belongs(status: os.stat_result, path: str, otherwise: str) -> AccessError:

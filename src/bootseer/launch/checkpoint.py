@@ -67,7 +67,7 @@ class CheckpointStart:
         Raises `BootseerError` and `Interrupted`.
         """
         waiting = self._show(f"waiting for {self._wanted.uri}", "")
-        with interruptible(), staged(self._session, STAGE), waiting as heard:
+        with interruptible(), staged(self._session, STAGE), waiting as on_progress:
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
             from bootseer.checkpoint.mount.mounted import plain_folder
@@ -76,13 +76,13 @@ class CheckpointStart:
             if self._plain is not None:
                 self._show_plainly(self._plain)
             if self._plain is None:
-                self._mounted = self._mount(heard)
+                self._mounted = self._mount(on_progress)
             self._seconds = time.monotonic() - began_s
         if self._session is not None:
             self._session.also_beside(self._end.watch)
         return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain)}
 
-    def _mount(self, heard: ProgressCallback) -> MountedCheckpoint:
+    def _mount(self, on_progress: ProgressCallback) -> MountedCheckpoint:
         from bootseer.checkpoint.mount.mounted import mount_checkpoint
 
         wanted = self._wanted
@@ -94,7 +94,7 @@ class CheckpointStart:
             memory_bytes=wanted.memory_bytes,
             slot=_slot(self._session),
             lifeline=True,
-            waiting=lambda: heard(0, 0),
+            waiting=lambda: on_progress(0, 0),
         )
 
     def _show_plainly(self, folder: Path) -> None:
@@ -126,8 +126,8 @@ class CheckpointStart:
         uri = self._wanted.uri
         with harmless("the checkpoint was not unmounted"):
             try:
-                with interruptible(), self._show(mounted.ending(), "") as heard:
-                    mounted.unmount(waiting=lambda: heard(0, 0))
+                with interruptible(), self._show(mounted.ending(), "") as on_progress:
+                    mounted.unmount(waiting=lambda: on_progress(0, 0))
             except TransientError as busy:
                 say(f"{busy}; it is taken away now all the same, and what still uses it gets errors")
             except Interrupted as interrupted:
@@ -154,10 +154,10 @@ class CheckpointStart:
 
 def _slot(session: Session | None) -> str:
     """Which of the job's nodes this is: each reads its own part of a checkpoint. Empty for the only one."""
-    who = session.tracer.identity if session is not None else None
-    if who is None or (who.num_nodes or 1) == 1:
+    identity = session.tracer.identity if session is not None else None
+    if identity is None or (identity.num_nodes or 1) == 1:
         return ""
-    return f"{who.node if who.node_rank is None else who.node_rank} of {who.num_nodes}"
+    return f"{identity.node if identity.node_rank is None else identity.node_rank} of {identity.num_nodes}"
 
 
 def _numbers(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,16 +63,16 @@ def check_environments(cache: Path) -> Check:
                 except BootseerError as error:
                     refused.append(str(error))
                     continue
-                why = "without root only folders of this user can be in a snapshot" if way == "user" else ""
+                note = "without root only folders of this user can be in a snapshot" if way == "user" else ""
                 return Check(
-                    ENVIRONMENTS, "limited" if why else "ok", _WORDS[way], why, "run as root" if why else "", opens
+                    ENVIRONMENTS, "limited" if note else "ok", _WORDS[way], note, "run as root" if note else "", opens
                 )
     except OSError as error:
         todo = "set BOOTSEER_CACHE to another folder"
         return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
     lacks = "; ".join(refused) or "root without the right to mount"
-    why = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
-    return Check(ENVIRONMENTS, "limited", "files are copied", why, "run as root, or allow user namespaces", opens)
+    note = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
+    return Check(ENVIRONMENTS, "limited", "files are copied", note, "run as root, or allow user namespaces", opens)
 
 
 def check_peers() -> Check:
@@ -111,10 +111,10 @@ def check_stacks() -> Check:
     words = [sys.executable, "-Sc", "print(flush=True); input()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         child.stdout.readline()  # type: ignore[union-attr]
-        text, why = stacks.sample([child.pid])
+        text, note = stacks.sample([child.pid])
         child.kill()
     if not text:
-        return Check(STACKS, "limited", "", why, "run as root, or set kernel.yama.ptrace_scope=0", opens)
+        return Check(STACKS, "limited", "", note, "run as root, or set kernel.yama.ptrace_scope=0", opens)
     return Check(STACKS, "ok", str(stacks.program()), "", "", opens)
 
 

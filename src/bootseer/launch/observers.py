@@ -104,8 +104,9 @@ def export_spool(
         over = ended.wait(_LOOK_EVERY_S)
         exporter.feed(filter(owns, tail.poll(last=over)))
     if not exporter.close(CLOSE_S):
-        why = f" ({exporter.last_error})" if exporter.last_error else ""
-        say(f"{plural(exporter.lost, 'span')} did not reach the collector{why}; the spool keeps the events: {folder}")
+        reason = f" ({exporter.last_error})" if exporter.last_error else ""
+        lost = plural(exporter.lost, "span")
+        say(f"{lost} did not reach the collector{reason}; the spool keeps the events: {folder}")
 
 
 class Shipping:
@@ -194,11 +195,11 @@ class StartEnd:
 
 
 @contextmanager
-def harmless(what: str) -> Iterator[None]:
+def harmless(label: str) -> Iterator[None]:
     """Say what goes wrong in the block, and go on: the command has ended, and its exit code is what counts."""
     try:
         yield
     except Exception as error:  # see above
-        logger(__name__).warning(what, exc_info=True)
+        logger(__name__).warning(label, exc_info=True)
         words = str(error) or type(error).__name__
-        say(f"{what}: {words}")
+        say(f"{label}: {words}")

@@ -82,10 +82,10 @@ class PeersStart:
 
         Raises `UsageError` for what can never work, and `Interrupted`.
         """
-        who = self._session.tracer.identity
-        if who.num_nodes == 1 and self._wanted.source == "auto":
+        identity = self._session.tracer.identity
+        if identity.num_nodes == 1 and self._wanted.source == "auto":
             return {}
-        name = safe_name(f"{who.job}.{who.attempt}.{who.node}")
+        name = safe_name(f"{identity.job}.{identity.attempt}.{identity.node}")
         try:
             # Several processes of one node may run this each, as `srun` starts them: one serves for all.
             path, lock = _locked(self._wanted.runtime / "peers", name)
@@ -175,11 +175,11 @@ class PeersStart:
                 shutil.rmtree(folder, ignore_errors=True)
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
-        said = self._service.answer(_READY_S)
-        if said.get("hint"):
-            raise UsageError(str(said["error"]), hint=str(said["hint"]))
-        if "error" in said:
-            raise error_named(str(said["kind"]), str(said["error"]))
+        reply = self._service.answer(_READY_S)
+        if reply.get("hint"):
+            raise UsageError(str(reply["error"]), hint=str(reply["hint"]))
+        if "error" in reply:
+            raise error_named(str(reply["kind"]), str(reply["error"]))
 
     def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
         """In the service's process."""
@@ -189,13 +189,13 @@ class PeersStart:
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
 
-        wanted, who = self._wanted, self._session.tracer.identity
+        wanted, identity = self._wanted, self._session.tracer.identity
         source = open_source(
             wanted.source,
             self._env,
-            attempt=rendezvous_name(safe_name(who.job), who.attempt),
-            name=safe_name(who.node),
-            rack=safe_name(who.topology) if who.topology else "",
+            attempt=rendezvous_name(safe_name(identity.job), identity.attempt),
+            name=safe_name(identity.node),
+            rack=safe_name(identity.topology) if identity.topology else "",
             interface_names=wanted.interfaces,
             secret_file=wanted.secret,
         )
@@ -208,7 +208,7 @@ class PeersStart:
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
-            name = safe_name(who.node) if wanted.wait_s else ""
+            name = safe_name(identity.node) if wanted.wait_s else ""
             service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls, name=name)
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
@@ -236,8 +236,8 @@ class PeersStart:
         job = JobPeers.open(self._owned.path) if self._owned.path.exists() else None
         if until == TRAINING_BEGAN and job is not None:
             job.training_began()
-        told = [message["state"] for message in self._told if "state" in message]
-        state = told[-1] if told else job.state() if job is not None else {}
+        states = [message["state"] for message in self._told if "state" in message]
+        state = states[-1] if states else job.state() if job is not None else {}
         if not state:  # it was killed before it had written any
             return
         attrs = {

@@ -165,12 +165,12 @@ def _reaped(pid: int) -> bool:
 
 def restarts_itself(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the command is an elastic launcher that is configured to restart its processes."""
-    said = [env.get("PET_MAX_RESTARTS", "")]
+    values = [env.get("PET_MAX_RESTARTS", "")]
     for word, following in zip(command, (*command[1:], ""), strict=True):
         flag, equals, value = word.partition("=")
         if flag in _ITS_OWN:
-            said.append(value if equals else following)
-    return said[-1].isdecimal() and int(said[-1]) > 0
+            values.append(value if equals else following)
+    return values[-1].isdecimal() and int(values[-1]) > 0
 
 
 def describe(code: int) -> str:

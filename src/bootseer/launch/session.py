@@ -99,22 +99,22 @@ class Session:
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
         self.tracer.parent = self.span
-        who = f"{identity.job}, attempt {attempt}, node {identity.node}"
-        log(__name__, "%s (by %s): events in %s (%s)", who, identity.source, self.folder, self.sinks)
+        label = f"{identity.job}, attempt {attempt}, node {identity.node}"
+        log(__name__, "%s (by %s): events in %s (%s)", label, identity.source, self.folder, self.sinks)
         self._observers: Observers | None = None
         self._shipping: Shipping | None = None
         self._more: list[Callable[[threading.Event], None]] = []
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
-        who = self.tracer.identity
+        identity = self.tracer.identity
         child = {
             **env,
             "BOOTSEER_TRACE": self.sinks,
-            "BOOTSEER_JOB": who.job,
-            "BOOTSEER_ATTEMPT": str(who.attempt),
-            "BOOTSEER_KIND": who.kind,
-            "BOOTSEER_NODE": who.node,
+            "BOOTSEER_JOB": identity.job,
+            "BOOTSEER_ATTEMPT": str(identity.attempt),
+            "BOOTSEER_KIND": identity.kind,
+            "BOOTSEER_NODE": identity.node,
             **self.tracer.environment(self.span),
         }
         child.pop("BOOTSEER_SERVICE_TOKEN", None)  # the service's secret is no concern of the job's
@@ -196,8 +196,8 @@ class Session:
 
     def owns(self, event: Event) -> bool:
         """Whether an event is this run's: others may share the folder, the node, or the attempt's number."""
-        who = self.tracer.identity
-        mine = event.node == who.node and who.rank in (NO_RANK, event.rank)
+        identity = self.tracer.identity
+        mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
         # What the scheduler reported lies before the run, which it names as its parent.
         return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
 

@@ -91,9 +91,9 @@ class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shel
     `why` is reported instead of the error when the command itself was not reached.
     """
 
-    def __init__(self, command: str, error: OSError, why: str = "") -> None:
-        missing = not why and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        super().__init__(f"{command}: {'command not found' if missing else why or error.strerror}")
+    def __init__(self, command: str, error: OSError, reason: str = "") -> None:
+        missing = not reason and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        super().__init__(f"{command}: {'command not found' if missing else reason or error.strerror}")
         self.code = NOT_FOUND if missing else NOT_EXECUTABLE
 
 
@@ -152,22 +152,22 @@ def spawn(
         raise CannotStart(command[0], error) from error
     if failed:
         _end(pid)
-        number, _, why = failed.decode("utf-8", "replace").partition(" ")
-        raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), why)
+        number, _, reason = failed.decode("utf-8", "replace").partition(" ")
+        raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), reason)
     log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets
     return pid
 
 
 def _start_of(answer: int) -> bytes:
     """Why the command could not start; nothing when it has taken the child's place, which closes the pipe."""
-    said, until = b"", time.monotonic() + _START_S
+    output, until = b"", time.monotonic() + _START_S
     while select.select([answer], [], [], max(0.0, until - time.monotonic()))[0]:
         piece = os.read(answer, 1 << 16)
         if not piece:
-            return said
-        said += piece
-    why = f"it did not start within {_START_S:.0f} s; does the file system that it lies on answer?"
-    return b"%d %s" % (errno.ETIMEDOUT, why.encode())
+            return output
+        output += piece
+    reason = f"it did not start within {_START_S:.0f} s; does the file system that it lies on answer?"
+    return b"%d %s" % (errno.ETIMEDOUT, reason.encode())
 
 
 def _end(pid: int) -> None:
@@ -227,8 +227,8 @@ def _enter(enter: Callable[[], None], report: int) -> None:
         enter()
     except Exception as error:  # nothing may unwind into the parent's code
         number = error.errno if isinstance(error, OSError) and error.errno else errno.EPERM
-        why = " ".join(str(error).split()) or type(error).__name__
-        os.write(report, f"{number} {why}".encode("utf-8", "replace")[:_MAX_REPORT])
+        reason = " ".join(str(error).split()) or type(error).__name__
+        os.write(report, f"{number} {reason}".encode("utf-8", "replace")[:_MAX_REPORT])
         os._exit(NOT_EXECUTABLE)
 
 

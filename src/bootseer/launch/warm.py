@@ -89,7 +89,7 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
         launchers[record.launcher] = Program(**fields)
     for refusal in refusals:
         for name, one in launchers.items():
-            why, module = str(refusal.get("why_not") or "")[:300], str(refusal.get("module") or "")[:300]
+            reason, module = str(refusal.get("why_not") or "")[:300], str(refusal.get("module") or "")[:300]
             if one.program != refusal.get("program"):
                 continue
             if module and len(one.cold) < _MAX_COLD:
@@ -97,9 +97,9 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
                 package = module.partition(".")[0]
                 if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
-                launchers[name] = msgspec.structs.replace(one, cold={**one.cold, module: why})
+                launchers[name] = msgspec.structs.replace(one, cold={**one.cold, module: reason})
             elif refusal.get("unfit") is True and not module:
-                launchers[name] = msgspec.structs.replace(one, never=why)
+                launchers[name] = msgspec.structs.replace(one, never=reason)
     return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
 
 
@@ -170,11 +170,11 @@ class WarmStart:
             self._recorded.set()
 
     def _keep(self) -> None:
-        told = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
-        told = [event for event in told if self._session.owns(event)]
-        refusals = [event.attrs for event in told if "why_not" in event.attrs]
+        events = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
+        events = [event for event in events if self._session.owns(event)]
+        refusals = [event.attrs for event in events if "why_not" in event.attrs]
         if self._mode == "on":
-            self._say(len(told) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])
+            self._say(len(events) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])
         known = self._known()
         after = merged(known, self._records(), refusals)
         if after != known:

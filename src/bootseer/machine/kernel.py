@@ -80,16 +80,16 @@ def check_kernel() -> Check:
     if name.sysname != "Linux" or version is None:
         return Check(KERNEL, "broken", f"{name.sysname} {name.release}", "BootSeer runs on Linux only", "", opens)
     if version < OLDEST:
-        why = f"older than {OLDEST[0]}.{OLDEST[1]}: measuring works, mounts without root do not"
-        return Check(KERNEL, "limited", name.release, why, "apt-get install linux-image-amd64", opens)
+        reason = f"older than {OLDEST[0]}.{OLDEST[1]}: measuring works, mounts without root do not"
+        return Check(KERNEL, "limited", name.release, reason, "apt-get install linux-image-amd64", opens)
     return Check(KERNEL, "ok", name.release, opens=opens)
 
 
 def check_fuse() -> Check:
     opens = ("lazy image mount", "checkpoint mount")
     if not Path("/dev/fuse").exists():
-        why = "there is no /dev/fuse"
-        return Check("FUSE", "missing", "", why, "modprobe fuse; in a container: --device /dev/fuse", opens)
+        reason = "there is no /dev/fuse"
+        return Check("FUSE", "missing", "", reason, "modprobe fuse; in a container: --device /dev/fuse", opens)
     helper = shutil.which("fusermount3") or shutil.which("fusermount")
     trial = attempt("fuse")
     if trial.worked:
@@ -99,8 +99,8 @@ def check_fuse() -> Check:
     if attempt("fuse-user").worked:
         return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
     if trial.forbidden and helper and os.access("/dev/fuse", os.R_OK | os.W_OK):
-        why = f"{trial.reason}; mounts go through {Path(helper).name}"
-        return Check("FUSE", "limited", Path(helper).name, why, "", opens)
+        reason = f"{trial.reason}; mounts go through {Path(helper).name}"
+        return Check("FUSE", "limited", Path(helper).name, reason, "", opens)
     install = f"apt-get install fuse3, or {_AS_ROOT}" if trial.forbidden else "modprobe fuse"
     return Check("FUSE", "broken", "/dev/fuse is there", trial.reason, install, opens)
 
@@ -111,8 +111,8 @@ def check_erofs() -> Check:
     version = kernel_version(os.uname().release) or (0, 0)
     if mkfs is None and _knows_erofs():
         found = "in the kernel, file-backed mount " + ("likely" if version >= FILE_BACKED_EROFS else "not before 6.12")
-        why = "not tried: there is no mkfs.erofs to make an image with"
-        return Check("EROFS", "limited", found, why, "apt-get install erofs-utils", opens)
+        reason = "not tried: there is no mkfs.erofs to make an image with"
+        return Check("EROFS", "limited", found, reason, "apt-get install erofs-utils", opens)
     trial = _mount_image(mkfs) if mkfs else Trial(False, errno=errno.ENODEV)
     if trial.worked:
         return Check("EROFS", "ok", "file-backed mount works", opens=opens)
@@ -121,8 +121,8 @@ def check_erofs() -> Check:
     if trial.forbidden:
         return Check("EROFS", "limited", "not for this user", trial.reason, _AS_ROOT, opens)
     if trial.errno == errno.ENOTBLK:
-        why = f"kernel {version[0]}.{version[1]} mounts EROFS from block devices only; 6.12 and later mount files"
-        return Check("EROFS", "limited", "through loop devices", why, "a kernel of 6.12 or later", opens)
+        reason = f"kernel {version[0]}.{version[1]} mounts EROFS from block devices only; 6.12 and later mount files"
+        return Check("EROFS", "limited", "through loop devices", reason, "a kernel of 6.12 or later", opens)
     return Check("EROFS", "broken", "", trial.reason, "", opens)
 
 
@@ -199,8 +199,8 @@ def check_overlay_layers() -> Check:
         return Check(name, "ok", "added one by one", opens=opens)
     if trial.forbidden:
         return Check(name, "limited", "not for this user", trial.reason, _AS_ROOT, opens)
-    why = f"{trial.reason}: layers are named in one page of options, some dozens fit"
-    return Check(name, "limited", "as one option", why, "a kernel of 6.7 or later", opens)
+    reason = f"{trial.reason}: layers are named in one page of options, some dozens fit"
+    return Check(name, "limited", "as one option", reason, "a kernel of 6.7 or later", opens)
 
 
 def check_user_namespaces() -> Check:
@@ -215,6 +215,6 @@ def check_user_namespaces() -> Check:
     ):
         path = Path("/proc/sys", switch)
         if path.is_file() and path.read_text().strip() == off:
-            why = f"{trial.reason}; {switch.replace('/', '.')} is {off}"
-            return Check("user namespaces", "missing", "", why, on, opens)
+            reason = f"{trial.reason}; {switch.replace('/', '.')} is {off}"
+            return Check("user namespaces", "missing", "", reason, on, opens)
     return Check("user namespaces", "missing", "", trial.reason, "a container or host that allows unshare", opens)

@@ -54,8 +54,8 @@ def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, op
     found = re.search(pattern, answer.output)
     if found:
         return Check(name, "ok", found[1], opens=opens)
-    why = answer.error or f"{Path(program).name} {question} ended with code {answer.code} and told no version"
-    return Check(name, "broken", "", why, install, opens)
+    reason = answer.error or f"{Path(program).name} {question} ended with code {answer.code} and told no version"
+    return Check(name, "broken", "", reason, install, opens)
 
 
 def check_runtimes() -> Check:
@@ -95,8 +95,8 @@ def check_hdfs() -> Check:
         return Check("HDFS", "missing", "", f"Python has no module {missing[0]}", install, opens)
     settings = os.environ.get("HADOOP_CONF_DIR", "")
     if settings and not Path(settings).is_dir():
-        why = "HADOOP_CONF_DIR names no folder: names of services are not known, addresses are"
-        return Check("HDFS", "limited", settings, why, "name the folder with core-site.xml", opens)
+        reason = "HADOOP_CONF_DIR names no folder: names of services are not known, addresses are"
+        return Check("HDFS", "limited", settings, reason, "name the folder with core-site.xml", opens)
     found = f"hdfs-native {importlib.metadata.version('hdfs-native')}"
     return Check("HDFS", "ok", f"{found}, settings in {settings}" if settings else found, opens=opens)
 
@@ -134,5 +134,5 @@ def check_torch() -> Check:
         return Check(name, "missing", "", "python3 on PATH has no torch", install, opens)
     # The last line of a traceback is the reason; without one the code has to do.
     last = answer.output.strip().rpartition("\n")[2][:200]
-    why = answer.error or (last if "Error" in last else f"import torch ended with code {answer.code}")
-    return Check(name, "broken", facts.get("version", ""), f"import torch: {why}", install, opens)
+    reason = answer.error or (last if "Error" in last else f"import torch ended with code {answer.code}")
+    return Check(name, "broken", facts.get("version", ""), f"import torch: {reason}", install, opens)

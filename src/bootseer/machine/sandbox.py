@@ -139,16 +139,16 @@ def main(trial: str, arguments: list[str]) -> None:
     elif trial == "erofs":
         try_erofs(*arguments)
     else:
-        what, _, where = trial.partition("-")
-        if where == "user":
+        kind, _, folder = trial.partition("-")
+        if folder == "user":
             enter_user_namespace()
         enter_mount_namespace()
-        if what == "fuse":
+        if kind == "fuse":
             try_fuse()
-        elif what == "layers":
+        elif kind == "layers":
             try_overlay_layers()
         else:
-            try_overlay(",userxattr" if where == "user" else "")
+            try_overlay(",userxattr" if folder == "user" else "")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ _TIMEX_BYTES = 256
 def check_terminal() -> Check:
     opens = ("progress while a job starts", "colours in reports")
     if not sys.stderr.isatty():
-        why = "stderr is not a terminal: output is plain text"
-        return Check("terminal", "limited", "none", why, "", opens)
+        reason = "stderr is not a terminal: output is plain text"
+        return Check("terminal", "limited", "none", reason, "", opens)
     size = shutil.get_terminal_size()
     found = f"{size.columns} x {size.lines}"
     if size.columns < 80:
@@ -50,8 +50,8 @@ def check_spool(folder: Path) -> Check:
             file.flush()
         free = shutil.disk_usage(place).free
     except OSError as error:
-        why = f"{place}: {os.strerror(error.errno or 0)}"
-        return Check(SPOOL, "broken", str(folder), why, "name another one with --spool", opens)
+        reason = f"{place}: {os.strerror(error.errno or 0)}"
+        return Check(SPOOL, "broken", str(folder), reason, "name another one with --spool", opens)
     found = f"{folder}, {format_bytes(free)} free"
     if free < _ENOUGH_BYTES:
         return Check(SPOOL, "limited", found, "nearly full: events may be lost", "free some space", opens)
@@ -67,9 +67,9 @@ def check_devices(folders: Sequence[Path] = CDI_FOLDERS) -> Check:
             files += [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".yaml", ".yml")]
     if files:
         return Check(name, "ok", ", ".join(str(path) for path in files[:3]), opens=opens)
-    why = f"no file in {' or '.join(str(folder) for folder in folders)}"
+    reason = f"no file in {' or '.join(str(folder) for folder in folders)}"
     install = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, on machines with GPUs"
-    return Check(name, "missing", "", why, install, opens)
+    return Check(name, "missing", "", reason, install, opens)
 
 
 def check_clock() -> Check:
@@ -81,6 +81,6 @@ def check_clock() -> Check:
     # modes, offset, freq, maxerror, esterror, status; the man page adjtimex(2) has the layout.
     _, _, _, max_error_us, _, status = struct.unpack_from("=I4xqqqqi", buffer)
     if status & _STA_UNSYNC:
-        why = "not synchronised: offsets between nodes are estimated from barriers"
-        return Check(name, "limited", "", why, "apt-get install chrony", opens)
+        reason = "not synchronised: offsets between nodes are estimated from barriers"
+        return Check(name, "limited", "", reason, "apt-get install chrony", opens)
     return Check(name, "ok", f"synchronised within {max_error_us / 1000:.1f} ms", opens=opens)

@@ -80,11 +80,11 @@ def _answered(answer: Callable[[str], Answer], question: str) -> bytes:
         return _encoded({"error": f"{type(error).__name__}: {error}"})
 
 
-def _encoded(said: Answer) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _encoded(reply: Answer) -> bytes:
+    return json.dumps(reply).encode() + b"\n"
 
 
-def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[], None] = lambda: None) -> Answer:
+def ask(folder: Path, request: str, *, timeout_s: float = 5.0, waiting: Callable[[], None] = lambda: None) -> Answer:
     """Ask the daemon of `folder`. `waiting` is called twice a second until it answers.
 
     Raises `NotFoundError` when none answers, `TransientError` after `timeout_s`, `PermanentError` for a refusal.
@@ -96,14 +96,14 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
         try:
             with socket_path(folder) as path:
                 link.connect(path)
-            link.sendall(_encoded({"do": what}))
-            said = next(json_lines(link.fileno(), until, waiting))
+            link.sendall(_encoded({"do": request}))
+            reply = next(json_lines(link.fileno(), until, waiting))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error
         except (OSError, ValueError, StopIteration) as error:
             raise NotFoundError(f"the mount daemon of {folder} does not run") from error
-    if not isinstance(said, dict):
+    if not isinstance(reply, dict):
         raise PermanentError(f"the mount daemon of {folder} sent a malformed response")
-    if "error" in said:
-        raise PermanentError(str(said["error"]))
-    return said
+    if "error" in reply:
+        raise PermanentError(str(reply["error"]))
+    return reply

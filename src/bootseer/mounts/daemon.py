@@ -89,9 +89,9 @@ class Daemon:
 
     def _end(self, how: str, timeout_s: float, waiting: Waiting) -> dict[str, object]:
         deadline = time.monotonic() + timeout_s
-        said: dict[str, object] = {}
+        reply: dict[str, object] = {}
         try:
-            said = self._ask(how, timeout_s, waiting)
+            reply = self._ask(how, timeout_s, waiting)
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):
@@ -99,13 +99,13 @@ class Daemon:
             self.process.signal(signal.SIGKILL)
             if not self._ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
-        return said
+        return reply
 
-    def _ask(self, what: str, timeout_s: float = 5.0, waiting: Waiting = lambda: None) -> dict[str, object]:
+    def _ask(self, request: str, timeout_s: float = 5.0, waiting: Waiting = lambda: None) -> dict[str, object]:
         until = time.monotonic() + _RESTART_S
         while True:
             try:
-                return control.ask(self.folder, what, timeout_s=timeout_s, waiting=waiting)
+                return control.ask(self.folder, request, timeout_s=timeout_s, waiting=waiting)
             except NotFoundError:  # also between the death of the process that serves and its restart (`recovery`)
                 if not self.process.alive or time.monotonic() > until:
                     raise
@@ -144,11 +144,11 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
         end_child(middle, deadline_s, kill=False)
         process: ProcessId | None = None
         try:
-            for said in json_lines(pipe.fileno(), time.monotonic() + deadline_s, waiting):
-                if "pid" in said:
-                    process = ProcessId.of(said["pid"])
-                elif "error" in said:
-                    raise error_named(said["kind"], said["error"])
+            for reply in json_lines(pipe.fileno(), time.monotonic() + deadline_s, waiting):
+                if "pid" in reply:
+                    process = ProcessId.of(reply["pid"])
+                elif "error" in reply:
+                    raise error_named(reply["kind"], reply["error"])
                 elif process is not None:
                     _LOG.info("mount daemon %d serves %s", process.pid, spec.at or spec.folder / FILES)
                     return Daemon(spec.folder, process)

@@ -90,31 +90,31 @@ class Fetched:
 class _OpenFiles:
     """A fetcher with its cached files and origins."""
 
-    def __init__(self, what: Fetched, on_error: OnError) -> None:
-        self._what = what
+    def __init__(self, fetched: Fetched, on_error: OnError) -> None:
+        self._what = fetched
         self._on_error = on_error
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self.began = threading.Event()
-        self._identities = [file.index.identity for file in what.files]
+        self._identities = [file.index.identity for file in fetched.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
         self.recorder: RecordWriter | None = None
-        if what.record is not None:
-            hand_over = what.hand_over or (lambda path: None)
-            self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
+        if fetched.record is not None:
+            hand_over = fetched.hand_over or (lambda path: None)
+            self.recorder = RecordWriter(fetched.record, started_s=time.time(), hand_over=hand_over)
         self._peers = open_peers(on_error)
-        self.fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
+        self.fetcher = Fetcher(fetched.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
         try:
-            cache = Cache(what.cache_root, what.cache)
-            for file in what.files:
+            cache = Cache(fetched.cache_root, fetched.cache)
+            for file in fetched.files:
                 place = (file.origin, file.plain_http)
                 if place not in self._stores:
                     self._stores[place] = open_store(file.origin, plain_http=file.plain_http)
                 self._cached.append(cache.open(file.index))
                 peers = None
                 if self._peers is not None:
-                    peers = self._peers.file(file.index, *place, what.cache_root)
+                    peers = self._peers.file(file.index, *place, fetched.cache_root)
                 self.fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
         except BaseException:
             self.close()

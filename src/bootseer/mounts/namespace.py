@@ -82,20 +82,20 @@ class Namespace:
             end_child(helper)
 
     @classmethod
-    def _of(cls, helper: int, said: Mapping[str, Any], *, user: bool) -> Namespace:
+    def _of(cls, helper: int, message: Mapping[str, Any], *, user: bool) -> Namespace:
         held: dict[str, int] = {}
         folders: dict[str, int] = {}
         try:
             for name in ("mnt", "user") if user else ("mnt",):
                 held[name] = _hold(f"/proc/{helper}/ns/{name}", os.O_RDONLY)
             held["root"] = _hold(f"/proc/{helper}/root", os.O_PATH | os.O_DIRECTORY)
-            for name, number in said["folders"].items():
+            for name, number in message["folders"].items():
                 folders[name] = _hold(f"/proc/{helper}/fd/{number}", os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
             for number in (*held.values(), *folders.values()):
                 os.close(number)
             raise PermanentError(f"hold a mount namespace: {error}") from error
-        return cls(held, folders, said["facts"])
+        return cls(held, folders, message["facts"])
 
     @property
     def root(self) -> Path:
@@ -210,8 +210,8 @@ def _ask_for_ids(tell: int, stay: int) -> bool:
     return os.read(stay, 1) == _MAPPED
 
 
-def _write(pipe: int, said: Mapping[str, Any]) -> None:
-    data = memoryview(json.dumps(said).encode() + b"\n")
+def _write(pipe: int, message: Mapping[str, Any]) -> None:
+    data = memoryview(json.dumps(message).encode() + b"\n")
     with contextlib.suppress(OSError):  # the parent has given up
         while data:
             data = data[os.write(pipe, data) :]
@@ -220,15 +220,15 @@ def _write(pipe: int, said: Mapping[str, Any]) -> None:
 def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
     """One line of the helper. Its error is raised."""
     try:
-        said: Mapping[str, Any] = next(lines)
+        message: Mapping[str, Any] = next(lines)
     except TimeoutError:
         raise TransientError("the mounts of a namespace were not made in time") from None
     except (StopIteration, ValueError):
         raise PermanentError("the process that makes the mounts of a namespace died") from None
-    if "error" in said:
-        cause = OSError(said["number"], os.strerror(said["number"])) if said["number"] else None
-        raise error_named(said["kind"], said["error"]) from cause
-    return said
+    if "error" in message:
+        cause = OSError(message["number"], os.strerror(message["number"])) if message["number"] else None
+        raise error_named(message["kind"], message["error"]) from cause
+    return message
 
 
 def _hold(path: str, flags: int) -> int:

@@ -141,9 +141,9 @@ def serve(
     life = _Life(spec, served, mounted, listener, log, restarts)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if not restarts:
-        heard = tell(report, {"ready": True})
+        is_connected = tell(report, {"ready": True})
         os.close(report)
-        if not heard:
+        if not is_connected:
             log("the process that started this one was killed")
             return life.end()
     return life.run(wake, lifeline)
@@ -162,10 +162,10 @@ def report_error(pipe: int, error: BaseException) -> None:
     tell(pipe, {"kind": type(error).__name__, "error": message})
 
 
-def tell(pipe: int, said: dict[str, object]) -> bool:
+def tell(pipe: int, message: dict[str, object]) -> bool:
     """Write a line to the process that waits for the daemon. False when it was killed meanwhile."""
     try:
-        os.write(pipe, json.dumps(said).encode() + b"\n")
+        os.write(pipe, json.dumps(message).encode() + b"\n")
     except OSError:
         return False
     return True

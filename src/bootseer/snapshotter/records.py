@@ -81,8 +81,8 @@ class Records:
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-            why = "make room" if full else "it is not the state of a snapshotter, or its disk fails"
-            raise PermanentError(f"{path}: {error}; {why}") from error
+            reason = "make room" if full else "it is not the state of a snapshotter, or its disk fails"
+            raise PermanentError(f"{path}: {error}; {reason}") from error
 
     def close(self) -> None:
         """Write it out."""

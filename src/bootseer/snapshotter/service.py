@@ -142,9 +142,9 @@ def check(runtime: Path) -> Check:
         with grpc.insecure_channel(f"unix:{socket}") as channel:
             found = list(channel.unary_stream(f"/{SERVICE}/List")(b"", timeout=_CHECK_S))
     except grpc.RpcError as error:
-        why = f"{socket}: {error.code().name.lower()}"
+        reason = f"{socket}: {error.code().name.lower()}"
         return Check(
-            CHECK, "broken", f"grpcio {grpc.__version__}", why, "systemctl restart bootseer-snapshotter", opens
+            CHECK, "broken", f"grpcio {grpc.__version__}", reason, "systemctl restart bootseer-snapshotter", opens
         )
     number = sum(len(Message(data).every(1)) for data in found)
     return Check(CHECK, "ok", f"{number} snapshots, {socket}", "", "", opens)

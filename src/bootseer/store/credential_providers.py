@@ -105,7 +105,7 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
     if not config:
         return None, Found()
     image = f"{'docker.io' if host in _DOCKER_HUB else host}/{repository}"
-    why, until = "", math.inf
+    reason, until = "", math.inf
     try:
         plugins = _plugins(config, programs, _changed(Path(config)))
     except UsageError as error:
@@ -114,12 +114,12 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
     for plugin in plugins:
         if any(matches(pattern, image) for pattern in plugin.provider.matchImages):
             found = plugin.ask(image)
-            why, until = why or found.why, min(until, found.until)
+            reason, until = reason or found.why, min(until, found.until)
             # The longest name is the most exact one.
             for name in sorted(found.logins, key=len, reverse=True):
                 if matches(name, image):
                     return found.logins[name], found
-    return None, Found({}, until, why)
+    return None, Found({}, until, reason)
 
 
 def check_providers(env: Mapping[str, str]) -> None:
@@ -174,7 +174,7 @@ class _Plugin:
     def _ask(self, image: str) -> _Answer:
         provider = self.provider
         request = {"apiVersion": provider.apiVersion, "kind": "CredentialProviderRequest", "image": image}
-        who = f"credential provider {provider.name}"
+        label = f"credential provider {provider.name}"
         try:
             ended = subprocess.run(
                 [self.program, *provider.args],
@@ -185,21 +185,21 @@ class _Plugin:
                 env={**os.environ, **{variable.name: variable.value for variable in provider.env or ()}},
             )
         except subprocess.TimeoutExpired as error:
-            raise AccessError(f"{who} did not answer in {_PLUGIN_S:g} s") from error
+            raise AccessError(f"{label} did not answer in {_PLUGIN_S:g} s") from error
         except (OSError, ValueError) as error:
-            raise AccessError(f"{who} does not run: {error}") from error
+            raise AccessError(f"{label} does not run: {error}") from error
         if ended.returncode:
             words = ended.stderr[-200:].decode(errors="replace").strip()
-            raise AccessError(f"{who} ended with {ended.returncode}: {words!r}")
+            raise AccessError(f"{label} ended with {ended.returncode}: {words!r}")
         try:
             answer = msgspec.json.decode(ended.stdout[:_MAX_BYTES], type=_Answer)
             seconds(answer.cacheDuration or "0")
         except (msgspec.MsgspecError, PermanentError) as error:
             # Not what it said: that may hold a password.
-            raise AccessError(f"{who} answered with something that is not a CredentialProviderResponse") from error
+            raise AccessError(f"{label} answered with something that is not a CredentialProviderResponse") from error
         if answer.apiVersion != provider.apiVersion:
             raise AccessError(
-                f"{who} answers as {answer.apiVersion[:80]!r}, its configuration says {provider.apiVersion}"
+                f"{label} answers as {answer.apiVersion[:80]!r}, its configuration says {provider.apiVersion}"
             )
         return answer
 
@@ -260,5 +260,5 @@ def _read(path: Path, programs: Path) -> Iterator[_Plugin]:
         yield _Plugin(provider, program)
 
 
-def _unusable(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path}: not a usable CredentialProviderConfig: {why}", hint=f"mend it, or unset {CONFIG}")
+def _unusable(path: Path, reason: str) -> UsageError:
+    return UsageError(f"{path}: not a usable CredentialProviderConfig: {reason}", hint=f"mend it, or unset {CONFIG}")

@@ -223,10 +223,10 @@ class FileStore(PlaceStore):
             self.share(path, _FOLDER_MODE | 0o20 if writable else _FOLDER_MODE)
             return
         try:
-            there = self.place.stat(path)
+            entry = self.place.stat(path)
         except NotFoundError:
             raise AccessError(f"{self._uri}/{path} is a symbolic link, which is not followed: delete it") from None
-        if not there.is_folder:
+        if not entry.is_folder:
             raise NotFolderError(f"{self._uri}/{path} is not a folder")
 
     def share(self, path: str, mode: int) -> None:

@@ -95,8 +95,8 @@ def _put(registry: Registry, subject: str, entries: list[Descriptor], timeout_s:
     registry.put_manifest(subject.replace(":", "-"), json.dumps(index).encode(), INDEX_TYPE, timeout_s=timeout_s)
 
 
-def _entries(data: bytes, what: str) -> list[Descriptor]:
-    entries = parse_object(data, what).get("manifests")
+def _entries(data: bytes, label: str) -> list[Descriptor]:
+    entries = parse_object(data, label).get("manifests")
     return [
         entry
         for entry in (entries if isinstance(entries, list) else [])

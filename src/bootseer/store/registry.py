@@ -324,20 +324,20 @@ class Registry:
             )
         return answer
 
-    def expect(self, answer: Answer, what: str, *statuses: int) -> None:
+    def expect(self, answer: Answer, operation: str, *statuses: int) -> None:
         """Raise the error that an answer of any other status means."""
         if answer.status not in statuses:
-            raise self._refusal(answer, what)
+            raise self._refusal(answer, operation)
 
     def close(self) -> None:
         self._transport.close()
 
-    def _delete(self, path: str, what: str, timeout_s: float) -> None:
+    def _delete(self, path: str, operation: str, timeout_s: float) -> None:
         answer = self.request("delete", "DELETE", path, until=time.monotonic() + timeout_s)
         if answer.status == 405:
             answer.finish()
-            raise PermanentError(f"{self}: {what}: this registry does not allow to remove anything")
-        self.expect(answer, what, 200, 202, 204, 404)
+            raise PermanentError(f"{self}: {operation}: this registry does not allow to remove anything")
+        self.expect(answer, operation, 200, 202, 204, 404)
         answer.finish()
 
     def _blob_answer(self, digest: str, headers: dict[str, str], until: float) -> Answer:
@@ -384,31 +384,31 @@ class Registry:
             raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
         return end - first
 
-    def _refusal(self, answer: Answer, what: str) -> BootseerError:
+    def _refusal(self, answer: Answer, operation: str) -> BootseerError:
         retry_after_s = answer.retry_after_s
         words = _error_words(answer.finish(8192))
-        said = f"{self}: {what}: status {answer.status}{words}"
+        digest = f"{self}: {operation}: status {answer.status}{words}"
         if answer.origin != self._origin:
-            said += f" from {answer.origin}"
+            digest += f" from {answer.origin}"
         if answer.status == 404:
-            return NotFoundError(said)
+            return NotFoundError(digest)
         if answer.status == 400 and "DIGEST_INVALID" in words:
-            return TransientError(f"{said}; the bytes were damaged on their way, send them again")
+            return TransientError(f"{digest}; the bytes were damaged on their way, send them again")
         if answer.status in (401, 403):
-            return self._authorizer.denied(said)
+            return self._authorizer.denied(digest)
         if answer.status in (408, 425, 429) or answer.status >= 500:
-            return TransientError(said, retry_after_s=retry_after_s)
-        return PermanentError(said)
+            return TransientError(digest, retry_after_s=retry_after_s)
+        return PermanentError(digest)
 
 
-def parse_object(data: bytes, what: str) -> dict[str, Any]:
+def parse_object(data: bytes, operation: str) -> dict[str, Any]:
     """A JSON object from outside. Raises `CorruptError` for anything else."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} is not valid JSON: {error}") from error
+        raise CorruptError(f"{operation} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CorruptError(f"{what} is not a JSON object")
+        raise CorruptError(f"{operation} is not a JSON object")
     return document
 
 

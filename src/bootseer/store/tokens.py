@@ -248,16 +248,16 @@ class Authorizer:
                 return self._fetch(challenge, until).header
             credentials = self._login(self._origin)
             if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
-                why = "not logged in" if credentials is None else "the login is refused"
-                raise self.denied(f"{self._host}: {why}")
+                reason = "not logged in" if credentials is None else "the login is refused"
+                raise self.denied(f"{self._host}: {reason}")
             self._basic = credentials.basic
             return self._basic
 
-    def denied(self, why: str) -> AccessError:
+    def denied(self, reason: str) -> AccessError:
         """The error for a registry that does not let us in, with what to do about it."""
         if self._credentials.why:
-            return AccessError(f"{why}: {self._credentials.why}")
-        return AccessError(f"{why}; log in with: docker login {self._host}")
+            return AccessError(f"{reason}: {self._credentials.why}")
+        return AccessError(f"{reason}; log in with: docker login {self._host}")
 
     def _fetch(self, challenge: dict[str, str], until: float) -> _Token:
         realm, scope = challenge.get("realm", ""), challenge.get("scope", "")

@@ -421,14 +421,14 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
 
 
 def _broken(origin: Origin, error: Exception) -> BootseerError:
-    said, folder = str(error), f"{CERTIFICATES}/{origin}"
+    message, folder = str(error), f"{CERTIFICATES}/{origin}"
     first = error.args[0] if error.args else None
     if isinstance(first, ssl.SSLCertVerificationError):
-        why = f"the certificate of {origin} is not trusted: {first.verify_message}"
-        return PermanentError(f"{why}; put the authority's file into {folder}/ca.crt, or name it in SSL_CERT_FILE")
-    if re.search(r"ALERT_\w*(CERTIFICATE|UNKNOWN_CA)", said):
+        reason = f"the certificate of {origin} is not trusted: {first.verify_message}"
+        return PermanentError(f"{reason}; put the authority's file into {folder}/ca.crt, or name it in SSL_CERT_FILE")
+    if re.search(r"ALERT_\w*(CERTIFICATE|UNKNOWN_CA)", message):
         return PermanentError(f"{origin} wants another certificate: put client.cert and client.key into {folder}")
-    if re.search("WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", said):
+    if re.search("WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", message):
         name = str(origin).removesuffix(":443")
         return PermanentError(f"{origin} speaks no TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
     if isinstance(error, SSLError):

@@ -63,12 +63,12 @@ class Stored:
         return self.offset + self.length
 
 
-def stored_items(plan: LoadPlan, metadata: Metadata, storage_data: Mapping[Any, Any], where: str) -> list[Stored]:
+def stored_items(plan: LoadPlan, metadata: Metadata, storage_data: Mapping[Any, Any], uri: str) -> list[Stored]:
     """Each object that the plan names, once. Raises `CorruptError` for metadata that contradicts itself."""
     wanted: dict[tuple[MetadataIndex, LoadItemType], list[ReadItem]] = {}
     for request in plan.items:
         wanted.setdefault((request.storage_index, request.type), []).append(request)
-    chunks = _Chunks(metadata, where)
+    chunks = _Chunks(metadata, uri)
     return [_stored(index, kind, tuple(requests), storage_data, chunks) for (index, kind), requests in wanted.items()]
 
 
@@ -102,8 +102,8 @@ def _stored(
 class _Chunks:
     """The shapes of chunks, by tensor and offset."""
 
-    def __init__(self, metadata: Metadata, where: str) -> None:
-        self.where = where
+    def __init__(self, metadata: Metadata, uri: str) -> None:
+        self.where = uri
         self._metadata = metadata
         self._known: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 

@@ -69,28 +69,28 @@ def metadata_name(rank: int | None) -> str:
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
-def metadata_content(file: CheckpointFile, where: str) -> bytes:
+def metadata_content(file: CheckpointFile, uri: str) -> bytes:
     """All of a file of metadata. Raises `CorruptError` when it is too large to be one."""
     if file.size_bytes > _MAX_METADATA_BYTES:
-        raise CorruptError(f"{where}: {file.size_bytes} bytes are more than the metadata of any checkpoint")
+        raise CorruptError(f"{uri}: {file.size_bytes} bytes are more than the metadata of any checkpoint")
     return file.read(0, file.size_bytes)
 
 
-def parse_metadata(data: bytes, where: str, load_id: str) -> Metadata:
+def parse_metadata(data: bytes, uri: str, load_id: str) -> Metadata:
     """The metadata in the content of the file `where`. Raises `CorruptError`, `AccessError` for what could run code."""
     try:
         metadata = Restricted(data, _allowed_names()).load()
     except ForeignName as error:
         raise AccessError(
-            f"{where}: the checkpoint's metadata names {error}, which could run code and is not loaded;"
+            f"{uri}: the checkpoint's metadata names {error}, which could run code and is not loaded;"
             " if you trust its writer, tell torch.serialization.add_safe_globals of it"
         ) from error
     except Exception as error:  # damaged pickles raise anything
-        raise CorruptError(f"{where}: the checkpoint's metadata is damaged: {type(error).__name__}: {error}") from error
+        raise CorruptError(f"{uri}: the checkpoint's metadata is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise CorruptError(f"{where}: holds a {type(metadata).__name__} and not the metadata of a checkpoint")
+        raise CorruptError(f"{uri}: holds a {type(metadata).__name__} and not the metadata of a checkpoint")
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
-        raise CorruptError(f"{where}: the checkpoint's metadata does not say what is stored where")
+        raise CorruptError(f"{uri}: the checkpoint's metadata does not say what is stored where")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = load_id  # type: ignore[union-attr]

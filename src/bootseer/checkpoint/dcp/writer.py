@@ -341,9 +341,9 @@ class StripedWriter(filesystem.FileSystemWriter):
         return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
 
     def _is_file(self) -> bool:
-        there = opened(self.path)
+        folder = opened(self.path)
         try:
-            return not there.system.files.stat(there.path).is_folder
+            return not folder.system.files.stat(folder.path).is_folder
         except NotFoundError:
             return False
 

@@ -379,11 +379,11 @@ class Content:
             writer.abort()
             return was_dirty
 
-    def give_up(self, why: BootseerError) -> None:
+    def give_up(self, reason: BootseerError) -> None:
         """Drop what was written: the name leads to what the place has. A later attempt to publish it raises why."""
         with self.changing():
             if self._writer is not None:
-                self._given_up = why
+                self._given_up = reason
                 self._drop(self._writer)
 
     def _drop(self, writer: FileWriter) -> None:

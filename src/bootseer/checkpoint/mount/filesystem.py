@@ -363,9 +363,9 @@ class CheckpointFiles:
         own_name = path.rpartition("/")[2]
         if is_hidden(own_name):
             raise refusal(errno.EPERM)
-        why = self._files.place.refusal(own_name)
-        if why:  # fail now, and not when all of a file was written
-            self._context.on_error(f"{path}: {why}")
+        reason = self._files.place.refusal(own_name)
+        if reason:  # fail now, and not when all of a file was written
+            self._context.on_error(f"{path}: {reason}")
             raise refusal(errno.EINVAL)
         return path
 
@@ -443,8 +443,8 @@ class CheckpointFiles:
         """Figures for `status`."""
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
-    def _logging_errors(self, what: str) -> LoggedOsErrors:
-        return LoggedOsErrors(what, self._context.on_error)
+    def _logging_errors(self, operation: str) -> LoggedOsErrors:
+        return LoggedOsErrors(operation, self._context.on_error)
 
 
 def _changed(info: FileInfo, changes: Changes) -> FileInfo:

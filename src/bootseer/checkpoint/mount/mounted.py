@@ -100,22 +100,22 @@ class MountedCheckpoint:
         Raises `TransientError` while its files are in use, unless `force`.
         """
         daemon = self._daemon()
-        said: Mapping[str, Any] = {}
+        reply: Mapping[str, Any] = {}
         if daemon is None:
             if kernel.is_mount(self.target):
                 detach(self.target, force=True)
         elif force:
-            said = daemon.end(timeout_s=END_S, waiting=waiting)
+            reply = daemon.end(timeout_s=END_S, waiting=waiting)
         else:
             try:
-                said = daemon.stop(timeout_s=END_S, waiting=waiting)
+                reply = daemon.stop(timeout_s=END_S, waiting=waiting)
             except PermanentError as error:
                 if kernel.is_mount(self.target):
                     raise TransientError(self._busy(str(error))) from error
                 # Another mount namespace has a copy of it, and the daemon ends with that; `clean` forgets it then.
-                return said
+                return reply
         self.runtime.remove(self.state)
-        return said
+        return reply
 
     def _busy(self, reason: str) -> str:
         writing = self.status().get("unpublished") or []
@@ -223,10 +223,10 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
 def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
     """Make the folder that is mounted on, and take away what a dead daemon left there."""
     if kernel.is_mount(target):
-        there = record.find(target)
-        if there is None or record.health(there) != "daemon dead":
+        state = record.find(target)
+        if state is None or record.health(state) != "daemon dead":
             raise UsageError(f"{target}: something is mounted there", hint=f"bootseer ckpt umount {target}")
-        MountedCheckpoint(record, there).unmount()
+        MountedCheckpoint(record, state).unmount()
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: not a folder", hint="name a folder to mount on")
     # Its daemon would meet its own mount, and wait for itself.
@@ -284,21 +284,21 @@ def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
     is_far = not uri or (":" in uri.partition("/")[0] and not uri.startswith("file:///"))
     if is_far or not os.path.isdir(folder):  # noqa: PTH112 - pathlib raises for one that may not be looked at
         # The mount knows what to say of a folder that is not there.
-        needed, why = f"{uri} is not a folder of this machine", ""
+        needed, reason = f"{uri} is not a folder of this machine", ""
     else:
-        needed = why = _needs_mount(folder)
+        needed = reason = _needs_mount(folder)
     if way == "plain":
         if needed:
             raise UsageError(f"it cannot be read plainly: {needed}", hint="leave --checkpoint-read out")
-        why = "--checkpoint-read plain was given"
+        reason = "--checkpoint-read plain was given"
     elif needed or way == "mount":
-        return None, why if needed else "--checkpoint-read mount was given"
+        return None, reason if needed else "--checkpoint-read mount was given"
     elif (kind := _file_system(folder)) in _LOCAL:
-        why = f"it lies on this machine ({kind}), where a mount and a second copy would only cost time"
+        reason = f"it lies on this machine ({kind}), where a mount and a second copy would only cost time"
     else:
         return None, f"its file system ({kind or 'unknown'}) may be far away"
     open_place(uri).close()  # refuses what no mount would show
-    return folder, why
+    return folder, reason
 
 
 def _needs_mount(folder: Path) -> str:

@@ -131,8 +131,8 @@ class Nodes:
             replaced = self._by_path.get(target)
             if replaced is not None:
                 self._detach(replaced)
-            front = f"{source}/"
-            moved = [path for path in self._by_path if path == source or path.startswith(front)]
+            prefix = f"{source}/"
+            moved = [path for path in self._by_path if path == source or path.startswith(prefix)]
             for path in moved:
                 node = self._by_path.pop(path)
                 node.path = target + path[len(source) :]
@@ -147,9 +147,9 @@ class Nodes:
 
     def live_below(self, folder: str) -> list[Node]:
         """The nodes anywhere below a folder whose content is not published."""
-        front = f"{folder}/" if folder else ""
+        prefix = f"{folder}/" if folder else ""
         with self._lock:
-            return [node for path, node in self._by_path.items() if node.is_live and path.startswith(front)]
+            return [node for path, node in self._by_path.items() if node.is_live and path.startswith(prefix)]
 
     def num_known(self) -> int:
         return len(self._by_number)

@@ -123,7 +123,7 @@ class PeerChunks:
                 owner = members.owner(file, unit.first // UNIT_BLOCKS, absent)
                 if owner is None:
                     break
-                asked = self._health.begin(owner.name, time.monotonic())
+                request = self._health.begin(owner.name, time.monotonic())
             late = False
             try:
                 found = self._client.ask(owner.addresses[0], question, _ANSWER_S)
@@ -137,7 +137,7 @@ class PeerChunks:
                         self._health.mark_absent(owner.name, time.monotonic())
             finally:
                 with self._lock:
-                    self._health.ended(asked, late=late, now_s=time.monotonic())
+                    self._health.ended(request, late=late, now_s=time.monotonic())
         return {}
 
     def not_kept(self, index: Index, block: int) -> None:

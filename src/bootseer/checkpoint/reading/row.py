@@ -419,8 +419,8 @@ class Row:
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
-        why = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._why
-        return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
+        reason = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._why
+        return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {reason}")
 
 
 class _RowChunk(ChunkRead):

@@ -96,7 +96,7 @@ class Source(Protocol):
         """Not read any more. Reads that were begun still end."""
 
 
-def failure(error: BaseException, what: str) -> BootseerError:
+def failure(error: BaseException, operation: str) -> BootseerError:
     """The error that a read of `what` ends with when `error` was raised on its way: a read that was begun must end.
 
     To be called in an `except` block. What was not foreseen is reported; Ctrl-C is for the caller to raise again.
@@ -105,7 +105,7 @@ def failure(error: BaseException, what: str) -> BootseerError:
         return error
     if isinstance(error, Exception):
         report_exception()
-    return TransientError(f"{what}: {type(error).__name__}: {error}")
+    return TransientError(f"{operation}: {type(error).__name__}: {error}")
 
 
 Effect = Callable[[], object]
@@ -367,7 +367,7 @@ class Waiting:
         self._error = error
         self._over.set()
 
-    def wait(self, what: str, limit_s: float) -> None:
+    def wait(self, operation: str, limit_s: float) -> None:
         """Wait for it, and raise its error; `what` is read, in an error's words.
 
         The parts of a read have deadlines of their own. When none has ended for `limit_s`, which is more, an answer was
@@ -375,9 +375,9 @@ class Waiting:
         """
         while not self._over.wait(max(self.gather.moved_s + limit_s - time.monotonic(), 0.0)):
             if time.monotonic() >= self.gather.moved_s + limit_s:
-                show_threads(f"{what}: no answer within {limit_s:g} s")
+                show_threads(f"{operation}: no answer within {limit_s:g} s")
                 raise TransientError(
-                    f"{what}: no answer within {limit_s:g} s, although each part has a deadline: this is a bug of "
+                    f"{operation}: no answer within {limit_s:g} s, although each part has a deadline: this is a bug of "
                     "BootSeer; try again, and report what standard error shows"
                 )
         if self._error is not None:

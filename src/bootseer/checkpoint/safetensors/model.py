@@ -118,18 +118,18 @@ def load_sharded(
     return _load(folder, sorted(by_file), device, by_file)
 
 
-def _files_of(index: bytes, where: str, names: Collection[str] | None) -> dict[str, list[str]]:
+def _files_of(index: bytes, uri: str, names: Collection[str] | None) -> dict[str, list[str]]:
     """The tensors to read from each file."""
     try:
         weights = json.loads(index)["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{where}: not the index of a model: {type(error).__name__}: {error}") from None
+        raise CorruptError(f"{uri}: not the index of a model: {type(error).__name__}: {error}") from None
     if not isinstance(weights, dict) or not all(_is_beside(file) for file in weights.values()):
-        raise CorruptError(f"{where}: names files that are not in its folder")
+        raise CorruptError(f"{uri}: names files that are not in its folder")
     by_file: dict[str, list[str]] = {}
     for name in weights if names is None else dict.fromkeys(names):
         if name not in weights:
-            raise NotFoundError(f"{where}: has no tensor {name}")
+            raise NotFoundError(f"{uri}: has no tensor {name}")
         by_file.setdefault(weights[name], []).append(name)
     return by_file
 
@@ -146,9 +146,9 @@ def _load(
         def begin(name: str) -> _File:
             file = folder.open(name)
             to_close.callback(file.close)
-            where = folder.where(name) if name else folder.uri
-            header = read_header(file, where)
-            return _File(file, header, _chosen(header, None if names is None else names[name], where))
+            uri = folder.where(name) if name else folder.uri
+            header = read_header(file, uri)
+            return _File(file, header, _chosen(header, None if names is None else names[name], uri))
 
         with Tasks("bootseer-safetensors", _THREADS) as threads:
             found = dict(zip(files, threads.map(begin, files), strict=True))
@@ -186,12 +186,12 @@ def _read_all(files: Mapping[str, _File], device: Device) -> dict[str, torch.Ten
     return tensors
 
 
-def _chosen(header: Header, names: Iterable[str] | None, where: str) -> dict[str, TensorEntry]:
+def _chosen(header: Header, names: Iterable[str] | None, uri: str) -> dict[str, TensorEntry]:
     if names is None:
         return dict(header.tensors)
     missing = [name for name in names if name not in header.tensors]
     if missing:
-        raise NotFoundError(f"{where}: has no tensor {missing[0]}")
+        raise NotFoundError(f"{uri}: has no tensor {missing[0]}")
     return {name: header.tensors[name] for name in names}
 
 
@@ -231,10 +231,10 @@ class safe_open:  # noqa: N801 - the name that users know
     def __init__(self, uri: str | os.PathLike[str], framework: str = "pt", device: Device = "cpu") -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise UsageError(f"{framework}: tensors are made for PyTorch only", hint='framework="pt"')
-        where = opened(uri)
-        self._where = where.uri
+        folder = opened(uri)
+        self._where = folder.uri
         self._device = device
-        self._file = where.open()
+        self._file = folder.open()
         try:
             self._header = read_header(self._file, self._where)
         except BaseException:

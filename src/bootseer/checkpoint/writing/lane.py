@@ -148,11 +148,11 @@ class Lane:
         with self._change:
             return self._change.wait_for(lambda: not (self._num_running or self._num_apart), timeout_s)
 
-    def check_moves(self, what: str) -> None:
+    def check_moves(self, operation: str) -> None:
         """Raise `TransientError` when no step has begun or ended for minutes: a call to the storage hangs."""
         still_s = time.monotonic() - self._moved_s
         if still_s > _STUCK_S:
-            raise TransientError(f"{what}: no request to the storage has ended for {still_s:.0f} s; try again")
+            raise TransientError(f"{operation}: no request to the storage has ended for {still_s:.0f} s; try again")
 
     def _push(self, part: PartTask) -> None:
         self._moved_s = time.monotonic()

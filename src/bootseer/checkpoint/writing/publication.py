@@ -271,11 +271,11 @@ class Publication:
     def _check_lengths(self, parts: Sequence[Part]) -> None:
         """Raises `TransientError` for parts that are not as they were written."""
         entries = self.again(lambda: list(self._files.place.list(self.folder)))
-        there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
+        sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
         for part in parts:
-            if there.get(part.name) != part.size_bytes:
+            if sizes.get(part.name) != part.size_bytes:
                 raise TransientError(
-                    f"{self._files.place.uri}/{self.folder}/{part.name} has {there.get(part.name, 'no')} bytes "
+                    f"{self._files.place.uri}/{self.folder}/{part.name} has {sizes.get(part.name, 'no')} bytes "
                     f"after {part.size_bytes} were written; write it again"
                 )
 

@@ -115,15 +115,15 @@ class PartTask:
         size_bytes = segment.size_so_far
         chunks = -(-size_bytes // CHUNK_BYTES)
         first = self.row * segment.stripes
-        mine = first if self.is_parity else first + self.number
-        if mine >= chunks:
+        number = first if self.is_parity else first + self.number
+        if number >= chunks:
             return False
         if self.is_parity:
             pieces = [segment.read(chunk, size_bytes) for chunk in row_of(first, chunks, segment.stripes)]
             data = bytes(parity_chunk(pieces, len(pieces[0])))
         else:
-            data = segment.read(mine, size_bytes)
-            segment.set_digest(mine, blake3(data).digest())
+            data = segment.read(number, size_bytes)
+            segment.set_digest(number, blake3(data).digest())
         self._sha256.update(data)
         began_s = time.monotonic()
         writer.write(data)

@@ -143,10 +143,10 @@ class Spool:
             os.close(descriptor)
 
     def _mapped(self, error: OSError) -> PermanentError:
-        said = f"the spool folder {self._folder}: {error.strerror}"
+        message = f"the spool folder {self._folder}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return NoSpaceError(f"{said}; give it room, or name another folder")
-        return PermanentError(said)
+            return NoSpaceError(f"{message}; give it room, or name another folder")
+        return PermanentError(message)
 
 
 _LOOK_S = 0.5

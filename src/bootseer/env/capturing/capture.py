@@ -169,8 +169,8 @@ def _places(folder: Path) -> list[tuple[Path, int]]:
     places = [(folder, 0)]
     other = Path("/var/tmp")  # noqa: S108 - a folder of ours in it
     with contextlib.suppress(OSError):
-        there = next(above for above in (folder, *folder.absolute().parents) if above.exists())
-        if other.stat().st_dev != there.stat().st_dev:
+        existing = next(above for above in (folder, *folder.absolute().parents) if above.exists())
+        if other.stat().st_dev != existing.stat().st_dev:
             places.append((other / f"bootseer-{os.geteuid()}", 0))
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE_OF_MEMORY
     return [*places, *((place, memory) for place, _ in places)]
@@ -243,8 +243,8 @@ def open_capture(
         capture = ScanCapture(exclusions)
     capture.refused = refused
     _log.info("capture by %s of %s; not by %s", capture.way, ", ".join(capture.points), refused or "-")
-    for refused_way, why in refused.items():
-        say(f"the setup cannot be captured by {refused_way}: {why}")
+    for refused_way, reason in refused.items():
+        say(f"the setup cannot be captured by {refused_way}: {reason}")
     for note in capture.notes:
         say(note)
     return capture

@@ -88,8 +88,8 @@ def found_at(folder: str, name: str) -> PathState | None:
 
 def difference(one: PathState, other: PathState) -> bool:
     """Whether anything but content and times differs: kind, permissions, owner, extended attributes."""
-    ours, theirs = one.status, other.status
-    return (ours.st_mode, ours.st_uid, ours.st_gid) != (theirs.st_mode, theirs.st_uid, theirs.st_gid) or (
+    first, second = one.status, other.status
+    return (first.st_mode, first.st_uid, first.st_gid) != (second.st_mode, second.st_uid, second.st_gid) or (
         one.xattrs() != other.xattrs()
     )
 
@@ -107,8 +107,8 @@ def same_content(one: PathState, other: PathState) -> bool:
 
 def same_bytes(one: str, other: str) -> bool:
     """Whether two files have the same content."""
-    with _opened(one) as ours, _opened(other) as theirs:
-        while (piece := ours.read(_PIECE)) == theirs.read(_PIECE):
+    with _opened(one) as first, _opened(other) as second:
+        while (piece := first.read(_PIECE)) == second.read(_PIECE):
             if not piece:
                 return True
     return False

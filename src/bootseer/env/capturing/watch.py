@@ -128,9 +128,9 @@ def _begin(
 
 def _keep_only(files: set[int]) -> None:
     """Give up everything else that was inherited: others may wait for the end of a pipe."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
     last = 2
     for number in sorted(files):
         os.closerange(last + 1, number)
@@ -138,9 +138,9 @@ def _keep_only(files: set[int]) -> None:
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
 
 
-def _say(pipe: int, said: dict[str, object]) -> None:
+def _say(pipe: int, message: dict[str, object]) -> None:
     with os.fdopen(os.dup(pipe), "wb") as file:
-        file.write(json.dumps(said).encode() + b"\n")
+        file.write(json.dumps(message).encode() + b"\n")
 
 
 class _Seen:
@@ -160,10 +160,10 @@ class _Seen:
             pass
 
     def _batch(self) -> bool:
-        any_came = False
+        has_events = False
         try:
             for mask, file, _ in self._group.batch():
-                any_came = True
+                has_events = True
                 path = os.readlink(str(file), dir_fd=self._links)
                 if mask & WRITTEN:
                     self._written.add(path)
@@ -175,13 +175,13 @@ class _Seen:
                     else:
                         self._why = f"the setup opened more than {MAX_FILES:,} files"
         except Overflow:
-            any_came, self._why = True, "the kernel dropped events: too many files were opened at once"
+            has_events, self._why = True, "the kernel dropped events: too many files were opened at once"
         except OSError as error:
-            any_came, self._why = True, f"a file that the setup opened could not be told: {error.strerror}"
+            has_events, self._why = True, f"a file that the setup opened could not be told: {error.strerror}"
             self._num_lost += 1
             if self._num_lost > _MAX_LOST:
                 raise
-        return any_came
+        return has_events
 
     def told(self, table: Iterable[Mount], real: Iterable[str]) -> dict[str, object]:
         """The answer for the parent."""
@@ -229,9 +229,9 @@ class Reads:
     """Why it is not complete, for people."""
 
 
-def unobserved(why: str) -> Reads:
+def unobserved(reason: str) -> Reads:
     """The answer where nothing was watched."""
-    return Reads(frozenset(), (), complete=False, why=why)
+    return Reads(frozenset(), (), complete=False, why=reason)
 
 
 class Watch:
@@ -307,12 +307,12 @@ class Watch:
         os.close(self._stop)
         self._stop = -1
         try:
-            said = json.loads(self._line(time.monotonic() + deadline_s))
+            message = json.loads(self._line(time.monotonic() + deadline_s))
         except (OSError, ValueError) as error:
             return unobserved(f"the watching process gave no answer: {error}")
         finally:
             self._kill()
-        return Reads(frozenset(said["read"]), tuple(said["written"]), not said["why"], said["why"])
+        return Reads(frozenset(message["read"]), tuple(message["written"]), not message["why"], message["why"])
 
     def _line(self, deadline: float) -> bytes:
         pieces, size = [], 0

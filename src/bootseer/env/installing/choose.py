@@ -91,17 +91,17 @@ def choose(
 
     def translated(texts: Sequence[str]) -> Translation:
         wanted = requirement_files(texts, cwd, env, read)
-        told = translate(found, wanted, env, lambda path: at(os.path.join(cwd, path)).exists())  # noqa: PTH118
+        variables = translate(found, wanted, env, lambda path: at(os.path.join(cwd, path)).exists())  # noqa: PTH118
         if wanted.local:
             # What is installed from a folder looks satisfied to uv; pip builds and installs it again each time.
             names = _installed_from_sources(python, root)
-            told.arguments += [word for name in names for word in ("--reinstall-package", name)]
+            variables.arguments += [word for name in names for word in ("--reinstall-package", name)]
         if not python.writable:
-            told.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
+            variables.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
         old = _pip_version(python, root)
         if old is not None and old < _OLDEST_PIP:
-            told.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
-        return told
+            variables.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
+        return variables
 
     if kind != "requirements":
         program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
@@ -109,14 +109,14 @@ def choose(
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
         texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
         translation = translated(texts)
-        told, more = _FOR_LOCKS | translation.environment | _LOCKED, []
+        variables, more = _FOR_LOCKS | translation.environment | _LOCKED, []
         if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
-            told = _FOR_LOCKS | translation.environment
+            variables = _FOR_LOCKS | translation.environment
             more = [word for word in translation.arguments if word not in ("--no-sources", "--no-config")]
         words = (*program, "pip", "install", "--python", python.executable, *more, *files)
         if kind == "uv.lock":
             words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
-        return Installation((Command("uv", words, told),))
+        return Installation((Command("uv", words, variables),))
     names = {setting.name for setting in found}
     quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
@@ -144,8 +144,8 @@ def plain_command(kind: FileKind, files: Sequence[str], python: str, env: Mappin
 
 def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:
     if not prefix:
-        why = "no conda environment is active to install it into (conda activate NAME, or set CONDA_PREFIX)"
-        return Installation((), f"{file}: {why}")
+        reason = "no conda environment is active to install it into (conda activate NAME, or set CONDA_PREFIX)"
+        return Installation((), f"{file}: {reason}")
     tool = next((tool for tool in _CONDAS if is_there(tool)), "")
     if not tool:
         return Installation((), f"{file}: needs {' or '.join(_CONDAS)} on PATH; install one of them")

@@ -109,16 +109,16 @@ def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
     ran = run([python, "-c", _QUESTION], env, deadline_s=_DEADLINE_S)
     try:
         # Behind whatever its own start-up files print.
-        said = json.loads(ran.output.strip().rpartition("\n")[2])
+        facts = json.loads(ran.output.strip().rpartition("\n")[2])
         return Interpreter(
-            executable=str(said["executable"]),
-            prefix=str(said["prefix"]),
-            base_prefix=str(said["base_prefix"]),
-            scripts=str(said["scripts"]),
-            folders=tuple(str(folder) for folder in said["folders"]),
-            writable=bool(said["writable"]),
-            pip=bool(said["pip"]),
-            uv=bool(said["uv"]),
+            executable=str(facts["executable"]),
+            prefix=str(facts["prefix"]),
+            base_prefix=str(facts["base_prefix"]),
+            scripts=str(facts["scripts"]),
+            folders=tuple(str(folder) for folder in facts["folders"]),
+            writable=bool(facts["writable"]),
+            pip=bool(facts["pip"]),
+            uv=bool(facts["uv"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         last = ran.errors.strip().rpartition("\n")[2]

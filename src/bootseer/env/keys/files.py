@@ -206,8 +206,8 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         with os.fdopen(number, "rb") as file:
             yield file
     except (OSError, ValueError) as error:
-        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
-        raise PermanentError(f"{path}: {why}") from error
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+        raise PermanentError(f"{path}: {reason}") from error
 
 
 def wheel_contents(file: BinaryIO) -> bytes | None:

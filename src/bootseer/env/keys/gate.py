@@ -40,8 +40,8 @@ def check(wanted: Facts, here: Facts) -> Refusal | None:
     """
     found = wanted.get("format")
     if found != here.get("format", FORMAT):
-        ours = here.get("format", FORMAT)
-        return Refusal("format", f"the snapshot has format {_told(found)}, this BootSeer reads {ours}")
+        own = here.get("format", FORMAT)
+        return Refusal("format", f"the snapshot has format {_told(found)}, this BootSeer reads {own}")
     return (
         _same(wanted, here, "architecture")
         or _libc(wanted, here)
@@ -64,8 +64,8 @@ def _same(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
 
 def _cpu(wanted: Facts, here: Facts) -> Refusal | None:
     """Code that was compiled on a newer processor may end with an illegal instruction on an older one."""
-    level, ours = _level(wanted.get("cpu")), _level(here.get("cpu"))
-    if wanted.get("cpu") is None or (level is not None and ours is not None and ours >= level):
+    level, own = _level(wanted.get("cpu")), _level(here.get("cpu"))
+    if wanted.get("cpu") is None or (level is not None and own is not None and own >= level):
         return None
     if level is None and wanted.get("cpu") == here.get("cpu"):
         return None
@@ -74,39 +74,39 @@ def _cpu(wanted: Facts, here: Facts) -> Refusal | None:
 
 def _libc(wanted: Facts, here: Facts) -> Refusal | None:
     """The C library is compatible upwards: newer than the builder's is as good."""
-    want, have = wanted.get("libc"), here.get("libc")
-    if want is None or want == have:
+    want, found = wanted.get("libc"), here.get("libc")
+    if want is None or want == found:
         return None
     name, _, version = str(want).partition(" ")
-    our_name, _, our_version = str(have).partition(" ")
+    our_name, _, our_version = str(found).partition(" ")
     if name == our_name and (_numbers(version) or (9999,)) <= (_numbers(our_version) or (0,)):
         return None
-    return Refusal("libc", f"built with {_told(want)}, here is {_told(have)}")
+    return Refusal("libc", f"built with {_told(want)}, here is {_told(found)}")
 
 
 def _gpu(wanted: Facts, here: Facts) -> Refusal | None:
     """Each kind of GPU here must have been there when kernels were compiled."""
     if wanted.get("gpus") is None:
         return None
-    built, ours = _texts(wanted["gpus"]), _texts(here.get("gpus"))
-    if ours <= built and bool(ours) == bool(built):
+    built, own = _texts(wanted["gpus"]), _texts(here.get("gpus"))
+    if own <= built and bool(own) == bool(built):
         return None
-    return Refusal("gpu", f"built for {_gpus(built)}, here: {_gpus(ours)}")
+    return Refusal("gpu", f"built for {_gpus(built)}, here: {_gpus(own)}")
 
 
 def _at_least(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
-    want, have = wanted.get(name), here.get(name)
+    want, found = wanted.get(name), here.get(name)
     if not want:
         return None
-    least, ours = _numbers(str(want)), _numbers(str(have or ""))
-    if least and ours and ours >= least:
+    least, own = _numbers(str(want)), _numbers(str(found or ""))
+    if least and own and own >= least:
         return None
-    return Refusal(name, f"built with {_AT_LEAST[name]} {_told(want)}, here is {_told(have)}")
+    return Refusal(name, f"built with {_AT_LEAST[name]} {_told(want)}, here is {_told(found)}")
 
 
 def _owners(wanted: Facts, here: Facts) -> Refusal | None:
     """Owners of the snapshot's files that this user namespace does not know would all belong to `nobody`."""
-    for name, ranges, what in (("uids", "uid_ranges", "user"), ("gids", "gid_ranges", "group")):
+    for name, ranges, noun in (("uids", "uid_ranges", "user"), ("gids", "gid_ranges", "group")):
         known = here.get(ranges)
         owners = wanted.get(name)
         if not isinstance(owners, list | tuple) or not isinstance(known, list | tuple):
@@ -114,7 +114,7 @@ def _owners(wanted: Facts, here: Facts) -> Refusal | None:
         for number in owners:
             if not isinstance(number, int) or not any(first <= number < first + count for first, count in known):
                 return Refusal(
-                    "owner-ids", f"files belong to {what} {_told(number)}, which does not exist in this user namespace"
+                    "owner-ids", f"files belong to {noun} {_told(number)}, which does not exist in this user namespace"
                 )
     return None
 

@@ -260,8 +260,8 @@ def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
             names = {name for name in Interpreter.__dataclass_fields__ if name != "path"}
             if isinstance(found, dict) and set(found) == names:
                 return found
-    why = answer.error or f"ended with code {answer.code}"
-    raise PermanentError(f"{path}: cannot be asked for its version: {why}")
+    reason = answer.error or f"ended with code {answer.code}"
+    raise PermanentError(f"{path}: cannot be asked for its version: {reason}")
 
 
 def _stamp(path: str) -> list[object]:

@@ -185,8 +185,8 @@ def _check_project(path: str, table: dict[str, Any]) -> None:
     if not project:
         raise UsageError(f"{path}: has no table [project]", hint="export a lock or requirements with its own tool")
     if "dependencies" in project.get("dynamic", ()):
-        why = f"{path}: its dependencies are dynamic: its build backend alone knows them"
-        raise UsageError(why, hint="uv lock, and give uv.lock; or write `.` into a requirements file")
+        reason = f"{path}: its dependencies are dynamic: its build backend alone knows them"
+        raise UsageError(reason, hint="uv lock, and give uv.lock; or write `.` into a requirements file")
     if any(source.get("workspace") for source in _sources(table)):
         raise UsageError(f"{path}: depends on members of its workspace", hint="uv lock, and give uv.lock")
 

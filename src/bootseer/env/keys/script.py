@@ -219,8 +219,8 @@ class _Reader:
                 break
         return False
 
-    def _runs_here(self, why: str) -> None:
-        self._inputs.place = self._inputs.place or why
+    def _runs_here(self, reason: str) -> None:
+        self._inputs.place = self._inputs.place or reason
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -335,8 +335,8 @@ class _Reader:
                 if part not in ("", ".", "./", ".."):
                     self.candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like is identified by its program; its project is in the key.
-        if not called and (why := programs.writes_here(program, words, self._paths.is_absolute)):
-            self._runs_here(why)
+        if not called and (reason := programs.writes_here(program, words, self._paths.is_absolute)):
+            self._runs_here(reason)
 
     def _fetched(self, program: str, words: Sequence[str]) -> None:
         """Things that come in whatever version there is."""

@@ -145,7 +145,7 @@ def choose_variables(
         elif looks_secret(name):
             values[name] = "set, a secret"
         else:
-            values[name] = _value(name, env[name], told=is_allowed(name))
+            values[name] = _value(name, env[name], known=is_allowed(name))
     secret = [name for name, value in values.items() if value == "set, a secret"]
     notes = []
     if left_out:
@@ -160,10 +160,10 @@ def search_path(value: str) -> str:
     return ":".join(word for word in value.split(":") if not (word.rstrip("/").endswith(_HOOK) and "bootseer" in word))
 
 
-def _value(name: str, value: str, *, told: bool) -> str:
+def _value(name: str, value: str, *, known: bool) -> str:
     text = search_path(value) if name in _LISTS else value
     text = without_credentials(text)
-    if told:
+    if known:
         return f"={text}"
     # A name that is not known to be harmless: the key needs to see a change, but must not show the value.
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
@@ -206,8 +206,8 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     named = [*env.get("PIP_FIND_LINKS", "").split(), *env.get("UV_FIND_LINKS", "").replace(",", " ").split()]
     links += [word.removeprefix("file://") for word in named]
     netrc = env.get("NETRC") or f"{home}/.netrc"
-    said = [line.lower() for line in lines] + [name.lower().replace("_", "-") for name, value in env.items() if value]
-    indexes = any("index" in words and "no-index" not in words for words in said)
+    names = [name.lower().replace("_", "-") for name, value in env.items() if value]
+    indexes = any("index" in words and "no-index" not in words for words in (*(line.lower() for line in lines), *names))
     if indexes and files.kind(netrc) == "file":  # without it, an index may answer that it has no such package
         lines.append("netrc is there")
     folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))

@@ -47,9 +47,9 @@ class Quarantine:
         jobs = "a job" if suspect.count == 1 else f"at least {suspect.count} jobs"
         return f"{jobs} died while importing with it, the last on {suspect.node}: {suspect.why}"
 
-    def mark(self, document: EnvironmentDocument, node: str, why: str, now_s: float) -> bool:
+    def mark(self, document: EnvironmentDocument, node: str, reason: str, now_s: float) -> bool:
         """A job that got this snapshot died while it imported: whether the snapshot is suspected now."""
-        state = self._change(document.key, lambda state: state.marked(document.digest, node, why, now_s))
+        state = self._change(document.key, lambda state: state.marked(document.digest, node, reason, now_s))
         return state.suspect(document.digest) is not None
 
     def rebuilt(self, document: EnvironmentDocument, replaced: EnvironmentDocument) -> bool:

@@ -63,14 +63,14 @@ class State:
             return None
         return next((each for each in self.suspects if each.digest == digest), None)
 
-    def marked(self, digest: str, node: str, why: str, now_s: float) -> State:
+    def marked(self, digest: str, node: str, reason: str, now_s: float) -> State:
         """After a job died with this snapshot. The same state where that changes nothing."""
         if self.settled or digest in self.cleared:
             return self
         known = self.suspect(digest)
         if known is not None and known.count >= _COUNTED:
             return self
-        new = Suspect(digest, (known.count if known else 0) + 1, _text(node), _text(why), now_s)
+        new = Suspect(digest, (known.count if known else 0) + 1, _text(node), _text(reason), now_s)
         others = [each for each in self.suspects if each.digest != digest]
         return replace(self, suspects=(*others, new)[-_MAX_DIGESTS:])
 

@@ -25,8 +25,8 @@ def new_folder(above: int, name: str, mode: int) -> Iterator[int]:
     os.mkdir(name, mode, dir_fd=above)
     opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
-        theirs = os.geteuid() == 0 and os.fstat(opened).st_uid != 0
-        if theirs or os.listdir(opened):  # noqa: PTH208 - a descriptor
+        is_foreign = os.geteuid() == 0 and os.fstat(opened).st_uid != 0
+        if is_foreign or os.listdir(opened):  # noqa: PTH208 - a descriptor
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         yield opened
     finally:

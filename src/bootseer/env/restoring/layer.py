@@ -195,14 +195,14 @@ class _LayerMount(LazyMount):
         self.layers.as_tree(layer_tree, None)
         return self.layers.folder / FILES
 
-    def _unpacked(self, why: str) -> tuple[Way, Path]:
+    def _unpacked(self, reason: str) -> tuple[Way, Path]:
         from bootseer.env.restoring.unpack import unpack_layer
         from bootseer.erofs.reader import ErofsReader
 
         layers = self.layers
         (one,) = layers.stack
-        layers.say(f"the environment is written out: {why}")
-        layers.all_of_it(why)
+        layers.say(f"the environment is written out: {reason}")
+        layers.all_of_it(reason)
 
         def write(folder: Path) -> None:
             unpack_layer(ErofsReader(one.file.read), folder, threads=len(os.sched_getaffinity(0)))

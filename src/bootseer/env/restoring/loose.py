@@ -125,21 +125,21 @@ class _Planning:
         above = entry.path.rpartition("/")[0]
         try:
             found = None if above in self._new else self.inside.status(entry.path)
-            deed = self._deed(entry, found)
+            action = self._deed(entry, found)
         except OSError as error:
             link = "it is reached through something that is not a folder, or through a symbolic link"
             self._refuse(entry, link if isinstance(error, NotADirectoryError) else error.strerror or str(error))
             return
-        if deed is None:
+        if action is None:
             self.num_present += 1
             return
-        if deed == "make" and above not in self._new and above not in self.entries and not self._is_folder(above):
+        if action == "make" and above not in self._new and above not in self.entries and not self._is_folder(above):
             self._refuse(entry, "the folder around it is not there")
             return
-        if entry.kind == "directory" and deed in ("make", "replace"):
+        if entry.kind == "directory" and action in ("make", "replace"):
             self._new.add(entry.path)
-        chosen = self.deletions if deed == "delete" else self.links if entry.link in self.entries else self.steps
-        chosen.append(Step(deed, entry))
+        chosen = self.deletions if action == "delete" else self.links if entry.link in self.entries else self.steps
+        chosen.append(Step(action, entry))
 
     def check_deletions(self) -> None:
         """A folder is not deleted with things in it that the snapshot does not name."""
@@ -210,11 +210,11 @@ class _Planning:
         return stat.S_ISFIFO(mode) if entry.kind == "fifo" else stat.S_ISDIR(mode)
 
     def _is_before(self, entry: Entry, found: os.stat_result) -> bool:
-        kind, _, what = entry.before.partition(":")
+        kind, _, value = entry.before.partition(":")
         if kind == "file":
-            return stat.S_ISREG(found.st_mode) and f"sha256:{_sha256(self.inside.read(entry.path))}" == what
+            return stat.S_ISREG(found.st_mode) and f"sha256:{_sha256(self.inside.read(entry.path))}" == value
         if kind == "symlink":
-            return stat.S_ISLNK(found.st_mode) and self.inside.target(entry.path) == what
+            return stat.S_ISLNK(found.st_mode) and self.inside.target(entry.path) == value
         return kind == "directory" and stat.S_ISDIR(found.st_mode)
 
     def _was_unchanged(self, entry: Entry) -> bool:
@@ -238,11 +238,11 @@ class _Planning:
                     self.facts.put("blake3", entry.path, stamp_of(found), digest)
             return bool(digest == entry.digest)
         here = self.inside.read(entry.path)
-        with os.fdopen(here, "rb") as ours, self.where(entry.path).open("rb") as theirs:
-            while piece := theirs.read(_PIECE):
-                if ours.read(len(piece)) != piece:
+        with os.fdopen(here, "rb") as restored, self.where(entry.path).open("rb") as existing:
+            while piece := existing.read(_PIECE):
+                if restored.read(len(piece)) != piece:
                     return False
-            return not ours.read(1)
+            return not restored.read(1)
 
     def _check_others(self, entry: Entry) -> None:
         """In a folder that the setup replaced, nothing may be that is not in its new version."""
@@ -266,8 +266,8 @@ class _Planning:
             return False
         return found is not None and stat.S_ISDIR(found.st_mode)
 
-    def _refuse(self, entry: Entry, why: str) -> None:
-        self.reasons.append(f"{entry.path}: {why}")
+    def _refuse(self, entry: Entry, reason: str) -> None:
+        self.reasons.append(f"{entry.path}: {reason}")
 
 
 def _is_dressed(entry: Entry, found: os.stat_result) -> bool:

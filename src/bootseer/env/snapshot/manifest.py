@@ -264,5 +264,5 @@ def _name_bytes(text: str, path: str) -> bytes:
         raise _wrong(path, "characters that no name can have") from error
 
 
-def _wrong(path: str, what: str) -> CorruptError:
-    return CorruptError(f"a manifest gives {path[:200]!a} {what}")
+def _wrong(path: str, message: str) -> CorruptError:
+    return CorruptError(f"a manifest gives {path[:200]!a} {message}")

@@ -56,7 +56,7 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
     differences = [Difference(path, "only in the fresh installation") for path in more]
     with Tasks("bootseer-compare", min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
         words = pool.map(lambda pair: "; ".join(_differences(pair[0], pair[1], tree)), pairs)
-        differences += [Difference(entry.path, said) for (entry, _), said in zip(pairs, words, strict=True) if said]
+        differences += [Difference(entry.path, text) for (entry, _), text in zip(pairs, words, strict=True) if text]
     differences.sort(key=lambda difference: path_bytes(difference.path))
     return Comparison(tuple(differences[:MAX_DIFFERENCES]), len(pairs))
 
@@ -83,8 +83,8 @@ def _differences(entry: Entry, item: Item | None, tree: str) -> Iterator[str]:
             yield "deleted by the fresh installation" if item is not None else "only in the snapshot"
         return
     if entry.kind != item.kind:
-        ours = "deleted" if entry.kind == "deleted" else f"a {entry.kind}"
-        yield f"a {item.kind} in the fresh installation, {ours} in the snapshot"
+        restored_data = "deleted" if entry.kind == "deleted" else f"a {entry.kind}"
+        yield f"a {item.kind} in the fresh installation, {restored_data} in the snapshot"
         return
     if item.kind != "symlink" and stat.S_IMODE(item.mode) != entry.mode:
         yield f"mode {entry.mode:04o}, {stat.S_IMODE(item.mode):04o} in the fresh installation"
@@ -105,11 +105,11 @@ def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
         if max(item.size, os.path.getsize(restored)) > _MAX_CANONICAL_BYTES:  # noqa: PTH202
             yield "other content"
             return
-        ours, theirs = Path(restored).read_bytes(), Path(item.change.source).read_bytes()
+        restored_data, installed_data = Path(restored).read_bytes(), Path(item.change.source).read_bytes()
     except OSError as error:
         yield f"cannot be read: {error.strerror}"
         return
-    if canonical(path, ours) != canonical(path, theirs):
+    if canonical(path, restored_data) != canonical(path, installed_data):
         yield "other content"
 
 
@@ -143,9 +143,9 @@ def fresh_install_differs(
     pins.write_text(pinned(packages), encoding="utf-8")
     with open_capture(folder / "capture", say=say, env=env, own=own, folders=folders) as view:
         if view.way == "scan":
-            why = "; ".join(view.refused.values())
+            reason = "; ".join(view.refused.values())
             raise PermanentError(
-                f"a fresh installation would change this machine itself, as nothing can be laid over: {why}"
+                f"a fresh installation would change this machine itself, as nothing can be laid over: {reason}"
             )
         # pip and uv obey these wherever the setup calls them, with the user's own constraints.
         pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}

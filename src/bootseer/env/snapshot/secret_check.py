@@ -141,10 +141,10 @@ class SecretCheck:
 
         return judge
 
-    def text(self, what: str, data: bytes) -> str:
+    def text(self, label: str, data: bytes) -> str:
         """Judge what is not a file: names, links, attributes, the document."""
         kind = self._value_in(data) or self._form_of("", data) or secrets.value_kind(data.decode("utf-8", "replace"))
-        return f"{what} ({kind})" if kind else ""
+        return f"{label} ({kind})" if kind else ""
 
     def _learn(self, path: str, source: str) -> None:
         """Know the content of a credentials file again; one that is closed to us is closed to the setup as well."""

@@ -235,6 +235,6 @@ def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "
         if shutil.which(name) is not None and not (renamed and name == "runc"):
             return name
     if renamed:
-        why = f"user {user.uid}:{user.gid} of a container without root needs crun, and there is none on PATH"
-        raise UsageError(why, hint="apt-get install crun, or --user 0")
+        reason = f"user {user.uid}:{user.gid} of a container without root needs crun, and there is none on PATH"
+        raise UsageError(reason, hint="apt-get install crun, or --user 0")
     raise UsageError(f"there is no {' or '.join(order)} on PATH", hint=_INSTALL)

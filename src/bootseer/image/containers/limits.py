@@ -159,8 +159,8 @@ def read_env_file(path: str) -> tuple[str, ...]:
             data = file.read(_MAX_ENV_BYTES + 1)
         lines = data.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UsageError(f"--env-file {path}: {why}", hint="name a file with lines NAME=VALUE") from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"--env-file {path}: {reason}", hint="name a file with lines NAME=VALUE") from error
     if len(data) > _MAX_ENV_BYTES:
         raise UsageError(f"--env-file {path}: more than 1 MiB", hint="name a file with lines NAME=VALUE")
     found = []
@@ -197,8 +197,8 @@ def make_cgroups(name: str, limits: Limits) -> list[Path]:
                 (folder / file).write_text(text)
         except (OSError, ValueError) as error:
             remove_cgroups(made)
-            why = f"{error.filename or 'its cgroup'}: {error.strerror}" if isinstance(error, OSError) else error
-            raise UsageError(f"{option} cannot be had here: {why}", hint=_HINT) from error
+            reason = f"{error.filename or 'its cgroup'}: {error.strerror}" if isinstance(error, OSError) else error
+            raise UsageError(f"{option} cannot be had here: {reason}", hint=_HINT) from error
     return made
 
 

@@ -59,13 +59,13 @@ def main() -> int:
     _called(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0), "adopt processes")
     first = None
     if pids != "host":
-        first, why = _own_process_ids()
+        first, reason = _own_process_ids()
         if first is not None:
             _join(f"{folder}/config.json", first)
         elif pids == "own":
-            return _say(f"the container cannot have process ids of its own: {why}\nhint: --pid host")
+            return _say(f"the container cannot have process ids of its own: {reason}\nhint: --pid host")
         else:
-            _say(f"the container sees the processes of this machine: {why}")
+            _say(f"the container sees the processes of this machine: {reason}")
     try:
         cgroups = _lines(f"{folder}/cgroups")
         started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid(), cgroups))
@@ -176,28 +176,28 @@ def _say(text: str) -> int:
 
 def _own_process_ids() -> tuple[int | None, str]:
     """Make a namespace of process ids; returns its first process, or None and why there is none."""
-    told, tell = os.pipe2(os.O_CLOEXEC)
+    reader, writer = os.pipe2(os.O_CLOEXEC)
     stay, go = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
     if middle == 0:
         os.close(go)
-        _make_first(tell, stay)
-    os.close(tell)
+        _make_first(writer, stay)
+    os.close(writer)
     os.close(stay)
     try:
-        first = _heard(told)
+        first = _heard(reader)
         if not first.isdecimal():
             return None, first
         os.waitpid(middle, 0)
         with contextlib.suppress(BrokenPipeError):  # it has died, which the next message tells
             os.write(go, b"g")  # its parent is this process now, so that it can ask to end with it
-        why = _heard(told)
-        if why:
+        reason = _heard(reader)
+        if reason:
             _end(int(first))
-            return None, why
+            return None, reason
         return int(first), ""
     finally:
-        os.close(told)
+        os.close(reader)
         os.close(go)
 
 
@@ -209,21 +209,21 @@ def _heard(pipe: int) -> str:
     return data.decode("utf-8", "replace").strip() if data else "the process that makes the namespace died"
 
 
-def _make_first(tell: int, stay: int) -> NoReturn:
+def _make_first(writer: int, stay: int) -> NoReturn:
     """In a child: only the children of a process enter its new namespace, and the runtime must not be one of them."""
     try:
         _called(libc.unshare(_NEWNS | _NEWPID), "make a namespace")
         first = os.fork()
         if first == 0:
-            _be_first(tell, stay)
-        os.write(tell, b"%d\n" % first)
+            _be_first(writer, stay)
+        os.write(writer, b"%d\n" % first)
     except OSError as error:
-        os.write(tell, f"{error.strerror}\n".encode("utf-8", "replace"))
+        os.write(writer, f"{error.strerror}\n".encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
-def _be_first(tell: int, stay: int) -> NoReturn:
+def _be_first(writer: int, stay: int) -> NoReturn:
     """Be the first process of the namespace."""
     try:
         if not os.read(stay, 1):
@@ -238,7 +238,7 @@ def _be_first(tell: int, stay: int) -> NoReturn:
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:  # noqa: PTH123
             file.write("bootseer-init")
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-            if int(name) != tell:
+            if int(name) != writer:
                 with contextlib.suppress(OSError):  # the one that the list was read from
                     os.close(int(name))
         # The container can reach this process's root through /proc: it has to be empty.
@@ -251,10 +251,10 @@ def _be_first(tell: int, stay: int) -> NoReturn:
         header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
         _called(libc.capset(header, nothing), "give up capabilities")
         libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)  # nor can it reach its memory
-        os.write(tell, b"\n")
-        os.close(tell)
+        os.write(writer, b"\n")
+        os.close(writer)
     except OSError as error:
-        os.write(tell, f"{error.strerror}\n".encode("utf-8", "replace"))
+        os.write(writer, f"{error.strerror}\n".encode("utf-8", "replace"))
         os._exit(1)
     while True:
         signal.pause()

@@ -73,7 +73,7 @@ def convert(
     return document
 
 
-def all_layers(source: ImageSource, heard: ProgressCallback) -> Progress:
+def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
     """A progress of layers that tells `heard` of all of them together, in bytes."""
     sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
     done: dict[int, int] = {}
@@ -82,7 +82,7 @@ def all_layers(source: ImageSource, heard: ProgressCallback) -> Progress:
     def progress(layer: int, so_far: int, of: int) -> None:
         with lock:
             done[layer], sizes[layer] = so_far, of
-            heard(sum(done.values()), sum(sizes.values()))
+            on_progress(sum(done.values()), sum(sizes.values()))
 
     return progress
 

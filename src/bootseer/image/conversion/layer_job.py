@@ -91,8 +91,8 @@ class LayerJob:
             found = parse(self.options.signatures.open(name, data, self.store.uri, reuse=True))
             if isinstance(found, ConvertedLayer):
                 for stored in found.file.objects:
-                    there = retrying(partial(self._stat, stored.name))
-                    if there.size_bytes != stored.size_bytes:
+                    stored_layer = retrying(partial(self._stat, stored.name))
+                    if stored_layer.size_bytes != stored.size_bytes:
                         return None
         except (NotFoundError, CorruptError, SignatureError):
             return None  # what is missing, damaged or of unknown origin is made again

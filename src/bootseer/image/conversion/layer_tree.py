@@ -187,16 +187,16 @@ class LayerTree:
     def _add_hard_link(self, names: list[bytes], target: list[bytes]) -> None:
         if names == target:
             return
-        said = _shown(b"/".join(target))
+        shown_target = _shown(b"/".join(target))
         holder = self._existing(target[:-1]) if target else None
         if holder is None:
-            raise PermanentError(f"a hard link to {said}, which is not there")
+            raise PermanentError(f"a hard link to {shown_target}, which is not there")
         found = self._tree.child(holder.inode, target[-1])
         below = self._below(holder, target[-1]) if found is None else None
         if (found is None and below is None) or (found is not None and found == self._whiteout):
-            raise PermanentError(f"a hard link to {said}, which is not there")
+            raise PermanentError(f"a hard link to {shown_target}, which is not there")
         if below.is_directory if below is not None else found is not None and self._tree.is_directory(found):
-            raise PermanentError(f"a hard link to {said}, which is a directory")
+            raise PermanentError(f"a hard link to {shown_target}, which is a directory")
         parent = self._parent(names)
         if below is not None:
             found = self._copy_up(below)

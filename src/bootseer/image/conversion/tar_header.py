@@ -66,10 +66,10 @@ def parse_header(block: bytes) -> Header | None:
     """A header, or None for a block of zeros. Raises `CorruptError`."""
     if block == _ZERO:
         return None
-    said = _number(block[148:156])
+    checksum = _number(block[148:156])
     # Spaces stand in for the checksum itself. Some old programs summed signed bytes.
     total = sum(block) - sum(block[148:156]) + sum(_SPACES)
-    if said != total and said != total - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
+    if checksum != total and checksum != total - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
         raise CorruptError("a tar header has a wrong checksum")
     (name, mode, uid, gid, size, mtime, _, kind, link, magic, _, _, major, minor, prefix, _) = _FIELDS.unpack(block)
     header = Header(

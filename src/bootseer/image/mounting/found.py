@@ -53,28 +53,28 @@ def find(wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: S
     """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
     metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
-    why = ""
+    reason = ""
     with stage("resolve"):
         try:
             document, uri = _document(wanted, metadata, local_uri)
         except SignatureError as error:
-            document, uri, why = None, "", str(error)
+            document, uri, reason = None, "", str(error)
     if document is None:
-        _check_may_pull(wanted, why or f"{wanted.reference} is not converted, and so not signed")
-        why = why or f"{wanted.reference} is not converted"
+        _check_may_pull(wanted, reason or f"{wanted.reference} is not converted, and so not signed")
+        reason = reason or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
             how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
-            raise UsageError(why, hint=f"bootseer image convert {how}")
+            raise UsageError(reason, hint=f"bootseer image convert {how}")
         with stage("fallback") as facts:
-            facts["reason"] = why
-            say(f"{why}; it is pulled and converted on this node")
+            facts["reason"] = reason
+            say(f"{reason}; it is pulled and converted on this node")
             document, uri = _converted(wanted, local_uri, show), local_uri
     store = open_store(uri, plain_http=wanted.plain_http)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that lies in the stack twice is mounted once, where it is on top.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
-    return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, why)
+    return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, reason)
 
 
 def digest_in(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
@@ -114,13 +114,13 @@ def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[Imag
     return found or (None, "")
 
 
-def _check_may_pull(wanted: Request, why: str) -> None:
+def _check_may_pull(wanted: Request, reason: str) -> None:
     """Raise `SignatureError` where signatures are required and no digest says what the image's own source must hold."""
     reference = wanted.reference
     if wanted.signatures.trusted and not (reference.place is Place.REGISTRY and reference.digest):
         raise SignatureError(
-            f"{why}; signatures are required: sign it with bootseer image convert --sign KEY, or name it by its digest "
-            "in a registry (NAME@sha256:...), to pull and convert it here"
+            f"{reason}; signatures are required: sign it with bootseer image convert --sign KEY, or name it by its "
+            "digest in a registry (NAME@sha256:...), to pull and convert it here"
         )
 
 
@@ -158,10 +158,10 @@ def _converted(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
     with (
         _Opener(wanted) as opener,
         closing(open_store(local_uri)) as store,
-        show(f"converting {wanted.reference}", "bytes") as heard,
+        show(f"converting {wanted.reference}", "bytes") as on_progress,
     ):
         options = ConvertOptions(limits=LayerLimits(**wanted.layer_limits))
-        return convert(opener.source(), store, progress=all_layers(opener.source(), heard), options=options)
+        return convert(opener.source(), store, progress=all_layers(opener.source(), on_progress), options=options)
 
 
 class _Opener:

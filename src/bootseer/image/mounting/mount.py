@@ -119,7 +119,7 @@ class _ImageMount(LazyMount):
         document, layers = self._found.document, self.layers
         facts |= {
             "image": str(self._request.reference),
-            "refused_ways": "; ".join(f"{way.value}: {why}" for way, why in self.choice.refused),
+            "refused_ways": "; ".join(f"{way.value}: {reason}" for way, reason in self.choice.refused),
             "layers": len(layers.stack),
             "stored_bytes": document.stored_bytes,
         }
@@ -147,11 +147,11 @@ class _ImageMount(LazyMount):
         private = self.layers.lifeline
         while True:
             choice = ways.pick(facts, private=private, writable=self._writable is not None)
-            if why := ways.told(choice):
-                self.layers.say(f"the image is shown {why}")
+            if reason := ways.told(choice):
+                self.layers.say(f"the image is shown {reason}")
             try:
                 if choice.way is Way.UNPACK:
-                    self._unpack(why)
+                    self._unpack(reason)
                 elif choice.way is Way.FUSE_TREE:
                     self._show_tree()
                 else:
@@ -208,12 +208,12 @@ class _ImageMount(LazyMount):
                 self._target.mkdir(parents=True, exist_ok=True)
                 layers.as_tree(MergedTree, self._target)
 
-    def _unpack(self, why: str) -> None:
+    def _unpack(self, reason: str) -> None:
         """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers
-        layers.all_of_it(f"it is shown {why}")
+        layers.all_of_it(f"it is shown {reason}")
 
         def write(folder: Path) -> None:
             unpack_layers(layers.stack, folder)

@@ -77,8 +77,8 @@ def _try_erofs() -> tuple[str, str]:
         trial = kernel.attempt("erofs", str(folder / "image"), str(folder / "point"), "file", "content")
     if trial.errno == errno.ENODEV:
         return _NO_EROFS, _NO_EROFS
-    why = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason
-    return why, check_loop().why
+    reason = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason
+    return reason, check_loop().why
 
 
 def _write_image(path: Path) -> None:
@@ -97,10 +97,10 @@ def _write_image(path: Path) -> None:
         file.write(head)
 
 
-def after_failure(facts: Facts, way: Way, why: str, *, private: bool) -> Facts:
+def after_failure(facts: Facts, way: Way, reason: str, *, private: bool) -> Facts:
     """What is known when this way has failed, whatever the reason was."""
     failed = _FAILED[way]
-    found = replace(facts, **{failed: getattr(facts, failed) or why})
+    found = replace(facts, **{failed: getattr(facts, failed) or reason})
     if not facts.mount:  # root did not look yet
         probed = probe(private=private)
         found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
@@ -135,9 +135,10 @@ def told(choice: Choice) -> str:
     if not choice.refused:
         return ""
     reasons: dict[str, list[str]] = {}
-    for way, why in choice.refused:
-        reasons.setdefault(why, []).append(way.value)
-    return f"by {choice.way.value}; not by " + "; ".join(f"{' or '.join(ways)}: {why}" for why, ways in reasons.items())
+    for way, reason in choice.refused:
+        reasons.setdefault(reason, []).append(way.value)
+    refused = "; ".join(f"{' or '.join(ways)}: {reason}" for reason, ways in reasons.items())
+    return f"by {choice.way.value}; not by {refused}"
 
 
 def check() -> Check:
@@ -147,11 +148,11 @@ def check() -> Check:
     if facts.namespace:
         return Check(name, "missing", "", f"neither root nor user namespaces: {facts.namespace}", "run as root", opens)
     choice = pick(facts, private=True, writable=True)
-    why = told(choice)
+    reason = told(choice)
     if choice.way is Way.UNPACK:
-        return Check(name, "limited", choice.way.value, f"{why}. All is fetched and written out first", "", opens)
+        return Check(name, "limited", choice.way.value, f"{reason}. All is fetched and written out first", "", opens)
     if facts.fuse:
         late = f"without FUSE all is fetched first: {facts.fuse}"
         todo = "modprobe fuse; in a container: --device /dev/fuse"
         return Check(name, "limited", choice.way.value, late, todo, opens)
-    return Check(name, "limited" if why else "ok", choice.way.value, why, "", opens)
+    return Check(name, "limited" if reason else "ok", choice.way.value, reason, "", opens)

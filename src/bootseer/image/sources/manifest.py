@@ -71,10 +71,10 @@ class Manifest:
 def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mapping[str, object]:
     """A manifest, or an index as it stands, for `choose`. `media_type` is what came with it, if anything did."""
     value = parse_object(data, f"{where}: the manifest", MAX_MANIFEST_BYTES)
-    said = str(value.get("mediaType") or media_type)
-    if value.get("schemaVersion") == 1 or said.startswith(_SCHEMA_1):
+    type_name = str(value.get("mediaType") or media_type)
+    if value.get("schemaVersion") == 1 or type_name.startswith(_SCHEMA_1):
         raise PermanentError(f"{where}: an image of the old schema 1; push it again with a tool of this decade")
-    if said in _INDEXES or ("manifests" in value and "layers" not in value):
+    if type_name in _INDEXES or ("manifests" in value and "layers" not in value):
         return value
     config, rows = value.get("config"), value.get("layers")
     if not isinstance(config, dict) or not isinstance(rows, list):
@@ -94,12 +94,12 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
         raise CorruptError(f"{where}: the index has no list of manifests")
     offered = []
     for row in rows:
-        said = row.get("platform")
-        if not isinstance(said, dict):
+        listed = row.get("platform")
+        if not isinstance(listed, dict):
             if len(rows) == 1:
                 return _descriptor(row, where, MAX_MANIFEST_BYTES)
             continue
-        found = Platform(str(said.get("os")), str(said.get("architecture")), str(said.get("variant") or ""))
+        found = Platform(str(listed.get("os")), str(listed.get("architecture")), str(listed.get("variant") or ""))
         offered.append(found)
         if (found.os, found.architecture) == (platform.os, platform.architecture) and (
             not platform.variant or found.variant in {"", platform.variant}

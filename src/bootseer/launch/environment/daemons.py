@@ -90,11 +90,11 @@ class Relaunched:
     def wait(self) -> None:
         """Until all are ready. Raises `NotShown`, with none left running."""
         try:
-            while not (said := self._background.answer(2 * self._deadline_s)).get("ready"):
-                if "error" in said:
-                    raise NotShown("daemons", f"not all that the setup left running could be started: {said['error']}")
-                daemon = self._daemons[said["daemon"]]
-                mark(self._task, daemon, said["began_s"], said["ready_s"])
+            while not (reply := self._background.answer(2 * self._deadline_s)).get("ready"):
+                if "error" in reply:
+                    raise NotShown("daemons", f"not all that the setup left running could be started: {reply['error']}")
+                daemon = self._daemons[reply["daemon"]]
+                mark(self._task, daemon, reply["began_s"], reply["ready_s"])
         except BootseerError as error:
             raise NotShown("daemons", f"what the setup left running could not be started: {error}") from error
 
@@ -115,10 +115,10 @@ def mark(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
 def end_processes(find: Callable[[], set[int]]) -> None:
     """End all that `find` names, time and again until there are none: SIGTERM first, then SIGKILL."""
     until = time.monotonic() + _GRACE_S
-    told: set[int] = set()
+    signalled: set[int] = set()
     while pids := find():
         late = time.monotonic() > until
-        for pid in pids if late else pids - told:
+        for pid in pids if late else pids - signalled:
             with contextlib.suppress(OSError):
                 handle = os.pidfd_open(pid)
                 try:
@@ -127,7 +127,7 @@ def end_processes(find: Callable[[], set[int]]) -> None:
                         signal.pidfd_send_signal(handle, signal.SIGCONT)
                 finally:
                     os.close(handle)
-        told |= pids
+        signalled |= pids
         if time.monotonic() > until + _GRACE_S / 3:
             return
         time.sleep(_TICK_S)
@@ -221,8 +221,8 @@ def _check(daemon: Daemon, uid: int) -> None:
         if os.path.lexists(path):
             pid = pid_in(path)
             other = process(pid) if pid is not None else None
-            why = f"names {other.name} ({pid})" if other is not None else "is stale: what it names does not run"
-            raise PermanentError(f"{path}, the pid file of {name}, is there already and {why}")
+            reason = f"names {other.name} ({pid})" if other is not None else "is stale: what it names does not run"
+            raise PermanentError(f"{path}, the pid file of {name}, is there already and {reason}")
 
 
 def _begin(one: _Start, uid: int) -> None:

@@ -109,9 +109,9 @@ def script_run(script: str, argv: Sequence[str], folder: Path, env: Mapping[str,
     return ScriptRun(words, {**env, **more}, folder)
 
 
-def say_failed(what: str, code: int) -> None:
+def say_failed(label: str, code: int) -> None:
     """Tell the user that the setup failed."""
-    say(f"the environment setup failed ({what}, exit code {code}); the command was not started")
+    say(f"the environment setup failed ({label}, exit code {code}); the command was not started")
 
 
 def run_after_setup(
@@ -150,12 +150,12 @@ def run_setup(
         tracer = session.tracer if session is not None else None
         return run_program(argv, env, tracer, own_group=own_group, stdout=2)
 
-    def step(name: str, what: str, work: Callable[[], int]) -> int:
-        with staged(session, f"{STAGE}.{name}", {"file": Path(what).name}) as facts:
+    def step(name: str, label: str, work: Callable[[], int]) -> int:
+        with staged(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
             code = work()
             if code:
                 facts["error"] = f"exit code {code}"
-                say_failed(what, code)
+                say_failed(label, code)
         return code
 
     def script(path: str) -> int:

@@ -102,8 +102,8 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
 def _relaunch(task: Task, document: EnvironmentDocument, shown: Shown, *, on_host: bool) -> None:
     names = ", ".join(one.name for one in document.daemons)
     if task.wanted.daemons == "refuse" or not on_host:
-        why = "this start does not want them (--env-daemons)" if on_host else "an image has none"
-        raise NotShown("daemons", f"the setup left processes running ({names}), and {why}")
+        reason = "this start does not want them (--env-daemons)" if on_host else "an image has none"
+        raise NotShown("daemons", f"the setup left processes running ({names}), and {reason}")
     from bootseer.launch.environment.daemons import Relaunched
 
     daemons = Relaunched(task, document.daemons, shown.enter)
@@ -127,7 +127,7 @@ def _say_missing(document: EnvironmentDocument, *, on_host: bool) -> None:
 
 def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown, *, on_host: bool) -> None:
     wanted = task.wanted
-    who = task.session.tracer.identity if task.session is not None else None
+    identity = task.session.tracer.identity if task.session is not None else None
     warm = task.session.warm if task.session is not None else None
     store = open_store(task.store_uri, plain_http=wanted.plain_http)
     shown.undo.callback(store.close)
@@ -141,7 +141,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         cache=wanted.cache,
         runtime=wanted.runtime,
         workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
-        publish=who is None or publishes(who.node, who.num_nodes),
+        publish=identity is None or publishes(identity.node, identity.num_nodes),
         plain_http=wanted.plain_http,
         signatures=task.signatures,
         loading=wanted.loading,
@@ -179,15 +179,15 @@ def suspect(task: Task, document: EnvironmentDocument, code: int, seconds: float
     events = [event for event in SpoolTail(session.folder).poll(last=True) if session.owns(event)]
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
-    why = _why(events, code)
-    if not why:
+    reason = _why(events, code)
+    if not reason:
         return
     try:
-        _mark(task, document, why)
+        _mark(task, document, reason)
     except BootseerError as error:
         say(f"the environment's snapshot was not marked as suspected: {error}")
         return
-    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": why})
+    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
 
 
 def _why(events: list[Event], code: int) -> str:
@@ -198,15 +198,15 @@ def _why(events: list[Event], code: int) -> str:
     return f"the command died by {_FAULTS[code]}" if code in _FAULTS else ""
 
 
-def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
+def _mark(task: Task, document: EnvironmentDocument, reason: str) -> None:
     def mark() -> None:
         with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
             quarantine = Quarantine(store, Local(task.wanted.cache, say).store, say)
-            if quarantine.mark(document, task.node, why, time.time()):
-                what = "is suspected, the next start makes it anew"
+            if quarantine.mark(document, task.node, reason, time.time()):
+                message = "is suspected, the next start makes it anew"
             else:
-                what = "is not at fault: made anew it was the same"
-            say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
+                message = "is not at fault: made anew it was the same"
+            say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
 
     if breaks_forks(task.store_uri):
         run_in_child(mark)

@@ -192,17 +192,17 @@ class SetupRun:
         return done
 
     def _installing(self, done: SetupResult, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetupResult:
-        what = ", ".join(files)
+        label = ", ".join(files)
         way = self._chosen(python, kind, files)
         code, more = CANNOT_START, self._machine.installer_env
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
-            _log.info("%s installs %s: %s", command.installer, what, " ".join(command.argv))
-            code = self._step("install", what, command.argv, {**command.env, **more}, installer=command.installer)
+            _log.info("%s installs %s: %s", command.installer, label, " ".join(command.argv))
+            code = self._step("install", label, command.argv, {**command.env, **more}, installer=command.installer)
             if not code:
                 return replace(done, installer=command.installer)
-        return replace(done, code=code, what=what)
+        return replace(done, code=code, what=label)
 
     def _chosen(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
         machine = self._machine
@@ -251,10 +251,10 @@ class SetupRun:
             for program, group in by_interpreter(new, python.executable, python.folders).items():
                 self._machine.spawn(compile_command(program, group, workers), {})
 
-    def _step(self, stage: str, what: str, argv: Sequence[str], more: Mapping[str, str], **attrs: str) -> int:
+    def _step(self, stage: str, label: str, argv: Sequence[str], more: Mapping[str, str], **attrs: str) -> int:
         """A step as a stage; its exit code."""
         with self._task.stage(stage) as facts:
-            facts.update(file=Path(what).name, **attrs)
+            facts.update(file=Path(label).name, **attrs)
             code = self._machine.spawn(argv, more)
             if code:
                 facts["error"] = f"exit code {code}"

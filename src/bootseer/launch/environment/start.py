@@ -92,13 +92,13 @@ def run_in_environment(
     return code
 
 
-def _without_cache(mode: Mode, why: str) -> Mapping[str, object]:
+def _without_cache(mode: Mode, reason: str) -> Mapping[str, object]:
     """What the report says where nothing can be kept on this node. Raises `UsageError` where a snapshot is required."""
     from bootseer.env.life.decide import Action, Decision, fell_back
 
-    decision = fell_back(Decision(Action.INSTALL, "failed", why, mode=mode), "failed", why)
+    decision = fell_back(Decision(Action.INSTALL, "failed", reason, mode=mode), "failed", reason)
     decision.check()
-    say(f"the environment is set up without a snapshot: {why}")
+    say(f"the environment is set up without a snapshot: {reason}")
     return {"mode": "installed", "code": decision.code, "reason": decision.words, "until": "setup"}
 
 

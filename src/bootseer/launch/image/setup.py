@@ -268,8 +268,8 @@ class InImage(Machine):
     def reads(self) -> Reads:
         """What the setup read and wrote through mounts, as paths of this machine."""
         paths = {outside for reads in self._seen for path in reads.paths if (outside := self.places.outside(path))}
-        why = next((reads.why for reads in self._seen if not reads.complete), "")
-        return Reads(frozenset(paths), (), complete=not why, why=why)
+        reason = next((reads.why for reads in self._seen if not reads.complete), "")
+        return Reads(frozenset(paths), (), complete=not reason, why=reason)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
         bind = [Bind(str(self._own / EXPORTS), _EXPORTS)] if self._tells else []
@@ -277,13 +277,13 @@ class InImage(Machine):
         try:
             with self._container(argv, more, bind) as container:
                 try:
-                    watch, why = self._watched(self._own / f"setup-{self._num}"), ""
+                    watch, reason = self._watched(self._own / f"setup-{self._num}"), ""
                 except (BootseerError, OSError) as error:
-                    watch, why = None, str(error)
+                    watch, reason = None, str(error)
                 try:
                     return self.run_here(container.command, os.environ)
                 finally:  # it holds the container's mounts
-                    self._seen.append(watch.end() if watch is not None else unobserved(why))
+                    self._seen.append(watch.end() if watch is not None else unobserved(reason))
         except UsageError as error:  # the image has no such program
             say(str(error))
             return error.exit_code

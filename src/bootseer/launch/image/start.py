@@ -107,8 +107,8 @@ class _ImageStart:
         if not request.workload:
             request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
         if session is not None:
-            who = session.tracer.identity
-            request = replace(request, publish=publishes(who.node, who.num_nodes))
+            identity = session.tracer.identity
+            request = replace(request, publish=publishes(identity.node, identity.num_nodes))
             if session.warm is not None:
                 request = replace(request, imports=session.warm.shared_path)
         self._request = request
