@@ -213,9 +213,8 @@ class NameNode:
                 state = "is active"
                 text = f"{':'.join(map(str, self.cluster.namenodes[number]))}: {_NOISE.sub('', text)}"
             problems.append(text)
-        return TransientError(
-            f"{self._named(path)}: no NameNode {state}: {'; '.join(problems) or 'none was asked in time'}"
-        )
+        text = "; ".join(problems) or "none was asked in time"
+        return TransientError(f"{self._named(path)}: no NameNode {state}: {text}")
 
     def check_there(self, path: str) -> None:
         """Raise `UnreachableError` when no server is at any of the addresses; for callers that use another client."""

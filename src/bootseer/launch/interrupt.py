@@ -30,22 +30,22 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
     `patience_s`: the process ends when the block has not ended so long after the first signal, and says `rests`: what
     becomes of what was not undone. Further signals do not hurry it then. Such a block must not fork.
     """
-    received = threading.Event()
+    event = threading.Event()
     telling = threading.RLock()  # this handler may interrupt itself
     """Held while the main thread is told again: it may be outside of the block, without our handlers, right after it
     has heard."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if patience_s is not None and received.is_set():
+        if patience_s is not None and event.is_set():
             return
         with telling:
-            received.set()
+            event.set()
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in ENDING}
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, received, telling):
+    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, event, telling):
         for number in ours:
             signal.signal(number, interrupt)
         try:
@@ -61,11 +61,7 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
 
 @contextmanager
 def _ended_after(
-    patience_s: float,
-    rests: str,
-    numbers: Sequence[signal.Signals],
-    received: threading.Event,
-    telling: threading.RLock,
+    patience_s: float, rests: str, numbers: Sequence[signal.Signals], event: threading.Event, telling: threading.RLock
 ) -> Iterator[None]:
     """End the process when the block lasts so long after one of these signals.
 
@@ -90,7 +86,7 @@ def _ended_after(
                     os.write(2, f"\nbootseer: ended while servers did not answer; {rests}\n".encode())
                 os._exit(128 + number)
             with telling:
-                if not received.is_set():
+                if not event.is_set():
                     signal.pthread_kill(main, number)
 
     main = threading.get_ident()

@@ -104,9 +104,8 @@ def export_spool(
         over = ended.wait(_LOOK_EVERY_S)
         exporter.feed(filter(owns, tail.poll(last=over)))
     if not exporter.close(CLOSE_S):
-        reason = f" ({exporter.last_error})" if exporter.last_error else ""
-        lost = plural(exporter.lost, "span")
-        say(f"{lost} did not reach the collector{reason}; the spool keeps the events: {folder}")
+        text = f" ({exporter.last_error})" if exporter.last_error else ""
+        say(f"{plural(exporter.lost, 'span')} did not reach the collector{text}; the spool keeps the events: {folder}")
 
 
 class Shipping:
