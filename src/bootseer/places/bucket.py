@@ -222,6 +222,7 @@ class Bucket:
         self._probe()
         try:
             yield
+            self._asked_s = None
         except BootseerError:
             raise
         except Exception as error:

@@ -290,12 +290,18 @@ class ObjectReads:
             or not isinstance(error, TransientError)
             or time.monotonic() + wait_s > request.until_s
         ):
-            if request.finish(error) and time.monotonic() + wait_s > request.until_s:
-                self._bucket.is_silent()
+            if time.monotonic() + wait_s > request.until_s:
+                self._tell_silence(request)
+            request.finish(error)
             return
         with self._lock:
             self._events["retries"] += 1
         self._timer.after(wait_s, partial(self._again, request))
+
+    def _tell_silence(self, request: _Request) -> None:
+        """A request had all its time: the server answers nothing, unless others got their bytes meanwhile."""
+        if not request.is_over and self._heard_s < time.monotonic() - request.deadline_s:
+            self._bucket.is_silent()
 
     def _again(self, request: _Request) -> None:
         request.is_taken = False
@@ -307,8 +313,9 @@ class ObjectReads:
     def _look(self, request: _Request) -> None:
         """A request had its time, or its reads have."""
         left_s = request.left_s(self._heard_s)
-        if left_s <= 0 and request.finish(TransientError(f"{request.file.what}: the server did not answer in time")):
-            self._bucket.is_silent()
+        if left_s <= 0:
+            self._tell_silence(request)
+            request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
         if request.is_over or not request.num_running:
             return
         self._timer.after(left_s, partial(self._look, request))
