@@ -369,7 +369,7 @@ class TestANodeThatIsCutOff:
             reads.close()
             namenode.close()
 
-    def test_holds_up_nobody_elsewhere_where_there_is_no_other(self, shaped: HdfsCluster) -> None:
+    def test_reads_of_other_nodes_go_on_where_there_is_no_other_replica(self, shaped: HdfsCluster) -> None:
         names: dict[str, str] = {}
         while len(names) < 2:
             path = f"/alone-{len(names)}"

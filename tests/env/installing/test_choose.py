@@ -44,15 +44,16 @@ def both(uv, job_env, python, tmp_path):
         before = installed(python.folders)
         installation = _choose(requirements, job_env, python, tmp_path)
         assert [command.installer for command in installation.commands] == ["uv", "pip"], installation.why_pip
+        copy(Path(python.prefix), tmp_path / "kept")
         for command in installation.commands:
-            copy(Path(python.prefix), tmp_path / "kept")
             _install(command, job_env, tmp_path)
             found[command.installer] = new_packages(before, installed(python.folders))
             found[f"{command.installer} content"] = {
                 path.name: path.read_text() for path in Path(python.folders[-1]).glob("*.py")
             }
-            shutil.rmtree(python.prefix)
-            (tmp_path / "kept").rename(python.prefix)
+            if command.installer == "uv":
+                shutil.rmtree(python.prefix)
+                (tmp_path / "kept").rename(python.prefix)
         return found
 
     return install
