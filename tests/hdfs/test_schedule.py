@@ -317,6 +317,20 @@ def test_what_a_hedge_is_underway_for_is_not_asked_a_third_time() -> None:
     assert played.ended[0].error is None
 
 
+def test_a_hedge_that_is_late_itself_does_not_go_to_the_node_that_it_stands_in_for() -> None:
+    played = Played(("a:1", "b:1"))
+    played.read(0, 100)
+    late = played.must_take("a:1")
+    played.claim(late, 100)
+    played.tick(1.0)
+    hedge = played.must_take("b:1")
+    played.tick(1.0)
+    assert played.take() is None
+    played.serve(hedge)
+    played.finish(late, DataNodeError("stopped"))
+    assert [ticket.error for ticket in played.ended] == [None]
+
+
 def test_what_fails_while_its_hedge_fails_too_is_asked_of_the_others() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 100)

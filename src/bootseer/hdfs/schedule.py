@@ -298,9 +298,8 @@ class Schedule:
             piece.num_answers = ticket.source.num_answers
             piece.tried = {}
         nodes = [node for node in piece.block.nodes if node.host_port not in piece.tried]
-        if piece.original is not None:
-            busy = piece.original.run
-            nodes = [node for node in nodes if busy is None or node.host_port != busy.queue.name]
+        busy = piece.original.run if piece.original is not None else None
+        nodes = [node for node in nodes if busy is None or node.host_port != busy.queue.name]
         if not nodes:
             self._no_node(piece, now_s)
             return
@@ -326,12 +325,15 @@ class Schedule:
         )
 
     def _others(self, piece: Piece, queue: NodeQueue) -> list[Node]:
-        """DataNodes that may give a piece in the place of one that is late."""
+        """DataNodes that may give a piece in the place of one that is late. A hedge never goes to the DataNode that it
+        stands in for: it would wait behind the very request that is late, and the read with it until its deadline."""
         avoided = piece.ticket.avoid
+        busy = piece.original.run if piece.original is not None else None
+        late = {queue.name, busy.queue.name if busy is not None else ""}
         return [
             node
             for node in piece.block.nodes
-            if node.host_port != queue.name
+            if node.host_port not in late
             and node.host_port not in piece.tried
             and node.host_port not in avoided
             and not self.choice.is_open(node.host_port)
