@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -331,6 +332,22 @@ def test_attributes_set_before_the_close_are_those_of_the_published_file(
         seen = (other.target / "f").stat()
         assert (seen.st_mode, seen.st_mtime_ns) == (0o100604, 10**18)
         (one.target / "f").unlink()
+
+
+def test_attributes_set_after_the_close_are_there_at_once(one: MountedPlace, other: MountedPlace) -> None:
+    path = one.target / "f"
+    held, end = socket.socketpair()
+    with held, end:
+        with path.open("wb", buffering=0) as file:
+            file.write(bytes(LARGE))
+            # It is closed in each process, but the kernel does not tell so: the file is in the socket's buffer.
+            socket.send_fds(held, [b"f"], [file.fileno()])
+        path.chmod(0o604)
+        os.utime(path, ns=(0, 10**18))
+        seen = (other.target / "f").stat()
+        assert (seen.st_mode, seen.st_mtime_ns) == (0o100604, 10**18)
+    assert path.read_bytes() == bytes(LARGE)
+    assert (path.stat().st_mode, path.stat().st_mtime_ns) == (0o100604, 10**18)
 
 
 def test_writing_anew_keeps_rights(one: MountedPlace, other: MountedPlace) -> None:

@@ -130,7 +130,8 @@ class Content:
         self._is_dirty = False
         self._num_changes = 0
         """Rises with every change of content or attributes, so that code that ran without the lock can detect one."""
-        self._is_removed = False
+        self.is_removed = False
+        """Whether the name is gone, or leads to another file, by what was done here."""
         self._mtime_ns: int | None = None
         """The time of the last change that a program has set."""
         self._given_up: BootseerError | None = None
@@ -140,22 +141,17 @@ class Content:
     @property
     def is_live(self) -> bool:
         """Whether this, and not the place, says what the file's name leads to."""
-        return self._writer is not None and not self._is_removed and (self._is_dirty or self.num_writers > 0)
+        return self._writer is not None and not self.is_removed and (self._is_dirty or self.num_writers > 0)
 
     @property
     def is_left(self) -> bool:
         """Whether it is left to readers, after it was published: the place may have another version by now."""
-        return self._writer is not None and not self._is_removed and not self.is_live
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether the name is gone, or leads to another file, by what was done here."""
-        return self._is_removed
+        return self._writer is not None and not self.is_removed and not self.is_live
 
     @property
     def is_dirty(self) -> bool:
         """Whether something of it is not published, and should be."""
-        return self._is_dirty and not self._is_removed
+        return self._is_dirty and not self.is_removed
 
     @property
     def size_bytes(self) -> int:
@@ -189,7 +185,8 @@ class Content:
                     if not self._is_right(reader):
                         break
                     keep = self._read is not None or self._node.pages_of in (None, reader.version)
-                    self._begin_reading(fresh)
+                    self._end_reading()  # reads that were begun still end
+                    self._read, self._node.pages_of = fresh, reader.version
                     return keep
             fresh.let_go()
         raise self._outdated(fresh)
@@ -231,12 +228,6 @@ class Content:
 
     def _held_reader(self) -> HeldReader | None:
         return None if self._read is None or self._writer is not None else self._read.hold()
-
-    def _begin_reading(self, fresh: HeldReader) -> None:
-        """Read by this one from now on; reads that were begun by another one still end."""
-        self._end_reading()
-        self._read = fresh
-        self._node.pages_of = fresh.reader.version
 
     def _end_reading(self) -> None:
         held, self._read = self._read, None
@@ -351,6 +342,14 @@ class Content:
             while self.is_dirty and writer is not None:
                 self._publish_once(writer, check)
 
+    def publish_at_once(self) -> None:
+        """Publish what can be without waiting: where it is another thread's turn, that one publishes all."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self.publish()
+            finally:
+                self._turn.release()
+
     def _publish_once(self, writer: FileWriter, check: Check = no_check) -> None:
         """Publish all that is there now. Attributes may be set meanwhile, and then it is not all."""
         num_changes = self._num_changes
@@ -414,7 +413,7 @@ class Content:
     def removed(self) -> None:
         """The name is gone, or leads to another file: what is written is for the handles that have it open."""
         with self.lock:
-            self._is_removed = True
+            self.is_removed = True
 
     def close(self) -> None:
         """No handle is left and none will come: close the version that is read."""
@@ -432,7 +431,7 @@ class Content:
     def _begin(self) -> FileWriter:
         """New content, which is the file's from `_start` on."""
         # What has no name any more is never published; its new content goes where that of its last name would.
-        path = self._node.info.path if self._is_removed else self._node.path
+        path = self._node.info.path if self.is_removed else self._node.path
         if path is None:
             raise stale()
         return self._context.begin(path, stat.S_IMODE(self._node.info.entry.mode))

@@ -146,11 +146,14 @@ class CheckpointFiles:
             content = found.content
             if content is not None:
                 with content.lock:
-                    if content.is_live or content.is_removed:
+                    is_later = content.is_live or content.is_removed
+                    if is_later:
                         # What is not published gets its attributes when it is, if ever.
                         found.info = _changed(found.info, changes)
                         content.attributes_changed(changes.mtime_ns)
-                        return self._attributes(found)
+                if is_later:
+                    self._open.publish_if_closed(content)
+                    return self._attributes(found)
             self._change_published(found, changes)
         return self._attributes(found)
 

@@ -397,6 +397,11 @@ class OpenFiles:
                     content.give_up(error)
                 raise
 
+    def publish_if_closed(self, content: Content) -> None:
+        """Attributes were set: publish them if all that write have closed the file, of which the kernel tells late."""
+        if not self._has_writer(content):
+            content.publish_at_once()
+
     def _has_writer(self, content: Content) -> bool:
         return any(handle.writes and not handle.is_done for handle in self._handles_of(content))
 
