@@ -46,6 +46,7 @@ def test_answers_that_end_early_without_an_error_are_tried_again(fetching, data)
     assert fetcher.read_blocking(0, 0, 12 * BLOCK) == data[: 12 * BLOCK]
 
 
+@pytest.mark.slow
 def test_an_answer_that_drips_is_asked_for_a_second_time(fetching, data):
     fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.5, demand_timeout_s=4))
     assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=30) == data[:BLOCK]
@@ -81,6 +82,7 @@ def test_one_damaged_block_does_not_keep_the_others_from_being_pulled(fetching, 
     assert cached.num_ready == 99
 
 
+@pytest.mark.slow
 def test_retry_after_is_obeyed_and_the_read_succeeds_after_it(fetching, data):
     times = []
     clock = threading.Event()

@@ -30,6 +30,7 @@ def test_a_collector_gets_the_spans_of_the_run(run, more):
         assert server.resources()[0][0]["bootseer.job"] == "exported"
 
 
+@pytest.mark.slow
 def test_a_command_that_ends_before_the_exporter_is_imported_is_exported_too(run, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     with collector() as server:

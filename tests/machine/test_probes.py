@@ -34,6 +34,7 @@ def test_every_check_answers_and_nothing_is_left(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_probe_that_raises_or_hangs_is_a_broken_check() -> None:
     release = threading.Event()
 

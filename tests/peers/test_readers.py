@@ -192,6 +192,7 @@ def test_what_a_local_process_fetches_is_waited_for(
     assert into == block_of(DATA, 2)
 
 
+@pytest.mark.slow
 def test_what_no_local_process_fetches_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootseer.peers.readers, "_STILL_S", 0.05)
     with pytest.raises(NotFoundError):

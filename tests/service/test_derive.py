@@ -243,6 +243,7 @@ def test_the_quick_reader_says_what_the_format_says() -> None:
             assert dict(quick.attrs) == dict(known.attrs)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:
     for attempt in range(6):
         place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)

@@ -125,6 +125,7 @@ def test_a_created_object_keeps_what_it_needs(store: OciStore, outside: Outside)
     assert (own["digest"], ref["digest"]) == (sha256(b"index"), block.name)
 
 
+@pytest.mark.slow
 def test_create_ends_with_its_deadline(registry: Registry, repository: str) -> None:
     with FaultProxy(registry.host) as proxy, closing(OciStore(open_registry(proxy.host, repository))) as store:
         for method in ("GET", "POST", "PUT"):

@@ -132,6 +132,7 @@ def test_a_server_that_hangs_or_drips_ends_with_the_deadline(client: Client, pro
     assert read(client) == DATA
 
 
+@pytest.mark.slow
 def test_the_deadline_of_one_request_is_not_that_of_the_next_on_its_connection(
     client: Client, proxy: FaultProxy
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_huge_value_is_cut_and_marked(value: object) -> None:
     assert (event.stage, event.span, event.parent) == (FULL.stage, FULL.span, FULL.parent)
 
 
+@pytest.mark.slow
 def test_many_attributes_and_long_names_fit() -> None:
     long = "🚀" * 10_000
     stage = ".".join(["s" * 64] * 8)

@@ -144,6 +144,7 @@ def test_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (headers["authorization"], headers["x-team"]) == ("Bearer abc", "ml")
 
 
+@pytest.mark.slow
 def test_503_is_tried_again_and_retry_after_is_obeyed() -> None:
     answers = [(503, {"Retry-After": "1"}, b""), (429, {"Retry-After": "1"}, b""), (200, {}, b"")]
     with collector(lambda number: answers[number]) as server:
@@ -156,6 +157,7 @@ def test_503_is_tried_again_and_retry_after_is_obeyed() -> None:
     assert third - second >= 1.0
 
 
+@pytest.mark.slow
 def test_retry_after_beyond_the_librarys_patience_is_obeyed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library gives up when asked to wait longer than its timeout; our next try must not come earlier either."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
@@ -228,6 +230,7 @@ print(exporter.close(), exporter.exported, exporter.lost)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", [silent_server, no_server])
 def test_a_dead_endpoint_does_not_hold_the_end_of_a_process(endpoint: Callable[[], Iterator[str]]) -> None:
     """Nothing on stderr either: it belongs to the job."""

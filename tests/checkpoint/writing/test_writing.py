@@ -249,6 +249,7 @@ def test_files_below_an_attempt_are_written_like_others(desk: Desk) -> None:
     assert desk.read("job/step-1/file") == b"x" * 5 * MIB
 
 
+@pytest.mark.slow
 def test_after_close_nothing_is_begun_and_no_thread_stays(desk: Desk) -> None:
     others = set(threading.enumerate())
     writer = desk.writing.open("job/file", policy=SMALL)

@@ -126,6 +126,7 @@ def test_the_source_of_a_cached_file_is_beside_the_cache(path: str, source: str 
     assert source_of(path) == source
 
 
+@pytest.mark.slow
 def test_a_snapshot_keeps_valid_bytecode_only(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     for name in ("good", "stale", "orphan", "replaced"):
