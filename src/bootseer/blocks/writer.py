@@ -97,7 +97,7 @@ class BlockWriter:
             while rest.nbytes:
                 taken = rest[: self._block_size - self._filled]
                 rest = rest[len(taken) :]
-                # Without a copy, if nobody can change it and it keeps no more than four times as much in memory.
+                # Immutable data is kept without a copy, unless most of the memory that it holds is of no use here.
                 is_kept = isinstance(taken.obj, bytes) and 4 * len(taken) >= len(taken.obj)
                 self._parts.append(taken if is_kept else bytes(taken))
                 self._filled += len(taken)

@@ -143,8 +143,8 @@ class File:
         return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
     def is_here(self, block: int) -> bool | None:
-        """Whether the block is here; None where nobody fetches it either. Asked some hundred times a second: nothing is
-        claimed for it."""
+        """Whether the block is cached; None where it is neither cached nor claimed. Asked hundreds of times a second:
+        no claim is made to find out."""
         try:
             return self.cached.ready(block) or (False if self.cached.is_fetched(block) else None)
         except BootseerError:

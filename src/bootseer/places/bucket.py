@@ -111,8 +111,8 @@ class Bucket:
         except Exception as error:
             raise UsageError(f"{self.uri}: {_first_line(error)}", hint="use s3://bucket/prefix") from error
         self._skipped: set[str] = set()
-        """Keys that were told of."""
-        self._asked_s: float | None = None
+        """Keys that were logged already."""
+        self._silent_at_s: float | None = None
         """When the server last left a request without an answer for all its time; None while it answers."""
 
     def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
@@ -132,30 +132,30 @@ class Bucket:
         try:
             return retrying(ask, attempts=None, deadline_s=timeout_s)
         except TransientError:
-            self.is_silent()
+            self.note_silence()
             raise
 
-    def is_silent(self) -> None:
+    def note_silence(self) -> None:
         """A request had all its time: until the server answers a small one, none is given so much again."""
-        self._asked_s = time.monotonic()
+        self._silent_at_s = time.monotonic()
 
     def _probe(self) -> None:
         """Raise when the server still does not answer. Calls in one folder of a mount wait for each other: each of them
         would take all its time."""
-        asked_s = self._asked_s
-        if asked_s is None:
+        silent_at_s = self._silent_at_s
+        if silent_at_s is None:
             return
-        if time.monotonic() > asked_s + _ABSENT_S:
+        if time.monotonic() > silent_at_s + _ABSENT_S:
             try:
                 within(_PROBE_S, self.uri, partial(obstore.head, self.reader, _PROBE_KEY))
             except Exception as error:
                 failure = error if isinstance(error, BootseerError) else self._mapped(error, _PROBE_KEY)
                 if isinstance(failure, TransientError) and status_of(error) is None:
-                    self.is_silent()
+                    self.note_silence()
                     raise SilentError(f"{self.uri}: the server still does not answer: {failure}") from error
-            self._asked_s = None
+            self._silent_at_s = None
             return
-        raise SilentError(f"{self.uri}: the server did not answer a moment ago")
+        raise SilentError(f"{self.uri}: the server did not answer a moment ago; try again in a second")
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also those that are not there any more."""
@@ -193,7 +193,7 @@ class Bucket:
         try:
             return self.insist(prefix, lambda: obstore.list_with_delimiter(self.reader, prefix.rstrip("/") or None))
         except InvalidKeyError:
-            from bootseer.places.uploads import Uploads  # its library takes a while to load
+            from bootseer.places.uploads import Uploads  # which is above this module
 
             if self.scheme != "s3":
                 raise
@@ -201,7 +201,7 @@ class Bucket:
             return {kind: [one for one in found[kind] if self._is_name(one, prefix)] for kind in found}
 
     def _is_name(self, found: Any, prefix: str) -> bool:
-        """Whether a file or folder can be called so; others are skipped, and told of once."""
+        """Whether a file or folder can be called so; others are skipped, and logged once."""
         key = found if isinstance(found, str) else found["path"]
         name = key[len(prefix) :].removesuffix("/" if found is key else "")
         if name.isprintable() and "/" not in name and name not in ("", ".", ".."):
@@ -222,7 +222,7 @@ class Bucket:
         self._probe()
         try:
             yield
-            self._asked_s = None
+            self._silent_at_s = None
         except BootseerError:
             raise
         except Exception as error:

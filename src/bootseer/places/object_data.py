@@ -301,7 +301,7 @@ class ObjectReads:
     def _tell_silence(self, request: _Request) -> None:
         """A request had all its time: the server answers nothing, unless others got their bytes meanwhile."""
         if not request.is_over and self._heard_s < time.monotonic() - request.deadline_s:
-            self._bucket.is_silent()
+            self._bucket.note_silence()
 
     def _again(self, request: _Request) -> None:
         request.is_taken = False
@@ -410,7 +410,7 @@ class ObjectPart:
 
     def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
         self.path = path
-        # The server takes so many parts; where nobody knows how much will come, those of the usual size.
+        # An upload has at most MAX_PARTS parts. Of unknown length: parts of the usual size.
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
         self._key = key
