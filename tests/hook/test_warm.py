@@ -84,7 +84,7 @@ class Launcher:
     def remember(self, main: str) -> None:
         """What an earlier start would have recorded."""
         folder = str(self.folder) if self.program.startswith("-m") else str(Path(main).parent)
-        told = programs.telling(os.path.realpath(main), folder)[0]
+        told = programs.import_lines(os.path.realpath(main), folder)[0]
         known = {"program": self.program, "telling": told, "main": main, **self.known}
         record = {"schema": programs.SCHEMA, "launchers": {"launch.py": known}}
         (self.spool / programs.KNOWN).write_text(json.dumps(record))
@@ -112,9 +112,8 @@ class Launcher:
         return [tuple(json.loads(line)) for line in out.splitlines()]
 
     def told(self) -> list[dict[str, Any]]:
-        return [
-            dict(event.attrs) for event in SpoolTail(str(self.spool)).poll(last=True) if event.stage == "warm_start"
-        ]
+        events = sorted(SpoolTail(str(self.spool)).poll(last=True), key=lambda event: event.wall_ns)  # files are by pid
+        return [dict(event.attrs) for event in events if event.stage == "warm_start"]
 
     def reasons(self) -> list[str]:
         return [str(attrs.get("why_not", "")) for attrs in self.told()]

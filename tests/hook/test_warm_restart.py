@@ -53,7 +53,7 @@ class Job:
         (folder / "child.py").write_text(CHILD)
         (folder / name).write_text(LAUNCH)
         main = str(folder / "child.py")
-        told = programs.telling(os.path.realpath(main), str(folder))[0]
+        told = programs.import_lines(os.path.realpath(main), str(folder))[0]
         known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["torch", "colorsys"]}
         known |= {"native": {"OMP_NUM_THREADS": "3"}, "changed": []}
         self.record = json.dumps({"schema": programs.SCHEMA, "launchers": {name: known}})

@@ -1,7 +1,7 @@
-"""What the warm start of a program must know of it: its name, what it imported, and what may change those imports.
+"""The record of a program for its warm starts: its name, what it imported, and what may change those imports.
 
-Shared by the processes of a warm start: the program that is recorded (`write_record`, when training begins or the
-program ends), the launcher that starts it again (`warm_launcher`), and the warm parent between them (`warm_parent`).
+Used by all processes of a warm start: the program that is recorded (`Recorder`, when training begins or the program
+ends), the launcher that starts it again (`warm_launcher`), and the warm parent (`warm_parent`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 
 SCHEMA = "bootseer.imports/1"
 RECORD = "imports-"
-"""How files with records begin, in the spool's folder; `bootseer run` reads them at its end."""
+"""Prefix of the files with records in the spool's folder, which `bootseer run` reads at its end."""
 KNOWN = "warm.json"
-"""What earlier starts recorded, put there by `bootseer run`."""
+"""File with what earlier starts recorded, written by `bootseer run`."""
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
 AGAIN = "\0bootseer-restart-"
-"""Abstract address, with its process id, at which `bootseer run --restarts` knows the warm parents of its command."""
+"""Prefix of the abstract socket address of `bootseer run --restarts`, to which warm parents connect; its process id
+follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import|import\s+([\w., ]+))", re.MULTILINE)
-_TELLING = re.compile(
+_IMPORT_LINE = re.compile(
     rb"^.*(?:^\s*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
     rb"|importlib|__import__|setlocale|monkey|ctypes|\bexec\(|\beval\().*$",
     re.MULTILINE,
@@ -36,9 +37,9 @@ _WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
-    """Of a Python command line its flags, program (`train.py`, `-m torch.distributed.run`) and the words from there on.
+    """The flags of a Python command line, its program (`train.py`, `-m torch.distributed.run`), and what follows.
 
-    None for what is not a file or a module, or has flags other than `-u`.
+    None for a command line without a file or module, or with flags other than `-u`.
     """
     words = list(argv[1:])
     flags = []
@@ -51,10 +52,11 @@ def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
     return None
 
 
-def telling(main: str, folder: str) -> tuple[str, set[str]]:
-    """A digest of the lines that may change what imports do, and the words of those that set variables.
+def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
+    """A digest of the lines that may change what imports do, and all words of those that set variables.
 
-    Of the program's file and of all modules that these import from beside it or from `folder`. Raises `OSError`.
+    Looks at the program's file and at the modules that it imports, directly or not, from its own folder or from
+    `folder`. Raises `OSError`.
     """
     import hashlib
 
@@ -65,8 +67,8 @@ def telling(main: str, folder: str) -> tuple[str, set[str]]:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES or len(queue) > _MAX_FILES:
-            raise OSError(f"{os.path.basename(path)}: too large to be looked through")
-        for line in _TELLING.findall(text):
+            raise OSError(f"{os.path.basename(path)}: too large to be searched for imports")
+        for line in _IMPORT_LINE.findall(text):
             digest.update(line.strip() + b"\n")
             if _SETS.search(line):
                 words.update(word.decode() for word in _WORD.findall(line))
@@ -84,7 +86,7 @@ def telling(main: str, folder: str) -> tuple[str, set[str]]:
 
 
 def read_known(folder: str) -> dict[str, Any]:
-    """What is known of each launcher's programs; empty without a readable record."""
+    """The record of each launcher's program; empty without a readable file."""
     import json
 
     try:
@@ -97,9 +99,9 @@ def read_known(folder: str) -> dict[str, Any]:
 
 
 def parent_command(known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """How a warm parent for these programs is started: by which words, and with which variables.
+    """Arguments and environment of a warm parent for this program.
 
-    Its libraries are loaded with the launcher's variables and those that this sets for its programs.
+    Its libraries are loaded with the launcher's variables and those that the launcher sets for its programs.
     """
     server = os.path.join(os.path.dirname(os.path.abspath(__file__)), PARENT)
     native = {str(name): str(value) for name, value in known["native"].items()}
@@ -119,7 +121,7 @@ def open_files() -> list[int]:
 
 
 class Recorder:
-    """Of a process that a Python launcher started: what it imported before it touched a device."""
+    """Records what a process that a Python launcher started imported before it used a device."""
 
     def __init__(self, folder: str, path: Sequence[str]) -> None:
         """`path` is `sys.path` as it was before the program ran."""
@@ -142,7 +144,7 @@ class Recorder:
             pass
 
     def groups_begin(self) -> None:
-        """The process is about to join a process group, behind which devices are used."""
+        """The process is about to join a process group; devices are used after that."""
         if self._early is None:
             self._early = self._modules()
 
@@ -176,7 +178,7 @@ class Recorder:
             "modules": (self._early or []) if touched else self._modules(),
             "native": {name: value for name, value in set_above.items() if native(name)},
             "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
-            "telling": telling(main, self._begun_in if is_module else os.path.dirname(main))[0],
+            "telling": import_lines(main, self._begun_in if is_module else os.path.dirname(main))[0],
             "main": main,
         }
         mine = f"{target}.{os.getpid()}"
@@ -185,7 +187,7 @@ class Recorder:
         os.replace(mine, target)
 
     def _modules(self) -> list[str]:
-        """Names of what was imported, in order: not what lies beside the program, nor in folders that it added."""
+        """Names of the imported modules, in order, but not those in the program's folder or in folders it added."""
         own = os.path.join(os.path.abspath(sys.path[0]), "") if sys.path and sys.path[0] else os.getcwd() + "/"
         names = []
         for name, module in list(sys.modules.items()):
@@ -200,7 +202,7 @@ class Recorder:
 
 
 def _environment(process: str) -> dict[bytes, bytes]:
-    """With what a process was started."""
+    """The variables with which a process was started."""
     with open(f"{process}/environ", "rb") as file:
         pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
         return {name: value for name, _, value in pairs}
@@ -214,11 +216,11 @@ _NATIVE = re.compile(
 
 
 def native(name: str) -> bool:
-    """Whether a variable is of a family that libraries read while they are loaded, where Python cannot see it."""
+    """Whether a variable belongs to a family that native libraries read while they are loaded, unseen by Python."""
     return _NATIVE.match(name) is not None
 
 
-def same_variables(names: set[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The first variable, of those named and of those that libraries read, which differs; empty when none does."""
+def differing_variable(names: set[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first variable that differs, of those named and those that native libraries read; empty if none does."""
     every = names | {name for name in ours.keys() | theirs.keys() if native(name)}
     return next((name for name in sorted(every) if ours.get(name) != theirs.get(name)), "")

@@ -1,7 +1,7 @@
-"""A copy of a warm parent, and what exec would have given it: descriptors, limits, signals, environment, streams.
+"""Makes a copy of a warm parent what exec would have made it: descriptors, limits, signals, environment, streams.
 
-What differs all the same: the modules that are imported already, the addresses and the hash seed, which all copies of
-one warm parent share, and two frames below the program's first.
+What still differs: modules are imported already, all copies of one warm parent share addresses and hash seed, and two
+frames lie below the program's first.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def become(
     facts: dict[str, Any],
     successor: socket.socket | None = None,
 ) -> Callable[[], None]:
-    """Take the program's place, tell the launcher, and give what runs the program. Ends the process when that fails.
+    """Prepare this copy, answer the launcher, and return the function that runs the program. If that fails, the process
+    ends.
 
-    `heir`: the program is a launcher that is started again, and this leads to its warm parent, which is there.
+    `successor`: the program is a launcher that is started again, and this is the socket to its warm parent.
     """
     started_ns = time.monotonic_ns()
     try:
@@ -105,7 +106,7 @@ def become(
 
 
 def mark(started_ns: int) -> None:
-    """Have the hook mark this process, which began at this time."""
+    """Have the hook mark this process as one that began at this time."""
     hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
     if hook is not None:
         with contextlib.suppress(Exception):
@@ -123,7 +124,7 @@ def printed() -> list[bytes]:
 
 
 def show(texts: Sequence[bytes]) -> None:
-    """Print it where the program prints."""
+    """Print it on the program's own output and errors."""
     for number, text in zip((1, 2), texts, strict=True):
         with contextlib.suppress(OSError):
             os.write(number, text)
@@ -132,7 +133,10 @@ def show(texts: Sequence[bytes]) -> None:
 def _kernel(
     request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int, successor: socket.socket | None
 ) -> socket.socket:
-    """What the kernel keeps of a process; the sockets may move. Raises `OSError` and `ValueError`."""
+    """Set what the kernel keeps for a process. Returns `answer`, which may have another descriptor then.
+
+    Raises `OSError` and `ValueError`.
+    """
     if request["session"]:
         os.setsid()
     if request["group"] >= 0:
@@ -172,7 +176,8 @@ def _kernel(
 
 
 def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
-    """Each descriptor where the program is to find it, and no others but those kept, whose new numbers are returned."""
+    """Move each descriptor to its number in the program, and close all others but `kept`. Returns the new numbers of
+    those."""
     import fcntl
 
     high = max([*wanted, *wanted.values(), *kept], default=2) + 1
@@ -188,7 +193,7 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
 
 
 def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
-    """Give this process what an interpreter has from its start; what runs the program. Raises what fails."""
+    """Set what an interpreter sets when it starts. Returns the function that runs the program. Raises what fails."""
     words = [os.fsdecode(word) for word in request["words"]]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(words)
@@ -196,7 +201,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
         raise ValueError("neither a file nor a module")
     flags, _, rest = parsed
     with contextlib.suppress(Exception):
-        _name([os.fsencode(word) for word in words], env)
+        _set_command_line([os.fsencode(word) for word in words], env)
         if "comm" in request:
             libc.prctl(_PR_SET_NAME, ctypes.c_char_p(request["comm"]), 0, 0, 0)
     for name in os.environb.keys() - env.keys():
@@ -204,7 +209,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
     for name, value in env.items():
         if os.environb.get(name) != value:
             os.environb[name] = value
-    # A launcher hands on its own variables; what its programs' imports set, they set themselves.
+    # A launcher passes its own variables on; those that its programs' imports set, the programs set themselves.
     for variable, values in imports.changed.items() if not launches else ():
         if values is None:
             os.environ.pop(variable, None)
@@ -212,7 +217,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
             os.environ[variable] = values
     sys.orig_argv[:] = words
     _streams(unbuffered="-u" in flags or bool(env.get(b"PYTHONUNBUFFERED")))
-    _differ(imports)
+    _reseed(imports)
     if rest[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv[:] = ["-m", *rest[2:]]
@@ -223,8 +228,8 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
     return lambda: _run_file(path)
 
 
-def _differ(imports: Imports) -> None:
-    """What is another in each process."""
+def _reseed(imports: Imports) -> None:
+    """Renew what is random or unique in each process: generators, the thread's number, the key of multiprocessing."""
     for one in imports.unseeded:
         generator = one()
         if generator is not None:
@@ -244,7 +249,7 @@ def _differ(imports: Imports) -> None:
 
 
 def _streams(*, unbuffered: bool) -> None:
-    """The standard streams as Python makes them, in the objects that imports may have kept."""
+    """Make the standard streams as Python does at its start, within the same objects, which imports may hold."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -280,8 +285,8 @@ class _Map(ctypes.Structure):
     ]
 
 
-def _name(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
-    """Have `/proc/PID/cmdline` and `environ` show what exec would have left there. Needs no rights."""
+def _set_command_line(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
+    """Have `/proc/PID/cmdline` and `environ` show what they would after exec. Needs no privileges."""
     arguments = b"".join(word + b"\0" for word in words)
     text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = ctypes.create_string_buffer(text, len(text))
@@ -329,7 +334,7 @@ def _run_file(path: str) -> None:
 
 
 def _run(program: Callable[[], None], frames: int) -> None:
-    """Run it, and tell of an exception as the interpreter does: without the frames that are ours."""
+    """Run it, and print an exception as the interpreter does: without our frames."""
     try:
         program()
     except SystemExit:

@@ -1,8 +1,9 @@
-"""In a launcher (torchrun, accelerate, DeepSpeed): its Python children come from a parent that has their imports.
+"""In a launcher (torchrun, accelerate, DeepSpeed): starts its Python children as copies of a warm parent.
 
-The warm parent is started as soon as the launcher runs, beside the launcher's own imports. `subprocess` then asks it,
-where it would fork and exec, for a process that runs the same program: a child of the launcher, not of the warm parent
-(`warm_parent.py`). Whatever is not as the record says, or not certain, is started by exec, with the reason in an event.
+The warm parent is started as soon as the launcher runs and imports in parallel with it. Where `subprocess` would fork
+and exec, it sends the warm parent a request instead, for a process that runs the same program and is a child of the
+launcher, not of the warm parent (`warm_parent.py`). What differs from the record, or is not certain, is started by
+exec, with the reason in an event.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from bootseer.trace.tracer import process_tracer
 
 EVENT = "warm_start"
 _READY_S = 120.0
-"""Imports of eight ranks beside the warm parent's would only make it later."""
+"""How long a request waits for the warm parent's imports: eight ranks that import meanwhile would only delay them."""
 _LONG_S = 0.1
 _MAX_FDS = 200
 _NUM_ARGUMENTS = 23  # of `_posixsubprocess.fork_exec`, from Python 3.11 on
 
 
 inherited: tuple[int, Any] | None = None
-"""The warm parent that a launcher has from its start on, and the socket to it: it is itself a copy of one."""
+"""Process id of the warm parent and the socket to it, in a launcher that is itself a copy of a warm parent."""
 
 
 class RefusedError(Exception):
-    """The process is to be started by exec; the words say why."""
+    """The process is to be started by exec, for this reason."""
 
     def __init__(self, reason: str, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
@@ -64,7 +65,7 @@ class WarmLauncher:
             other.close()
 
     def watch(self) -> None:
-        """Ask the warm parent wherever this process starts a Python program."""
+        """Wrap all functions by which this process starts Python programs or waits for children."""
         import subprocess
 
         self._replace(subprocess, "_fork_exec", self._starting)
@@ -85,7 +86,7 @@ class WarmLauncher:
             self._undo.append(lambda: setattr(module, name, original))
 
     def _waiting(self, any_child: Callable[[tuple[Any, ...]], bool]) -> Callable[[Any], Any]:
-        """A wait for any child would take ours for the launcher's own."""
+        """Wrap a wait function: a wait for any child would return the warm parent, which the launcher did not start."""
 
         def make(original: Any) -> Any:
             def wait(*args: Any) -> Any:
@@ -117,15 +118,15 @@ class WarmLauncher:
             except Exception as error:  # nothing may keep the program from starting
                 reason = f"{type(error).__name__}: {error}"
             else:
-                tell({"program": self._program, "child": pid, **facts}, began_s)
+                emit({"program": self._program, "child": pid, **facts}, began_s)
                 return pid
-            tell({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
+            emit({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
             return original(*args)
 
         return fork_exec
 
     def _ask(self, args: Sequence[Any], words: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """The new process and what the warm parent says of itself. Raises `RefusedError`, and then there is none."""
+        """The new process's id, and the warm parent's figures. Raises `RefusedError` if there is no new process."""
         import marshal
         import select
         import socket
@@ -168,7 +169,7 @@ class WarmLauncher:
             return pid, facts
 
     def retire(self, reason: str = "") -> None:
-        """End the warm parent: from now on all is as without it."""
+        """End the warm parent and remove the wrappers."""
         pid, self.parent = self.parent, 0
         if not pid:
             return
@@ -180,11 +181,11 @@ class WarmLauncher:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if reason:
-            tell({"program": self._program, "why_not": reason})
+            emit({"program": self._program, "why_not": reason})
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """A new program with all signals blocked: none is lost to a copy, none ends the warm parent."""
+    """Start a program with all signals blocked: none ends the warm parent, none is delivered in a copy too early."""
     pid = os.fork()  # `posix_spawn` ignores two signals of the C library's own
     if pid == 0:
         try:
@@ -196,7 +197,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
-    """What `_posixsubprocess.fork_exec` was asked for, and the descriptors to hand on. Raises `RefusedError`."""
+    """The request for arguments of `_posixsubprocess.fork_exec`, and descriptors to pass. Raises `RefusedError`."""
     _, _, close_fds, keep, _, env_list, stdin, _, _, stdout, _, stderr, _, errors, _, session = args[:16]
     group, gid, gids, uid, umask, before = args[16:22]
     if before is not None or (gid, gids, uid) != (None, None, None):
@@ -207,7 +208,7 @@ def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any],
     wanted.update({number: number for number in others if number > 2 and number != errors})
     wanted = {place: number for place, number in wanted.items() if number in existing}
     if len(wanted) > _MAX_FDS:
-        raise RefusedError("too many open files are handed on")
+        raise RefusedError("too many open files are passed on")
     env = os.environb if env_list is None else dict(item.partition(b"=")[::2] for item in env_list)
     request = {
         "words": list(words),
@@ -221,8 +222,8 @@ def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any],
     return request, list(wanted.values())
 
 
-def tell(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
-    """One event; the time since `began_s` is a stage of its own where it is long: the warm parent was not ready."""
+def emit(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
+    """Write the event; if the time since `began_s` is long (the warm parent was not ready), a stage too."""
     with contextlib.suppress(Exception):
         tracer = process_tracer()
         if tracer is None:

@@ -1,9 +1,9 @@
-"""A launcher that imports what its programs import: the process that does it for all is the launcher itself.
+"""torchrun imports torch itself, as its ranks do: here one import in the launcher's process serves both.
 
-Two processes that import the same at the same time take two cores, or twice the time. So the launcher begins anew as
-`warm_parent.py ... lead`, imports what is shared, leaves a copy of itself as the warm parent, which imports the rest,
-and becomes the launcher's program, as copies of a warm parent become theirs: the same process, with one warm parent.
-Whatever is not certain is as without it: the warm parent is a process of its own, or the launcher begins once more.
+Two processes that import the same at the same time take two cores, or twice the time. So the launcher's process
+executes `warm_parent.py ... lead`, imports torch, forks the warm parent, which imports the rest, and then runs the
+launcher's program in the way that copies of a warm parent run theirs. It keeps its process id throughout. In doubt it
+is not done: the warm parent is a separate program then, or the launcher is executed again without one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from bootseer.hook import programs
 
 _LAUNCHERS = ("torchrun", "-m torch.distributed.run")
-"""They import it first of all and compute nothing."""
+"""Launchers that import torch first of all and compute nothing."""
 _SHARED = "torch"
 
 
 def may(launcher: str, known: Mapping[str, Any]) -> bool:
-    """Whether this launcher shares its imports, and has what a program begins with: no children, standard files."""
+    """Whether this launcher can share its import of torch: no children yet, standard streams open."""
     if launcher not in _LAUNCHERS or _SHARED not in known["modules"] or _SHARED in known.get("cold", {}):
         return False
     if not {0, 1, 2} <= set(programs.open_files()):
@@ -36,7 +36,7 @@ def may(launcher: str, known: Mapping[str, Any]) -> bool:
 
 
 def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int) -> None:
-    """Begin anew. Returns never; raises what fails."""
+    """Execute the warm parent's program in this process. Does not return; raises what fails."""
     with open("/proc/self/comm", "rb") as file:
         comm = file.read().rstrip(b"\n")
     request = {"words": list(sys.orig_argv), "env": dict(os.environb), "comm": comm, "started_ns": started_ns}
@@ -48,12 +48,13 @@ def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int)
 
 
 def lead(number: int, folder: str, launcher: str) -> Any:
-    """Import, and leave a warm parent; what runs the launcher, or in copies of the warm parent their programs."""
+    """Import torch and fork the warm parent. Returns the function that runs the launcher's program; in copies of the
+    warm parent, the one that runs theirs."""
     from bootseer.hook import warm_parent
 
     with open(number, "rb") as file:
         file.seek(0)
-        request = marshal.load(file)  # noqa: S302 - from this process, before it began anew
+        request = marshal.load(file)  # noqa: S302 - from this process, before its exec
     known: dict[str, Any] = {}
     kept = [os.dup(1), os.dup(2)]
     pid, began_ns = 0, time.monotonic_ns()
@@ -74,7 +75,7 @@ def lead(number: int, folder: str, launcher: str) -> Any:
             _mark(request["started_ns"], (pid, ours), began_ns, ended_ns)
             return program
     except Exception as error:
-        _begin_without(known, request, pid, kept, error)
+        _execute_without(known, request, pid, kept, error)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ours.close()
     try:
@@ -109,15 +110,15 @@ def _mark(started_ns: int, parent: tuple[int, socket.socket], began_ns: int, end
         marks.imported_before(_SHARED, began_ns, ended_ns)
 
 
-def _begin_without(
+def _execute_without(
     known: Mapping[str, Any], request: dict[str, Any], pid: int, kept: list[int], error: Exception
 ) -> None:
-    """Begin the launcher once more, without a warm parent. The next start is spared it: this tells the reason."""
+    """Execute the launcher again, without a warm parent. The event keeps the next start from trying the same."""
     from bootseer.hook import warm_launcher
 
     module = getattr(error, "module", None)
     reason = f"{type(error).__name__}: {error}" if module is None else str(error)
-    warm_launcher.tell({"program": known.get("program", ""), "why_not": reason, "module": module or "", "unfit": True})
+    warm_launcher.emit({"program": known.get("program", ""), "why_not": reason, "module": module or "", "unfit": True})
     if pid:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -2,15 +2,16 @@
 
 Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
 made by `clone(CLONE_PARENT)`, which makes it the launcher's child: exit codes, signals and `getppid` are as after a
-fork and exec. `warm_child` then gives the copy what exec would have given it. Before each copy all is compared that
-could make a fresh process another one; the first difference is the answer, and the launcher starts the program by exec.
+fork and exec. `warm_child` then sets in the copy what exec would have set. Before each copy everything is compared in
+which a fresh process could differ; the answer to the launcher is the first difference, and it starts the program by
+exec.
 """
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # this folder holds modules that are called as others are
+if __name__ == "__main__":  # modules in this folder have names of others
     del sys.path[0]
 
 import ctypes
@@ -31,7 +32,7 @@ from bootseer.hook import programs, warm_child, watch
 from bootseer.hook.warm_reads import Watched, note_draws
 
 _IDLE_S = 1800.0
-"""A launcher that starts nothing for so long gets the memory back."""
+"""Without a request for so long the warm parent ends, which frees its memory."""
 _PR_SET_PDEATHSIG = 1
 _SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 _SAME_FILES = ("cgroup", "attr/current", "personality")
@@ -40,20 +41,20 @@ _CHANGE_OTHERS = (
     *("gevent", "eventlet", "ddtrace", "newrelic", "beartype.claw", "typeguard", "jaxtyping", "debugpy", "pydevd"),
     *("coverage", "viztracer", "scalene", "pyinstrument", "intel_extension_for_pytorch", "mpi4py.MPI"),
 )
-"""Modules that change how others are imported, or that open a network when they are."""
+"""Modules that change how others are imported, or that use the network while they are imported."""
 
 
 class UnfitError(Exception):
-    """No process may come from here; the words say why."""
+    """This process may not be copied, for this reason."""
 
     def __init__(self, reason: str, module: str = "") -> None:
-        """`module`: without its import one might."""
+        """`module`: the one whose import is the reason."""
         super().__init__(reason)
         self.module = module
 
 
 class Imports:
-    """What was imported, and what that did besides."""
+    """The imports of a warm parent, and their side effects."""
 
     def __init__(self, known: dict[str, Any]) -> None:
         self.unseeded: list[weakref.ref[random.Random]] = []
@@ -65,7 +66,7 @@ class Imports:
         watch.prepare()
 
     def load(self, names: list[str]) -> None:
-        """Import these. Raises `UnfitError`."""
+        """Import these modules. Raises `UnfitError`."""
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         self._note_generators()
@@ -89,7 +90,7 @@ class Imports:
         }
 
     def finish(self) -> None:
-        """Import the rest, and note what copies are compared with. Raises `UnfitError`."""
+        """Import all modules of the record, and keep what requests are compared with. Raises `UnfitError`."""
         self.load(self.known["modules"])
         self.reads = dict(Watched.reads)
         self._check(self.known)
@@ -97,7 +98,7 @@ class Imports:
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
     def _note_generators(self) -> None:
-        """Generators that an import made without a seed: each process is to have another one."""
+        """Collect the generators that imports make without a seed: each copy seeds them anew."""
         self._seed = seed = random.Random.seed
         found = self.unseeded
 
@@ -116,13 +117,13 @@ class Imports:
             if any(name == one or name.startswith(f"{one}.") for one in _CHANGE_OTHERS):
                 raise UnfitError(f"{name} is imported, which changes other modules", name)
             state = _state()
-            # A package comes behind its modules in the list, and with the first of them: it is the one to leave out.
+            # In the list a package follows its modules, but is imported with the first of them: leave out the package.
             parts = name.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
             first = next((package for package in above if package not in sys.modules), name)
             try:
                 importlib.import_module(name)
-            except Exception:  # noqa: S112 - the program's own import tells of it, or finds it elsewhere
+            except Exception:  # noqa: S112 - the program's own import raises it, or finds the module elsewhere
                 continue
             if "*" in Watched.reads:
                 raise UnfitError(f"{Watched.reads['*']}, which {name} imports, reads all variables", first)
@@ -141,7 +142,7 @@ class Imports:
             raise UnfitError("an import keeps a random generator of numpy's of its own")
 
     def changed_file(self) -> str:
-        """A module whose file is another one by now; empty when there is none."""
+        """Path of a module whose file has changed since its import; empty if there is none."""
         return next((path for path, stamp in self.files if _stamp(path) != stamp), "")
 
 
@@ -161,7 +162,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _state() -> dict[str, Any]:
-    """What an import that only defines leaves as it is; what is not there yet is not compared."""
+    """State that an import without side effects leaves unchanged. Entries that were missing are not compared."""
     state: dict[str, Any] = {
         "the open files": programs.open_files(),
         "the current folder": os.getcwd(),
@@ -209,7 +210,7 @@ def _children() -> str:
 
 
 def _end_pools(maps: str) -> None:
-    """End OpenBLAS's idle threads as its own handler does before a fork; the next product starts them again."""
+    """End OpenBLAS's idle threads as its own fork handler does; its next matrix product starts them again."""
     for path in {line.split()[-1] for line in maps.splitlines() if "openblas" in line.rpartition("/")[2]}:
         end = getattr(ctypes.CDLL(path), "blas_thread_shutdown_", None)
         if end is not None:
@@ -220,7 +221,7 @@ def _end_pools(maps: str) -> None:
 
 
 def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], launcher: int, folder: str) -> str:
-    """Why a fresh process, which begins in this folder, would not be as a copy of this one; empty when it would."""
+    """In what a fresh process that begins in this folder would differ from a copy of this one; empty if in nothing."""
     return (
         unfit()
         or _rights_differ(request, launcher)
@@ -230,7 +231,7 @@ def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], la
 
 
 def _rights_differ(request: dict[str, Any], launcher: int) -> str:
-    """What the launcher has changed of itself since it began, and a copy cannot follow."""
+    """What the launcher has changed of its own process since it began, and copies cannot have."""
     ours, theirs = _status("self"), _status(launcher)
     changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
     changed += [name for name in _SAME_FILES if _read(f"/proc/self/{name}") != _read(f"/proc/{launcher}/{name}")]
@@ -243,9 +244,9 @@ def _rights_differ(request: dict[str, Any], launcher: int) -> str:
 
 
 def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
-    """What could make the imports of the program, which begins in this folder, other ones than ours."""
+    """What could make the imports of the program, which begins in this folder, differ from ours."""
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
-    name = programs.same_variables(set(imports.reads), imports.variables, env)
+    name = programs.differing_variable(set(imports.reads), imports.variables, env)
     if name:
         reader = imports.reads.get(name)
         return f"the variable {name} is not as it was for the imports{f' ({reader} reads it)' if reader else ''}"
@@ -254,7 +255,7 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     main = known["main"] if words is None or is_module else os.path.realpath(os.path.join(folder, words[2][0]))
     if not main.endswith(".py") or not os.path.isfile(main):
         return "the program is not a Python file"
-    digest, sets = programs.telling(main, folder if is_module else os.path.dirname(main))
+    digest, sets = programs.import_lines(main, folder if is_module else os.path.dirname(main))
     if digest != known["telling"]:
         return f"{os.path.basename(main)} imports other modules, or sets other variables, than when it was recorded"
     name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
@@ -262,15 +263,15 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
 
 
 def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
-    """What could make a launcher that is started again in this folder another one as a copy than by exec.
+    """In what a launcher that is started again in this folder would differ, as a copy, from one started by exec.
 
-    Its rights are ours, which came from it. It computes nothing: variables that it sets for its programs alone, and
-    with which their libraries were loaded here, are no difference.
+    Its privileges are not compared: this process has them from the first launcher. It computes nothing: variables that
+    it sets only for its programs, and with which their libraries were loaded here, are no difference.
     """
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
     own = {name: value for name, value in imports.variables.items() if name not in known["native"]}
     theirs = {name: value for name, value in env.items() if name not in known["native"]}
-    name = programs.same_variables(set(imports.reads) - set(known["native"]), own, theirs)
+    name = programs.differing_variable(set(imports.reads) - set(known["native"]), own, theirs)
     if name:
         return f"the variable {name} is not as it was for the imports"
     parsed = programs.parse(request["words"])
@@ -279,7 +280,7 @@ def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str
     if parsed[2][0] == "-m":
         return ""
     main = os.path.realpath(os.path.join(folder, parsed[2][0]))
-    sets = programs.telling(main, os.path.dirname(main))[1]
+    sets = programs.import_lines(main, os.path.dirname(main))[1]
     name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
 
@@ -302,9 +303,9 @@ def _link(path: str) -> str:
 
 
 def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
-    """Let go of all that came from the launcher, and end with it, or with the `bootseer run --restarts` above it.
+    """Close what was inherited from the launcher, and end with it, or with the `bootseer run --restarts` above it.
 
-    The sockets to both. Raises `UnfitError` for another process's socket.
+    Returns the sockets to both. Raises `UnfitError` for another process's socket.
     """
     os.set_inheritable(number, False)
     end = socket.socket(fileno=number)
@@ -323,7 +324,7 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
 
 
 def keep_printed() -> None:
-    """What imports print is printed by each copy."""
+    """Keep what imports print: each copy prints it (`warm_child.show`)."""
     for target in (1, 2):
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
@@ -336,7 +337,7 @@ def _peer(end: socket.socket) -> tuple[int, int]:
 
 
 def _run(launcher: int) -> socket.socket | None:
-    """To `bootseer run --restarts`, if the launcher is the command that it starts again."""
+    """A socket to `bootseer run --restarts`, if the launcher is the command that it restarts; else None."""
     above = _status(launcher).get("PPid", "")
     if "BOOTSEER_RESTART" not in os.environ or not above:
         return None
@@ -352,10 +353,10 @@ def _run(launcher: int) -> socket.socket | None:
 
 
 class Server:
-    """Answers one launcher, and behind it the `bootseer run --restarts` that starts it again."""
+    """Answers one launcher and, after its end, the `bootseer run --restarts` that starts it again."""
 
     def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
-        """`imports` that are to be finished, and how the launcher began: `words` and `comm`."""
+        """`imports` are finished here. `began` has the `words` and `comm` with which the launcher began."""
         self._end, self._run, self._known = end, run, imports.known
         self._launcher = os.getppid()
         self._began = {name: began[name] for name in ("words", "comm")}
@@ -372,7 +373,7 @@ class Server:
             self._reason = f"{type(error).__name__}: {error}"
 
     def serve(self) -> Any:
-        """Answer until both have ended; returns only in copies, with what they are to run."""
+        """Answer until both have ended. Returns only in copies: the function that runs their program."""
         ends = [end for end in (self._end, self._run) if end is not None]
         while ready := select.select(ends, [], [], _IDLE_S if self._run is None else None)[0]:
             data, fds, *_ = socket.recv_fds(ready[0], 64, 253)
@@ -388,7 +389,7 @@ class Server:
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
-        """One request; what is to be run in copies, None in the warm parent."""
+        """Answer one request. Returns, in a copy, the function that runs its program; None in the warm parent."""
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
             file.seek(0)
@@ -408,7 +409,7 @@ class Server:
                     if self._run is not None:
                         self._run.close()
                     if again:
-                        successor = self._inherit(request)
+                        successor = self._fork_successor(request)
                         launcher = os.getppid()
                         if successor is None:
                             for other in (answer.detach(), *fds[2:]):
@@ -435,8 +436,8 @@ class Server:
             )
         return differs(self._imports, self._known, request, self._launcher, place)
 
-    def _inherit(self, request: dict[str, Any]) -> socket.socket | None:
-        """In a copy that is to be the launcher: a warm parent of its own, which is a copy of it; None in that one."""
+    def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
+        """In a copy that becomes the launcher: fork its warm parent, and return the socket to it; None in that fork."""
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if request["group"] >= 0:
             os.setpgid(0, request["group"])
@@ -454,7 +455,7 @@ class Server:
 
 
 def serve(number: int, folder: str, launcher: str) -> Any:
-    """Import, then answer until the launcher ends; returns only in copies, with what they are to run."""
+    """Import, then answer until the launcher ends. Returns only in copies: the function that runs their program."""
     try:
         end, run = prepare(number)
         keep_printed()

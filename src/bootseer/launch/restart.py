@@ -1,7 +1,7 @@
 """`bootseer run --restarts N`: a command that died for a transient reason is started again where everything is ready.
 
-Image, environment, checkpoints and peers stay as they are; the processes that the command left are ended, and its next
-start tells by `BOOTSEER_RESTART` that it is one. Not transient: what a shell or an argument parser says of a command
+Image, environment, checkpoints and peers stay as they are; the processes that the command left are ended, and in its
+next start `BOOTSEER_RESTART` counts the restarts. Not transient: what a shell or an argument parser says of a command
 that cannot work (2, 126, 127), an end that a signal to `bootseer run` asked for, and a launcher that restarts its
 processes itself and gave up.
 """
@@ -38,7 +38,7 @@ _LOOK_S = 0.02
 
 
 class Restarts:
-    """The starts of one command behind its first."""
+    """The starts of one command after its first."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Restarts:
             self._restart = session.tracer.identity.restart
 
     def mark(self, env: dict[str, str]) -> None:
-        """Let the command's processes be found by their environment."""
+        """Set the variable by which the command's processes are found."""
         env[RESTART] = str(self._restart)
 
     def again(self, code: int, signals: Sequence[int], env: dict[str, str]) -> int | None:
-        """Make ready for one more start, with `env` as its environment; else the exit code to end with.
+        """Prepare one more start, with `env` as its environment: None. Otherwise the exit code to end with.
 
         The command has ended with `code`, after `signals` had come for it.
         """
@@ -174,7 +174,7 @@ def restarts_itself(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def describe(code: int) -> str:
-    """How the command ended, for people."""
+    """How the command ended, for messages."""
     try:
         return f"the command was ended by {signal.Signals(code - _SIGNALLED).name}"
     except ValueError:

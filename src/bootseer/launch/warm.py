@@ -1,10 +1,10 @@
-"""`bootseer run --warm`: what earlier starts of this job imported, given to its launcher; kept on the node behind it.
+"""`bootseer run --warm`: gives the launcher the record of what earlier starts of this job imported, and keeps it.
 
-What other nodes may know of it lies in a file of its own, which goes to an image's store with the hot set of the
-workload and comes from there (`artifact.hotsets`): the first start on a node is warm then.
+The part that may go to other nodes lies in a file of its own, which is published to an image's store with the hot set
+of the workload and fetched with it (`artifact.hotsets`): then the first start on a node is warm.
 
-The records are written by the job's own processes (`hook.programs`), so that nothing in them is believed but names of
-modules and variables. What a warm parent refused for a module's sake is learnt: the next one leaves it to the program.
+The records are written by the job's own processes (`hook.programs`), so that only names of modules and variables in
+them are trusted. A module whose import made a warm parent refuse is left to the program from the next start on.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _MAX_KEPT = 400
 """Documents, two for a job; the oldest ones go."""
 _MAX_COLD = 64
 _NEVER_WHOLE = ("torch", "jax")
-"""Packages without which a warm start is none."""
+"""Packages that are never left out as a whole: without them a warm start saves nothing."""
 _KEEP_S = 5.0
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
-"""Variables that other nodes may see and take: their values are numbers and names, no paths, nothing that could be a
-secret's; none that leads to other programs."""
+"""Variables that may be shared with other nodes: values are numbers and names, not paths or possible secrets, and no
+variable can change which program runs."""
 
 _Name = Annotated[str, Meta(max_length=300)]
 _Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What is known of one program that a launcher starts."""
+    """The record of one program that a launcher starts."""
 
     program: _Name
     flags: Annotated[tuple[_Name, ...], Meta(max_length=8)]
@@ -58,25 +58,25 @@ class Program(msgspec.Struct, frozen=True):
     telling: Annotated[str, Meta(max_length=64)]
     main: Annotated[str, Meta(max_length=4096)]
     cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
-    """Modules that are left to the program, and why."""
+    """Modules that are left to the program, with the reason."""
     never: Annotated[str, Meta(max_length=300)] = ""
     """Why a warm parent with these modules cannot be copied."""
 
 
 class Record(Program, frozen=True, kw_only=True):
-    """What one start says of a program."""
+    """A program's record from one start, as the hook wrote it."""
 
     launcher: _Name
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Launchers, with the program of each that took longest to look for: its own ranks."""
+    """The record of each launcher's program: of several, the one with the most imports."""
 
     launchers: Annotated[dict[_Name, Program], Meta(max_length=_MAX_RECORDS)] = {}
 
 
 def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[str, Any]]) -> Known:
-    """What is known after a start: the newest record of each launcher, and what its warm parent learnt."""
+    """Merge what one start recorded: the newest record of each launcher, and what its warm parent refused."""
     launchers = dict(known.launchers)
     for record in records:
         before = launchers.get(record.launcher)
@@ -93,7 +93,7 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
             if one.program != refusal.get("program"):
                 continue
             if module and len(one.cold) < _MAX_COLD:
-                # What others of the package import too would be learnt one start after the other.
+                # Other modules of the package would otherwise be found one start after the other.
                 package = module.partition(".")[0]
                 if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
@@ -104,7 +104,7 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
 
 
 def shared(known: Known) -> Known:
-    """What other nodes may know of it, and are believed."""
+    """The part of it that is published to other nodes, and trusted when it comes from them."""
     launchers = {}
     for name, one in known.launchers.items():
         native = {key: value for key, value in one.native.items() if _SHARED.fullmatch(f"{key}={value}")}
@@ -113,16 +113,16 @@ def shared(known: Known) -> Known:
 
 
 class WarmStart:
-    """One start with a warm parent, if this node knows what to import."""
+    """One start with a warm parent, if there is a record of what to import."""
 
     def __init__(self, session: Session, command: Sequence[str], env: Mapping[str, str], about: str, mode: str) -> None:
-        """`about` tells environments apart in which the same command runs."""
+        """`about` distinguishes environments in which the same command runs."""
         self._session = session
         self._mode = mode
         name = f"{workload_key(command, setup=about)}.json"
         self._path = cache_root(env, os.getuid()) / "warm" / name
         self.shared_path = self._path.with_suffix(".shared")
-        """What other nodes may know, and what they knew."""
+        """The part that is shared with other nodes: published by this node, or fetched from one of them."""
         self._end = StartEnd(session, self._record)
         self._recorded = threading.Event()
 
@@ -131,7 +131,7 @@ class WarmStart:
         return self
 
     def give(self) -> None:
-        """Put the record where the launcher finds it. Never raises: without a record nothing is warm."""
+        """Write the record for the launcher. Never raises: without a record nothing is warm."""
         with harmless("the start is not warm"):
             target = Path(self._session.folder, KNOWN)
             known = self._known()
@@ -142,7 +142,7 @@ class WarmStart:
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
     def record(self, until: str) -> None:
-        """Have what this start imported in its file, now that the start is over. Waits a moment for it."""
+        """Keep what this start imported, now that the start is over. Waits a moment until it is written."""
         self._end.tell(until)
         self._recorded.wait(_KEEP_S)
 

@@ -1,9 +1,9 @@
-"""`bootseer run --restarts --warm`: the warm parent that a dead launcher leaves is copied for the next launcher.
+"""`bootseer run --restarts --warm`: the next launcher is a copy of the warm parent that the dead one left.
 
-The warm parent of a command that is a launcher knows us (`hook.warm_parent`): when the launcher has died it becomes our
-child, because orphans of the command are ours, and what it then makes by `clone(CLONE_PARENT)` is our child too: the
-launcher itself, which has a warm parent from its start on. Neither it nor its ranks import anything that was imported
-before. A container's processes end with its first one: there the launcher is started by exec.
+The warm parent of a command that is a launcher connects to us (`hook.warm_parent`). When the launcher dies, the warm
+parent becomes our child, because this process is a subreaper, and its copies by `clone(CLONE_PARENT)` are our children
+too: the next launcher, which has a warm parent from its start on. Neither it nor its ranks import anything again. A
+container's processes end with its first one: there the launcher is started by exec.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_FDS = 200
 
 
 class WarmRestart:
-    """Where the warm parents of one command wait."""
+    """The warm parents that one command has left, and the socket at which they connect."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -50,7 +50,7 @@ class WarmRestart:
             self.close()
 
     def pids(self) -> set[int]:
-        """The warm parents that wait."""
+        """Process ids of the warm parents that are connected."""
         while self._socket is not None:
             try:
                 end, _ = self._socket.accept()
@@ -64,7 +64,7 @@ class WarmRestart:
         return set(self._waiting)
 
     def spawn(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
-        """The launcher's process with this environment; None: there is no warm parent, or it refuses."""
+        """Start the launcher with this environment: its process id, or None without a warm parent that agrees."""
         self.pids()
         pid: int | None = None
         why_not, facts = "", dict[str, Any]()
@@ -97,7 +97,7 @@ class WarmRestart:
         wanted = {number: number for number in open_now if number < 3 or os.get_inheritable(number)}
         wanted |= {place: number for place, number in streams.items() if number is not None}
         if len(wanted) > _MAX_FDS:
-            raise ValueError("too many open files are handed on")
+            raise ValueError("too many open files are passed on")
         request = {
             "env": {os.fsencode(name): os.fsencode(value) for name, value in env.items()},
             "places": list(wanted),
@@ -122,7 +122,7 @@ class WarmRestart:
             return facts
 
     def close(self) -> None:
-        """End those that wait."""
+        """End all that are connected."""
         self.pids()
         for end in (*self._waiting.values(), self._socket):
             if end is not None:
