@@ -210,6 +210,8 @@ def test_a_program_ends_as_after_exec(launcher: Launcher):
 
 def test_what_is_random_differs_between_programs_of_one_parent(launcher: Launcher):
     launcher.write("generators.py", "import random\nown = random.Random()\nseeded = random.Random(3)\n")
+    (launcher.folder / "transformers/utils").mkdir(parents=True)
+    launcher.write("transformers/utils/hub.py", "from uuid import uuid4\nSESSION_ID = uuid4().hex\n")
     launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
     launcher.known["modules"] = [
         "random",
@@ -219,12 +221,13 @@ def test_what_is_random_differs_between_programs_of_one_parent(launcher: Launche
         "tempfile",
         "generators",
         "multiprocessing.process",
+        "transformers.utils.hub",
     ]
     text = """
-        import generators, multiprocessing.process, random, secrets, ssl, tempfile, uuid
+        import generators, multiprocessing.process, random, secrets, ssl, tempfile, transformers.utils.hub, uuid
         key = bytes(multiprocessing.process.current_process().authkey).hex()
         print(random.random(), uuid.uuid4(), ssl.RAND_bytes(8).hex(), secrets.token_hex(), generators.own.random(), key,
-              generators.seeded.random())
+              transformers.utils.hub.SESSION_ID, generators.seeded.random())
     """
     (launcher.folder / "job").mkdir()
     launcher.remember(launcher.write("job/child.py", text))

@@ -1,8 +1,10 @@
-"""Which imports a start could do without: what each module's own code took, and whether a function ran afterwards.
+"""Imports of which no function ran before the first step: what each module's own code took, and what imported it.
 
-Only with `BOOTSEER_IMPORTS=1`, in the first rank of a node: looking at all functions costs some 0.1 s. That a function
-has run is read from what CPython writes into its code while it runs, which costs the job nothing: 3.11 counts calls
-until it adapts the code (`co_warmup`), later versions count in the code itself (`_co_code_adaptive`, PEP 659).
+Only with `BOOTSEER_IMPORTS=1`, in the first rank of a node: looking at all functions costs some 0.1 s. Whether a
+function has run is read from what CPython writes into its code object while it runs, which costs the job nothing: 3.11
+counts calls until it specializes the code (`co_warmup`), later versions count in the code itself
+(`_co_code_adaptive`, PEP 659). `sys.monitoring` (3.12) is no substitute: `torch.compile` meets its callbacks in the
+code that it traces and breaks the graph (pytorch#158164).
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ _CO_WARMUP = 52
 
 
 def _counts(code: CodeType) -> tuple[int, int]:
-    """What changes when this code runs."""
+    """The counts that change when this code runs."""
     calls = ctypes.c_int16.from_address(id(code) + _CO_WARMUP).value if sys.version_info < (3, 12) else 0
     adapted: bytes = b"" if calls else code._co_code_adaptive  # type: ignore[attr-defined]
     return calls, hash(adapted)
 
 
 def _tells() -> bool:
-    """Whether this interpreter keeps such counts where they are looked for."""
+    """Whether this interpreter keeps such counts, in the expected place."""
 
     def probe(values: list[int]) -> int:
         return len(values)
@@ -60,12 +62,12 @@ class Imports:
     def __init__(self) -> None:
         self._own_ns: dict[str, int] = {}
         self._by: dict[str, tuple[str, str]] = {}
-        """What imported a module, and the program's import in which that was; both are empty for the program's own."""
+        """What imported a module, and the program's own import that led there; both are empty for the program's own."""
         self._codes: dict[str, CodeType] = {}
         self._new: list[str] = []
         self._counts: dict[str, list[tuple[int, int]]] = {}
         self._running: list[tuple[str, int]] = []
-        """Names of the modules that import each other now, and the time that each spent on others."""
+        """Modules whose import is in progress, the outermost first, and the time that each spent in others."""
 
     def watch(self) -> None:
         """Time each module from now on."""
@@ -78,7 +80,7 @@ class Imports:
             else:
                 exec(code, module.__dict__)  # noqa: S102 - as the loader itself
 
-        # Frames of the import system's, which tracebacks leave out.
+        # As frames of the import system, which tracebacks leave out.
         for function in (exec_module, Imports._run):
             function.__code__ = function.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         setattr(SourceFileLoader, "exec_module", exec_module)  # noqa: B010 - mypy takes it for a mistake
@@ -101,20 +103,20 @@ class Imports:
                 self._note()
 
     def _note(self) -> None:
-        """An import statement of the program has ended: what its modules' functions ran for each other is no use."""
+        """An import statement of the program has ended: calls among its modules until then do not count as use."""
         for name in self._new:
             self._counts[name] = [_counts(one) for one in _functions(self._codes[name])]
         self._new.clear()
 
     def stop(self) -> None:
-        """Leave the loader as it was."""
+        """Restore the loader."""
         if "exec_module" in vars(SourceFileLoader):
             del SourceFileLoader.exec_module
 
     def unused(self) -> list[tuple[str, float, tuple[str, str]]]:
-        """Packages and modules that cost most of those of which nothing ran: name, seconds, and what imported them.
+        """The slowest packages and modules of which nothing ran: name, seconds, and what imported them.
 
-        A package whose modules all are such is one; modules without functions do not tell.
+        A package of which no module was used is one entry; modules without functions are ignored.
         """
         took_ns: dict[str, int] = {}
         used, has_functions = set(), set()
@@ -147,7 +149,7 @@ def _with_parents(name: str) -> list[str]:
 
 
 def start() -> None:
-    """Watch this process's imports, where what they are used for can be told. Called by `path/sitecustomize.py`."""
+    """Watch this process's imports, if the interpreter keeps the counts. Called by `path/sitecustomize.py`."""
     global _imports
     if _imports is None and _tells():
         _imports = Imports()
@@ -155,7 +157,7 @@ def start() -> None:
 
 
 def tell(tracer: Tracer) -> None:
-    """Write what was not used until now, and watch no longer."""
+    """Write the imports that were not used until now, and stop watching."""
     global _imports
     imports, _imports = _imports, None
     if imports is not None:

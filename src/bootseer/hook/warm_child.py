@@ -229,7 +229,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
 
 
 def _reseed(imports: Imports) -> None:
-    """Renew what is random or unique in each process: generators, the thread's number, the key of multiprocessing."""
+    """Renew what is random or unique in each process: generators, the thread's number, keys and ids."""
     for one in imports.unseeded:
         generator = one()
         if generator is not None:
@@ -246,6 +246,9 @@ def _reseed(imports: Imports) -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    hub = sys.modules.get("transformers.utils.hub")
+    if hasattr(hub, "SESSION_ID"):
+        setattr(hub, "SESSION_ID", os.urandom(16).hex())  # noqa: B010 - mypy does not know it
 
 
 def _streams(*, unbuffered: bool) -> None:

@@ -13,9 +13,9 @@ _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 _READ_OWN_PREFIX = ("tqdm.utils", "networkx.utils.backends", "fsspec.config")
 """Modules that iterate over all variables to find those with their own prefix, which `programs.native` knows."""
 _STANDARD = ("random", "secrets", "uuid")
-_HARMLESS = ("multiprocessing.process", "torch.distributed._composable.contract")
-"""The first draws an authentication key, which each copy replaces; the second, names of attributes, which never leave
-a process."""
+_HARMLESS = ("multiprocessing.process", "transformers.utils.hub", "torch.distributed._composable.contract")
+"""The first two draw a key and the id of a session, which each copy renews (`warm_child`); the last, names of
+attributes, which never leave a process."""
 _NOT_NOTED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
 """Our own span ids; extension modules, which have no frame (numpy's generator is seeded anew in each copy)."""
 
