@@ -24,7 +24,7 @@ from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below
-from once import compiled_secret_rules, python_with_pip
+from once import compiled_secret_rules, lent_python_with_pip
 from wheels import make_wheel
 
 DEADLINE_S = 600.0
@@ -173,11 +173,12 @@ def made_place() -> Iterator[Place]:
         place = Place(root)
         for folder in (place.project, place.store, root / "home", root / "cache"):
             folder.mkdir()
-        python_with_pip(place.venv)
-        make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
-        make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
-        make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])
-        yield place
+        with lent_python_with_pip(place.venv):
+            make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
+            make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
+            make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])
+            yield place
+            unmount_below(root)
     finally:
         unmount_below(root)
         shutil.rmtree(root, ignore_errors=True)

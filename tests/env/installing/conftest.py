@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bootseer.env.installing.interpreter import Interpreter, ask, runner
-from once import python_with_pip
+from once import lent_python_with_pip
 
 
 @pytest.fixture
@@ -22,11 +23,11 @@ def job_env(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def python(tmp_path: Path, job_env: dict[str, str]) -> Interpreter:
+def python(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Interpreter]:
     """The Python of a fresh environment that has pip and nothing else."""
     environment = tmp_path / "environment"
-    python_with_pip(environment)
-    return ask(str(environment / "bin" / "python"), job_env, runner())
+    with lent_python_with_pip(environment):
+        yield ask(str(environment / "bin" / "python"), job_env, runner())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.env.snapshot.oracle import pinned
 from in_capture import JOB_ENV
-from once import python_with_pip, secret_rules
+from once import lent_python_with_pip, secret_rules
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
@@ -26,7 +26,7 @@ def ask(tmp_path):
     The setup's working folder and environment lie in `/srv`, as it sees them.
     """
     work = tmp_path / "work"
-    python_with_pip(work / "venv")
+    work.mkdir()
     foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env |= {"HOME": "/srv", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -57,7 +57,8 @@ def ask(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     make_wheel(tmp_path / "wheels", "app", "1.0", {"app/__init__.py": "X = 1\n"}, scripts={"tool": "app:main"})
-    return call
+    with lent_python_with_pip(work / "venv"):
+        yield call
 
 
 def test_the_same_installation_twice_is_the_same_though_a_newer_version_came_out(ask, tmp_path):

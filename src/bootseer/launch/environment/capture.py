@@ -297,7 +297,9 @@ class _Judge:
                 enter = seen.enter
             run = runner(enter)
             found = validate(done.python, done.before, env, run, imports=task.wanted.imports)
-            against = conflicts(done.python, done.before, env, run) if task.wanted.conflicts == "refuse" else []
+            # `pip check` takes half a second: only a setup that changed what distributions say of themselves needs it.
+            is_checked = task.wanted.conflicts == "refuse" and any("-info" in one.path for one in self.changes)
+            against = conflicts(done.python, done.before, env, run) if is_checked else []
         if against:
             found.append(f"{_named(against)} (--env-conflicts accept keeps a snapshot all the same)")
         return found
