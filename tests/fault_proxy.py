@@ -62,6 +62,8 @@ class Fault:
     """Close the connection in good order after so many bytes of the body."""
     reset_after: int | None = None
     """Reset the connection after so many bytes of the body."""
+    stall_after: int | None = None
+    """Send nothing more after so many bytes of the body; the connection ends with the proxy."""
     corrupt_at: int | None = None
     """Flip all bits of this byte of the answer's body."""
     corrupt_request_at: int | None = None
@@ -215,9 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
             data = piece
             if fault.corrupt_at is not None and at <= fault.corrupt_at < at + len(piece):
                 data = _flipped(piece, fault.corrupt_at - at)
-            for limit, reset in ((fault.cut_after, False), (fault.reset_after, True)):
+            for limit, reset in ((fault.cut_after, False), (fault.reset_after, True), (fault.stall_after, False)):
                 if limit is not None and at + len(data) > limit:
                     self._write(data[: limit - at], fault)
+                    if limit == fault.stall_after:
+                        self.server.proxy._closing.wait()
                     self._break(reset)
                     return
             if self.command != "HEAD":

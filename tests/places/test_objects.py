@@ -39,7 +39,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.hdfs.requests import ReadOutcome
-from bootseer.places import open_place
+from bootseer.places import object_data, open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY, Place, TakenError
 from bootseer.places.uploads import Uploads
@@ -298,6 +298,35 @@ def test_a_request_that_fails_or_hangs_is_made_again(proxy: FaultProxy, uri: str
             assert read(file, 0, len(data)) == data
 
 
+@pytest.mark.parametrize("fault", [Fault(cut_after=2 * _MIB), Fault(stall_after=2 * _MIB)], ids=["cut", "stalled"])
+def test_only_what_a_request_has_not_brought_is_asked_for_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    data = os.urandom(4 * _MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            proxy.plan = once(fault, "/file", "GET")
+            assert read(file, 0, len(data)) == data
+    asked = [request for request in proxy.requests if request.method == "GET" and request.path.endswith("/file")]
+    assert len(asked) == 3
+    assert int(re.findall(r"\d+", asked[-1].headers["range"])[0]) >= _MIB
+
+
+def test_a_request_that_is_only_slow_is_not_made_twice(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where many share a full link, it would have to carry the rest of it twice."""
+    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 2.0)
+    data = os.urandom(4 * _MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            proxy.plan = once(Fault(drip_bytes=64 << 10, drip_pause_s=0.06), "/file", "GET")
+            assert read(file, 0, len(data)) == data
+        assert place.facts()["hedges"] == 0
+
+
 @pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
 def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri: str, fault: Fault) -> None:
     outcomes: queue.Queue[ReadOutcome] = queue.Queue()
@@ -437,7 +466,7 @@ def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for
 
 _KILLED = """
 import os, sys
-from bootseer.places import open_place
+from bootseer.places import object_data, open_place
 (part,) = open_place(sys.argv[1]).begin_parts(["killed & gone"], part_bytes=64 << 20)
 for _ in range(3):
     part.write(bytes(8 << 20))

@@ -188,6 +188,10 @@ class Bucket:
         except InvalidKeyError:
             return True
 
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that begin so, up to a slash at the end of `prefix`."""
+        return [one["path"] for one in self.insist(prefix, lambda: obstore.list(self.reader, prefix).collect())]
+
     def listed(self, prefix: str) -> Any:
         """What lies right under a prefix: objects, and what the keys of more begin with."""
         try:

@@ -1,17 +1,17 @@
-"""The bytes of objects: read in ranges by many requests at once, written as parts.
+"""Reading objects: ranges, by many requests at once.
 
-A request that is late is made a second time over another connection (hedged), and the first answer counts. One that
-fails is made again until its deadline. More are made at once as long as that brings more; half as many after the server
-has said that it is asked too much (429, 503).
+Bytes go to their readers as they arrive. A request that has brought nothing for long is made a second time for what is
+missing, over another connection (hedged); one that fails is made again, until its deadline. One that is only slow is
+not: where many share a full link, what it has left would cross that twice. More are made at once as long as that brings
+more; half as many after the server has said that it is asked too much (429, 503).
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,7 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
-from bootseer.places.bucket import (
-    MAX_PARTS,
-    PART_BYTES,
-    PARTS_AT_ONCE,
-    WRITE_S,
-    Bucket,
-    OtherRangeError,
-    SilentError,
-    status_of,
-    time_ns,
-)
+from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
 from bootseer.places.place import ChangedError, Entry
 
 if TYPE_CHECKING:
@@ -44,21 +34,21 @@ _FIRST_AT_ONCE = 8.0
 _GAIN = 1.1
 """Half as many requests again must bring so many times the rate, or it is the link that is full."""
 _LEAST_LATE_S, _FIRST_LATE_S = 1.0, 10.0
+"""Bounds of how long a request may bring nothing, and that bound before it is known how long they usually do."""
 _MOST_HEDGES = 0.05
 _MOST_PUT_OFF = 4
-_NUM_TIMES = 64
+_NUM_PAUSES = 64
+_PIECE_BYTES = 256 << 10
+"""So much is handed over at a time: it still is in the processor's cache when it is copied to its reader."""
 _MOST_BYTES = 8 << 20
 """Of one request: what costs a server little more than a small one."""
 _MAX_LIES = 5
 """A server that sends other bytes than it is asked for is not asked more often."""
 FILE_MODE = 0o644
-_MAX_OBJECT_BYTES = 5 << 40
-_MAX_AHEAD = 2
-"""Pieces of a part that wait for being sent."""
 
 
 class _Read:
-    """One range that a caller waits for. What is read by several requests is delivered once."""
+    """One range that a caller waits for."""
 
     def __init__(
         self, file: ObjectFile, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], until_s: float
@@ -82,18 +72,33 @@ class _Read:
         """See `Ticket.left_s`: not known."""
         return 0.0
 
-    def finish(self, error: BootseerError | None, data: memoryview | bytes = b"") -> bool:
-        """Deliver what the first request got, or the error: whether this was the first."""
-        from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts without such reads
-
+    def put(self, start: int, data: memoryview) -> bool:
+        """Take what has arrived of the object from `start` on, as all of this read before it has: whether this was the
+        last of it."""
+        low, high = max(start, self.offset), min(start + len(data), self.end)
+        if low >= high:
+            return False
         with self._lock:
             if self.is_over:
                 return False
+            self._into[low - self.offset : high - self.offset] = data[low - start : high - start]
+            self.is_over = high == self.end
+        if self.is_over:
+            self._tell(None)
+        return self.is_over
+
+    def finish(self, error: BootseerError | None) -> None:
+        """Nothing more is written; the caller gets the error, unless the read has ended."""
+        with self._lock:
+            if self.is_over:
+                return
             self.is_over = True
-            if error is None:
-                self._into[:] = data
+        self._tell(error)
+
+    def _tell(self, error: BootseerError | None) -> None:
+        from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts without such reads
+
         self._done(ReadOutcome(error, ""))
-        return True
 
 
 class _Request:
@@ -104,6 +109,10 @@ class _Request:
         self.file = read.file
         self.start = read.offset
         self.end = read.end
+        self.at = read.offset
+        """All before it has arrived."""
+        self.heard_s = 0.0
+        """When something of it last arrived, or it was asked for."""
         self.until_s = read.until_s
         self.deadline_s = read.until_s - time.monotonic()
         self.put_off = 0
@@ -127,10 +136,17 @@ class _Request:
             self.until_s = now_s + self.deadline_s
         return self.until_s - now_s
 
-    def finish(self, error: BootseerError | None, data: memoryview | bytes = b"") -> bool:
-        """Finish all its reads: whether one of them was not."""
-        each = [read.finish(error, data[read.offset - self.start : read.end - self.start]) for read in self.reads]
-        return any(each)
+    def put(self, start: int, data: memoryview) -> bool:
+        """Give its reads what has arrived from `start` on: whether one of them needed the last of it."""
+        was_last = [read.put(start, data) for read in self.reads]
+        self.at = max(self.at, start + len(data))
+        self.heard_s = time.monotonic()
+        return was_last[-1]
+
+    def finish(self, error: BootseerError) -> None:
+        """End those of its reads that have not ended."""
+        for read in self.reads:
+            read.finish(error)
 
 
 class ObjectReads:
@@ -147,10 +163,13 @@ class ObjectReads:
         """Those that wait, by where they begin."""
         self._at_once = _FIRST_AT_ONCE
         self._best_rate = 0.0
-        self._window = (time.monotonic(), 0, 0)
-        """Since when, how many requests have brought how many bytes."""
+        self._window = (time.monotonic(), 0)
+        """Since when so many requests have ended, """
+        self._window_bytes = 0
+        """... and so much has arrived."""
         self._running = 0
-        self._times: deque[float] = deque(maxlen=_NUM_TIMES)
+        self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
+        """Of each request, the longest time in which nothing arrived."""
         self._closed = False
         self._counts = {"bytes": 0, "requests": 0, "failures": 0}
         self._seconds = 0.0
@@ -212,63 +231,83 @@ class ObjectReads:
 
     def _ask(self, request: _Request) -> None:
         began_s = time.monotonic()
-        is_hedge = request.num_running > 0
         if self._closed or request.left_s(self._heard_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
             request.finish(TransientError(f"{request.file.what}: {why}"))
             return
-        request.num_running += 1
+        with self._lock:
+            is_hedge = request.num_running > 0
+            request.num_running += 1
+        request.heard_s = began_s
         if not is_hedge:
             self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
         try:
-            data = self._get(request)
+            is_first = self._receive(request)
         except BootseerError as error:
             self._failed(request, error)
             return
         finally:
-            request.num_running -= 1
-        seconds = time.monotonic() - began_s
-        self._heard_s = time.monotonic()
-        is_first = request.finish(None, data)
+            with self._lock:
+                request.num_running -= 1
         with self._lock:
-            self._times.append(seconds)
             self._counts["requests"] += 1
-            self._counts["bytes"] += len(data)
-            self._seconds += seconds
+            self._seconds += time.monotonic() - began_s
             self._events["hedges_won"] += is_hedge and is_first
-            self._adapt(len(data))
+            self._adapt()
 
-    def _adapt(self, num_bytes: int) -> None:
-        """Make more requests at once where that brings more. Under the lock."""
-        began_s, num_requests, num_before = self._window
-        self._window = (began_s, num_requests + 1, num_before + num_bytes)
-        if num_requests + 1 < self._at_once:
-            return
-        now_s = time.monotonic()
-        rate = self._window[2] / max(now_s - began_s, 1e-6)
-        self._window = (now_s, 0, 0)
-        # Where nothing waits, the rate is that of the readers.
-        if (self._urgent or self._others) and rate > _GAIN * self._best_rate:
-            self._best_rate = rate
-            self._at_once = min(1.5 * self._at_once, _MAX_AT_ONCE)
-
-    def _get(self, request: _Request) -> memoryview:
-        file, length = request.file, request.end - request.start
+    def _receive(self, request: _Request) -> bool:
+        """Ask for what is missing of a request, until all of it has arrived, by whichever connection: whether the last
+        of it came by this one."""
+        file, start = request.file, request.at
+        at, heard_s, pause_s, is_first = start, time.monotonic(), 0.0, False
         options: Any = {"if_match": file.e_tag}
-        if length < file.size_bytes:  # some servers answer as if all of it was no range
-            options["range"] = (request.start, request.end)
+        if request.end - start < file.size_bytes:  # some servers answer as if all of it was no range
+            options["range"] = (start, request.end)
         with self._bucket.mapping(file.key):
             try:
-                data = memoryview(obstore.get(self._bucket.reader, file.key, options=options).bytes())
+                answer = obstore.get(self._bucket.reader, file.key, options=options)
+                for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                    data, now_s = memoryview(piece), time.monotonic()
+                    at, heard_s, pause_s = at + len(data), now_s, max(pause_s, now_s - heard_s)
+                    if at > request.end:
+                        break
+                    is_first = request.put(at - len(data), data)
+                    self._heard(len(data))
+                    if request.is_over and at < request.end:
+                        return False  # which closes the connection: the rest is not sent
             except PreconditionError as error:
                 raise ChangedError(f"{file.what} was changed while it was read") from error
             except Exception as error:
                 if status_of(error) in (429, 503):
                     self._slow_down()
                 raise
-        if len(data) != length:
-            raise OtherRangeError(f"{file.what}: the server sends {len(data)} bytes, {length} were requested")
-        return data
+        if at != request.end:
+            raise OtherRangeError(
+                f"{file.what}: the server sends {at - start} bytes, {request.end - start} were requested"
+            )
+        with self._lock:
+            self._pauses.append(pause_s)
+        return is_first
+
+    def _heard(self, num_bytes: int) -> None:
+        with self._lock:
+            self._heard_s = time.monotonic()
+            self._counts["bytes"] += num_bytes
+            self._window_bytes += num_bytes
+
+    def _adapt(self) -> None:
+        """Make more requests at once where that brings more. Under the lock."""
+        began_s, num_requests = self._window
+        self._window = (began_s, num_requests + 1)
+        if num_requests + 1 < self._at_once:
+            return
+        now_s = time.monotonic()
+        rate = self._window_bytes / max(now_s - began_s, 1e-6)
+        self._window, self._window_bytes = (now_s, 0), 0
+        # Where nothing waits, the rate is that of the readers.
+        if (self._urgent or self._others) and rate > _GAIN * self._best_rate:
+            self._best_rate = rate
+            self._at_once = min(1.5 * self._at_once, _MAX_AT_ONCE)
 
     def _slow_down(self) -> None:
         with self._lock:
@@ -311,27 +350,33 @@ class ObjectReads:
             request.finish(error)
 
     def _look(self, request: _Request) -> None:
-        """A request had its time, or its reads have."""
+        """It may be late, or its time may be up."""
         left_s = request.left_s(self._heard_s)
         if left_s <= 0:
             self._tell_silence(request)
             request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
         if request.is_over or not request.num_running:
             return
-        self._timer.after(left_s, partial(self._look, request))
+        late_s = self._late_s()
+        wait_s = request.heard_s + late_s - time.monotonic()
         with self._lock:
-            if request.is_hedged or self._events["hedges"] > _MOST_HEDGES * self._counts["requests"]:
-                return
-            self._events["hedges"] += 1
-        request.is_hedged = True
-        with suppress(BootseerError):
-            self._threads.submit(partial(self._ask, request))
+            is_late = wait_s <= 0 and not request.is_hedged
+            if is_late and self._events["hedges"] <= _MOST_HEDGES * self._counts["requests"]:
+                self._events["hedges"] += 1
+                request.is_hedged = True
+            else:
+                is_late = False
+        next_s = wait_s if wait_s > 0 else late_s
+        self._timer.after(left_s if request.is_hedged else min(left_s, next_s), partial(self._look, request))
+        if is_late:
+            with suppress(BootseerError):
+                self._threads.submit(partial(self._ask, request))
 
     def _late_s(self) -> float:
-        """After how long a request is late: four times what nineteen of twenty take."""
+        """How long a request may bring nothing: four times the longest pause of nineteen of twenty."""
         with self._lock:
-            times = sorted(self._times)
-        return max(4 * times[len(times) * 19 // 20], _LEAST_LATE_S) if times else _FIRST_LATE_S
+            pauses = sorted(self._pauses)
+        return max(4 * pauses[len(pauses) * 19 // 20], _LEAST_LATE_S) if pauses else _FIRST_LATE_S
 
     def facts(self) -> dict[str, object]:
         """See `Place.facts`; a bucket is one nameless node."""
@@ -400,97 +445,3 @@ class ObjectFile:
 def entry_of(path: str, meta: Any) -> Entry:
     """An object as a file of a place."""
     return Entry(path, False, meta["size"], time_ns(meta), FILE_MODE, "", "", f"{meta['e_tag']}-{meta['size']:x}")
-
-
-class ObjectPart:
-    """A `PartWriter`. Small ones are put at their end, by one request; larger ones go in parts while they are written.
-    Nothing is there before the end, and nothing is left of one that was dropped."""
-
-    nodes: tuple[str, ...] = ()
-
-    def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
-        self.path = path
-        # An upload has at most MAX_PARTS parts. Of unknown length: parts of the usual size.
-        self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
-        self._bucket = bucket
-        self._key = key
-        self._buffer = bytearray()
-        self._pieces: queue.Queue[bytes | None] = queue.Queue(_MAX_AHEAD)
-        self._is_sending = False
-        self._outcome: queue.Queue[BaseException | None] = queue.Queue()
-        self._is_dropped = False
-        self._ended = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._buffer += data
-        while len(self._buffer) > self._part_bytes:
-            if not self._is_sending:
-                _uploads.submit(self._send)
-                self._is_sending = True
-            self._give(bytes(memoryview(self._buffer)[: self._part_bytes]))
-            del self._buffer[: self._part_bytes]
-
-    def _give(self, piece: bytes | None) -> None:
-        until_s = time.monotonic() + WRITE_S
-        while time.monotonic() < until_s and self._outcome.empty():
-            with suppress(queue.Full):
-                self._pieces.put(piece, timeout=0.5)
-                return
-        self._check()
-        raise TransientError(f"{self._bucket.uri}/{self.path}: the server took nothing for {WRITE_S:.0f} s")
-
-    def _check(self) -> None:
-        with suppress(queue.Empty):
-            error = self._outcome.get_nowait()
-            if error is not None:
-                self._outcome.put(error)
-                raise error
-
-    def _send(self) -> None:
-        def pieces() -> Iterator[bytes]:
-            while (piece := self._pieces.get()) is not None:
-                yield piece
-            if self._is_dropped:  # obstore ends the upload then, and the server forgets its parts
-                raise TransientError("dropped")
-
-        try:
-            with self._bucket.mapping(self.path):
-                obstore.put(
-                    self._bucket.writer, self._key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
-                    max_concurrency=PARTS_AT_ONCE,
-                )  # fmt: skip
-            self._outcome.put(None)
-        except BaseException as error:  # panics of Rust code are not Exceptions
-            self._outcome.put(error if isinstance(error, BootseerError) else TransientError(str(error)))
-
-    def close(self) -> tuple[str, ...]:
-        self._ended = True
-        if not self._is_sending:
-            data = bytes(self._buffer)
-            put = partial(obstore.put, self._bucket.writer, self._key, data, use_multipart=False)
-            self._bucket.call(self.path, put, WRITE_S)
-            return ()
-        if self._buffer:
-            self._give(bytes(self._buffer))
-        self._give(None)
-        try:
-            error = self._outcome.get(timeout=WRITE_S)
-        except queue.Empty:
-            raise TransientError(
-                f"{self._bucket.uri}/{self.path}: the server did not end the upload within {WRITE_S:.0f} s"
-            ) from None
-        if error is not None:
-            raise error
-        return ()
-
-    def abort(self) -> None:
-        if self._ended:
-            return
-        self._ended = self._is_dropped = True
-        if self._is_sending:
-            with suppress(BootseerError):
-                self._give(None)
-                self._outcome.get(timeout=WRITE_S)
-
-
-_uploads = Executor("bootseer-upload")

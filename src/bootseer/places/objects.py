@@ -34,7 +34,8 @@ from bootseer.errors import AccessError, NotFoundError, PermanentError
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
-from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectPart, ObjectReads, entry_of
+from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectReads, entry_of
+from bootseer.places.object_parts import ObjectPart
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
@@ -93,7 +94,6 @@ class ObjectPlace(SmallReads):
         self._root = "/".join(names_of(root.strip("/")))
         self._bucket = Bucket(f"{scheme}://{bucket}")
         self.uri = f"{self._bucket.uri}/{self._root}".rstrip("/")
-        self._store: Any = self._bucket.reader
         self._reads = ObjectReads(self._bucket)
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, _Folder]] = {}
@@ -406,7 +406,7 @@ class ObjectPlace(SmallReads):
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
-        keys = [one["path"] for one in self._bucket.insist(prefix, lambda: obstore.list(self._store, prefix).collect())]
+        keys = self._bucket.keys(prefix)
         moved = []
 
         def look(key: str) -> None:
@@ -439,7 +439,7 @@ class ObjectPlace(SmallReads):
         def put(key: str) -> str | None:
             asked.append(key)
             try:
-                return str(obstore.put(self._store, key, data, mode=mode, use_multipart=False)["e_tag"])
+                return str(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False)["e_tag"])
             except (AlreadyExistsError, PreconditionError):
                 return None
             except Exception as error:
@@ -478,7 +478,7 @@ class ObjectPlace(SmallReads):
         elif entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
             Uploads(self._bucket.uri).copy(key, new, entry.size_bytes, entry.version.rpartition("-")[0])
         else:
-            self._bucket.insist(key, lambda: obstore.copy(self._store, key, new), WRITE_S)
+            self._bucket.insist(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
         self._bucket.remove([key])
 
     def _what(self, path: str) -> str:
