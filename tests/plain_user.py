@@ -31,11 +31,11 @@ def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callabl
     def become() -> None:
         without_mixed_cgroups()
         open_way_to(Path(sys.base_prefix))
-        kernel.move(kernel.clone(people), _PEOPLE)
+        kernel.attach(kernel.clone_mount(people), _PEOPLE)
         if fuse:
-            kernel.move(kernel.clone(node), _FUSE)
+            kernel.attach(kernel.clone_mount(node), _FUSE)
         if covered:
-            kernel.move(kernel.create("tmpfs", [("source", "test")], attributes=MS_RDONLY), Path("/proc/irq"))
+            kernel.attach(kernel.create_mount("tmpfs", [("source", "test")], attributes=MS_RDONLY), Path("/proc/irq"))
         os.setgroups([])
         os.setresgid(UID, UID, UID)
         os.setresuid(UID, UID, UID)
@@ -47,10 +47,10 @@ def open_way_to(path: Path) -> None:
     """Make a folder reachable that lies below one which only root may enter."""
     closed = next((above for above in reversed(path.parents) if not above.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None:
-        aside = kernel.clone(path)
-        kernel.move(kernel.create("tmpfs", [("source", "test"), ("mode", "755")]), closed)
+        aside = kernel.clone_mount(path)
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("mode", "755")]), closed)
         path.mkdir(parents=True)
-        kernel.move(aside, path)
+        kernel.attach(aside, path)
 
 
 def home_of(folder: Path) -> Path:

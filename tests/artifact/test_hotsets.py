@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.artifact.hotsets import HotSets, hotset_name
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.artifact.workload import publishes
+from bootseer.artifact.workload import is_publisher
 from bootseer.errors import AccessError, TransientError
 from bootseer.fetch.hotset import Found, HotSet, Need, Record, encode_hot_set
 from bootseer.store.file import FileStore
@@ -49,7 +49,7 @@ def test_one_node_s_record_is_the_next_node_s_hot_set(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     first, said = sets(tmp_path, store)
     assert first.load(WORKLOAD) is None
-    first.keep(WORKLOAD, record(1, 7, 3), publish=True)
+    first.add_record(WORKLOAD, record(1, 7, 3), publish=True)
     other, _ = sets(tmp_path, store, "n1")
     found = other.load(WORKLOAD)
     assert found is not None
@@ -61,7 +61,7 @@ def test_runs_of_both_places_count_once(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     for node, started in (("n0", 1), ("n1", 2)):
         known, _ = sets(tmp_path, store, node)
-        known.keep(WORKLOAD, record(started, 1, 2, 3), publish=True)
+        known.add_record(WORKLOAD, record(started, 1, 2, 3), publish=True)
     known, _ = sets(tmp_path, store, "n0")
     found = known.load(WORKLOAD)
     assert found is not None
@@ -70,7 +70,7 @@ def test_runs_of_both_places_count_once(tmp_path: Path) -> None:
 
 def test_who_may_only_read_keeps_the_set_on_the_node_and_says_so_once(tmp_path: Path) -> None:
     known, said = sets(tmp_path, ReadOnly(tmp_path / "store"))
-    known.keep(WORKLOAD, record(1, 5), publish=True)
+    known.add_record(WORKLOAD, record(1, 5), publish=True)
     assert len(said) == 1
     assert "kept on this node" in said[0]
     assert known.load(WORKLOAD) is not None
@@ -79,7 +79,7 @@ def test_who_may_only_read_keeps_the_set_on_the_node_and_says_so_once(tmp_path: 
 def test_without_the_word_nothing_is_published(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     known, _ = sets(tmp_path, store)
-    known.keep(WORKLOAD, record(1, 5), publish=False)
+    known.add_record(WORKLOAD, record(1, 5), publish=False)
     assert list(store.list()) == []
 
 
@@ -104,8 +104,8 @@ def test_a_set_that_is_none_or_another_s_is_not_used(tmp_path: Path, data: bytes
 
 
 def test_a_few_nodes_of_a_large_job_publish_and_a_small_job_s_all() -> None:
-    assert all(publishes(f"node{i}", count) for count in (None, 1, 2, 7) for i in range(7))
-    publishers = sum(publishes(f"node{i}", 1440) for i in range(1440))
+    assert all(is_publisher(f"node{i}", count) for count in (None, 1, 2, 7) for i in range(7))
+    publishers = sum(is_publisher(f"node{i}", 1440) for i in range(1440))
     assert 1 <= publishers <= 12
 
 
@@ -125,7 +125,7 @@ class TestSigned:
         self, tmp_path: Path, signs: Signatures, strict: Signatures
     ) -> None:
         store = FileStore(tmp_path / "store")
-        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n0", signs)[0].add_record(WORKLOAD, record(1, 7), publish=True)
         for signatures in (signs, strict, UNSIGNED):
             known, said = sets(tmp_path, store, "n1", signatures)
             assert known.load(WORKLOAD) is not None
@@ -133,9 +133,9 @@ class TestSigned:
 
     def test_a_set_without_a_signature_is_ignored_with_a_note(self, tmp_path: Path, strict: Signatures) -> None:
         store = FileStore(tmp_path / "store")
-        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store)[0].add_record(WORKLOAD, record(1, 7), publish=True)
         known, said = sets(tmp_path, store, "n1", strict)
-        known.fetch(WORKLOAD)
+        known.copy_to_node(WORKLOAD)
         assert known.load(WORKLOAD) is None
         assert all(line.startswith("no hot set: ") and line.endswith("is not signed") for line in said)
 
@@ -144,8 +144,8 @@ class TestSigned:
     ) -> None:
         store = FileStore(tmp_path / "store")
         other = "sha256:" + "cd" * 32
-        HotSets(tmp_path / "n0", other, store, print, signs).keep(WORKLOAD, record(1, 7), publish=True)
-        sets(tmp_path, store, "n0", signs)[0].keep("other", record(1, 7), publish=True)
+        HotSets(tmp_path / "n0", other, store, print, signs).add_record(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n0", signs)[0].add_record("other", record(1, 7), publish=True)
         for name in (hotset_name(other, WORKLOAD), hotset_name(DIGEST, "other")):
             (tmp_path / "store" / hotset_name(DIGEST, WORKLOAD)).write_bytes((tmp_path / "store" / name).read_bytes())
             known, said = sets(tmp_path, store, "n1", strict)
@@ -158,9 +158,9 @@ class TestSigned:
         self, tmp_path: Path, signs: Signatures, strict: Signatures, required: bool
     ) -> None:
         store = FileStore(tmp_path / "store")
-        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n0", signs)[0].add_record(WORKLOAD, record(1, 7), publish=True)
         known, said = sets(tmp_path, store, "n1", strict if required else UNSIGNED)
-        known.keep(WORKLOAD, record(2, 7), publish=True)
+        known.add_record(WORKLOAD, record(2, 7), publish=True)
         assert [line for line in said if "no key; it is kept on this node" in line] == said != []
         assert sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD) is not None
         found = known.load(WORKLOAD)
@@ -172,8 +172,8 @@ class TestSigned:
     ) -> None:
         """A node that signs and requires nothing: what anybody wrote into the store would get its signature."""
         store = FileStore(tmp_path / "store")
-        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
-        sets(tmp_path, store, "n1", Signatures(signs.signing))[0].keep(WORKLOAD, record(2, 8), publish=True)
+        sets(tmp_path, store)[0].add_record(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n1", Signatures(signs.signing))[0].add_record(WORKLOAD, record(2, 8), publish=True)
         found = sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD)
         assert found is not None
         assert found.plan() == [(FILE, 8)]
@@ -183,7 +183,7 @@ class TestSigned:
     ) -> None:
         (tmp_path / "key").chmod(0o644)
         known, said = sets(tmp_path, FileStore(tmp_path / "store"), "n0", signs)
-        known.keep(WORKLOAD, record(1, 7), publish=True)
+        known.add_record(WORKLOAD, record(1, 7), publish=True)
         assert len(said) == 1
         assert "may be read by others" in said[0]
         assert known.load(WORKLOAD) is not None

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.hotsets import HotSets
 from bootseer.artifact.places import blocks_folder
-from bootseer.artifact.room import release
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
@@ -28,7 +28,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.mounts import kernel
-from bootseer.mounts.ladder import Facts
+from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from image_node import LARGE_BYTES, Node
@@ -89,7 +89,7 @@ def test_a_lazy_mount_shows_every_file_and_fetches_what_is_read(converted: Node,
     tree = converted.folder / "tree"
     assert sorted(path.name for path in mounted.root.iterdir()) == sorted(path.name for path in tree.iterdir())
     assert digest(mounted.root / "hot") == digest(tree / "hot")
-    numbers = mounted.began()
+    numbers = mounted.end_startup()
     assert LARGE_BYTES <= numbers["demand_bytes"] < 2 * LARGE_BYTES  # type: ignore[operator]
     mounted.close()
     assert not kernel.is_mount(mounted.root)
@@ -118,14 +118,14 @@ def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
 def test_what_one_start_needed_the_next_node_fetches_first(converted: Node, mount: Mount) -> None:
     first = mount(workload="w")
     digest(first.root / "hot")
-    first.began()
-    first.keep_record()
+    first.end_startup()
+    first.wait_for_record()
     first.close()
     other = converted.folder / "other-cache"
     second = mount(workload="w", cache=other)
     assert second.facts["mode"] == "hot"
     digest(second.root / "hot")
-    numbers = second.began()
+    numbers = second.end_startup()
     second.close()
     assert numbers["coverage"] > 0.9  # type: ignore[operator]  # the kernel may read ahead a little further
     assert numbers["hot_bytes"] + numbers["demand_bytes"] < 1.5 * LARGE_BYTES  # type: ignore[operator]
@@ -228,7 +228,7 @@ def test_without_fuse_everything_is_fetched_first_and_that_is_said(converted: No
     def without_fuse() -> None:
         kernel.unshare_mounts()
         (converted.folder / "no-fuse").touch()
-        kernel.move(kernel.clone(converted.folder / "no-fuse"), Path("/dev/fuse"))
+        kernel.attach(kernel.clone_mount(converted.folder / "no-fuse"), Path("/dev/fuse"))
         mounted = mount()
         assert mounted.facts["mode"] == "fallback"
         assert "cannot be served lazily" in said(converted)
@@ -331,7 +331,7 @@ def test_copies_of_a_mount_in_other_namespaces_do_not_hold_up_its_end(converted:
         else:
             assert digest(copy) == digest(converted.folder / "tree" / "hot")
     until(lambda: not daemon.alive)
-    runtime.clean()
+    runtime.remove_stale()
     assert list(runtime.all()) == []
 
 
@@ -345,17 +345,17 @@ def until(condition: Callable[[], bool]) -> None:
 def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, mount: Mount) -> None:
     mounted = mount(loading="pull")
     runtime, cache = Runtime(converted.runtime), Cache(blocks_folder(converted.cache))
-    assert release(runtime, cache, idle_s=0) == []
+    assert unmount_idle(runtime, cache, idle_s=0) == []
     mounted.close()
-    assert len(release(runtime, cache, idle_s=0)) == 2
+    assert len(unmount_idle(runtime, cache, idle_s=0)) == 2
     assert not any(entry.in_use for entry in cache.entries())
 
 
 def test_a_hot_set_that_cannot_be_published_is_kept_here(converted: Node, mount: Mount) -> None:
     mounted = mount(workload="w", publish=False)
     digest(mounted.root / "hot")
-    mounted.began()
-    mounted.keep_record()
+    mounted.end_startup()
+    mounted.wait_for_record()
     mounted.close()
     assert HotSets(converted.cache, converted.digest, None, print).load("w") is not None
     with closing(open_store(store_of(converted))) as store:
@@ -377,10 +377,10 @@ def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: N
     def on_tmpfs() -> None:
         kernel.unshare_mounts()
         converted.cache.mkdir()
-        kernel.move(kernel.create("tmpfs", [("source", "test")]), converted.cache)
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test")]), converted.cache)
         (converted.folder / "no-loop").touch()
         for device in ("/dev/loop-control", "/dev/fuse"):
-            kernel.move(kernel.clone(converted.folder / "no-loop"), Path(device))
+            kernel.attach(kernel.clone_mount(converted.folder / "no-loop"), Path(device))
         mounted = mount(writable=True, loading="pull")
         assert (mounted.facts["mode"], mounted.facts["way"]) == ("fallback", "unpacked files")
         for way in ("EROFS from files: ", "EROFS from loop devices: ", "file trees through FUSE: "):

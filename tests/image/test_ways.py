@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.places import unpacked_folder
-from bootseer.artifact.unpacked import name_of, release_unpacked
+from bootseer.artifact.unpacked import delete_idle_trees, name_of
 from bootseer.errors import UsageError
 from bootseer.image.catalog import read_document
 from bootseer.image.mounting import ways
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import mount_table
-from bootseer.mounts.ladder import Facts, Way
+from bootseer.mounts.method import Facts, MountMethod
 from bootseer.store.open import open_store
 from oci_images import (
     device,
@@ -35,10 +35,10 @@ pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
 NO_EROFS = {"erofs_file": "said to be missing", "loop": "said to be missing"}
 WAYS = {
-    Way.EROFS_FILE: Facts(),
-    Way.EROFS_LOOP: Facts(erofs_file="said to be missing"),
-    Way.FUSE_TREE: Facts(**NO_EROFS),
-    Way.UNPACK: Facts(**NO_EROFS, fuse="said to be missing"),
+    MountMethod.EROFS_FILE: Facts(),
+    MountMethod.EROFS_LOOP: Facts(erofs_file="said to be missing"),
+    MountMethod.FUSE_TREE: Facts(**NO_EROFS),
+    MountMethod.UNPACK: Facts(**NO_EROFS, fuse="said to be missing"),
 }
 
 
@@ -64,10 +64,10 @@ def tree_of(root: Path) -> dict[str, object]:
 @pytest.mark.parametrize("writable", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_set_uid_programs_and_devices_of_a_mounted_image_have_no_effect(
-    way: Way, writable: bool, num_layers: int
+    way: MountMethod, writable: bool, num_layers: int
 ) -> None:
     """For every user of the host. A container has the programs, and no devices either."""
-    if way is Way.EROFS_LOOP and not Path("/dev/loop-control").exists():
+    if way is MountMethod.EROFS_LOOP and not Path("/dev/loop-control").exists():
         pytest.skip("there are no loop devices")
     layers = [
         layer(
@@ -93,12 +93,12 @@ def test_set_uid_programs_and_devices_of_a_mounted_image_have_no_effect(
             mounted.close()
 
 
-@pytest.mark.parametrize("way", [Way.EROFS_LOOP, Way.FUSE_TREE, Way.UNPACK])
+@pytest.mark.parametrize("way", [MountMethod.EROFS_LOOP, MountMethod.FUSE_TREE, MountMethod.UNPACK])
 @pytest.mark.parametrize("writable", [False, True])
-def test_each_way_shows_the_same_tree(image: Image, way: Way, writable: bool) -> None:
-    if way is Way.EROFS_LOOP and not Path("/dev/loop-control").exists():
+def test_each_way_shows_the_same_tree(image: Image, way: MountMethod, writable: bool) -> None:
+    if way is MountMethod.EROFS_LOOP and not Path("/dev/loop-control").exists():
         pytest.skip("there are no loop devices")
-    best = mount_image(image.request(), image.folder / "best", facts=WAYS[Way.EROFS_FILE])
+    best = mount_image(image.request(), image.folder / "best", facts=WAYS[MountMethod.EROFS_FILE])
     expected = tree_of(best.root)
     best.close()
     assert "hidden/new" in expected
@@ -143,10 +143,10 @@ def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Imag
     said: list[str] = []
     cache = image.folder / "cache"
     cache.mkdir()
-    kernel.move(kernel.create("tmpfs", [("source", "test")]), cache)
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test")]), cache)
     mounted = mount_image(image.request(loading="pull"), image.folder / "mnt", say=said.append)
     way, refused = mounted.facts["way"], str(mounted.facts["refused_ways"])
-    assert way in (Way.EROFS_LOOP.value, Way.FUSE_TREE.value)
+    assert way in (MountMethod.EROFS_LOOP.value, MountMethod.FUSE_TREE.value)
     assert "mount erofs: " in refused
     assert any(f"by {way}" in line for line in said)
     assert (mounted.root / "d" / "changed").read_text() == "new"
@@ -161,21 +161,21 @@ def tree_name(image: Image) -> str:
 
 
 def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> None:
-    mounted = mount_image(image.request(), image.folder / "mnt", facts=WAYS[Way.UNPACK])
+    mounted = mount_image(image.request(), image.folder / "mnt", facts=WAYS[MountMethod.UNPACK])
     cache = image.request().cache
-    assert release_unpacked(cache, image.runtime, idle_s=0) == []
+    assert delete_idle_trees(cache, image.runtime, idle_s=0) == []
     mounted.close()
-    assert release_unpacked(cache, image.runtime, idle_s=1000) == []
-    assert release_unpacked(cache, image.runtime, idle_s=0) == [tree_name(image)]
+    assert delete_idle_trees(cache, image.runtime, idle_s=1000) == []
+    assert delete_idle_trees(cache, image.runtime, idle_s=0) == [tree_name(image)]
     assert list(unpacked_folder(cache).iterdir()) == []
 
 
 def test_a_written_out_tree_is_left_alone_while_somebody_is_mounting(image: Image) -> None:
-    mount_image(image.request(), image.folder / "mnt", facts=WAYS[Way.UNPACK]).close()
+    mount_image(image.request(), image.folder / "mnt", facts=WAYS[MountMethod.UNPACK]).close()
     folder = image.runtime.new_folder()
-    assert release_unpacked(image.request().cache, image.runtime, idle_s=0) == []
-    image.runtime.clear(folder)
-    assert release_unpacked(image.request().cache, image.runtime, idle_s=0) != []
+    assert delete_idle_trees(image.request().cache, image.runtime, idle_s=0) == []
+    image.runtime.remove_folder(folder)
+    assert delete_idle_trees(image.request().cache, image.runtime, idle_s=0) != []
 
 
 def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
@@ -184,7 +184,7 @@ def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
     (leaving / "closed").mkdir(parents=True)
     (leaving / "closed" / "file").touch()
     (leaving / "closed").chmod(0)
-    mounted = mount_image(image.request(), image.folder / "mnt", facts=WAYS[Way.UNPACK])
+    mounted = mount_image(image.request(), image.folder / "mnt", facts=WAYS[MountMethod.UNPACK])
     assert not (mounted.root / "closed").exists()
     mounted.close()
     assert not leaving.exists()

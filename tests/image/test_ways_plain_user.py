@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import ways
-from bootseer.mounts.ladder import Way
+from bootseer.mounts.method import MountMethod
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from busybox import running
@@ -54,8 +54,10 @@ def run_of(image: Image, *words: str, **options: str) -> list[str]:
     return ["image", "run", image.reference, "--loading", "lazy", *given, "--", *words]
 
 
-@pytest.mark.parametrize(("fuse", "way"), [(True, Way.FUSE_TREE), (False, Way.UNPACK)])
-def test_a_container_of_a_plain_user_sees_what_root_s_sees(image: Image, plain: Plain, fuse: bool, way: Way) -> None:
+@pytest.mark.parametrize(("fuse", "way"), [(True, MountMethod.FUSE_TREE), (False, MountMethod.UNPACK)])
+def test_a_container_of_a_plain_user_sees_what_root_s_sees(
+    image: Image, plain: Plain, fuse: bool, way: MountMethod
+) -> None:
     words = run_of(image, "sh", "-c", LIST)
     env = {"BOOTSEER_RUNTIME": str(image.folder / "runtime"), "BOOTSEER_CACHE": str(image.folder / "cache")}
     of_root = subprocess.run(

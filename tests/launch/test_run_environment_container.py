@@ -45,22 +45,22 @@ def in_container(place: Place) -> Callable[[], None]:
 
     def become() -> None:
         kernel.unshare_mounts()
-        held = kernel.clone(place.root)
-        again = kernel.clone(outside)
-        kernel.move(kernel.create("tmpfs", [("source", "test"), ("mode", "755")]), new)
+        held = kernel.clone_mount(place.root)
+        again = kernel.clone_mount(outside)
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("mode", "755")]), new)
         for link in map(Path, _LINKS):
             if link.is_symlink():
                 (new / link.name).symlink_to(link.readlink())
         for path in sorted(shown):
             target = new / path.lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
-            kernel.move(kernel.clone(Path(path), recursive=True), target)
+            kernel.attach(kernel.clone_mount(Path(path), recursive=True), target)
             if path not in _SHOWN[2:]:
                 kernel.restrict(target, _READ_ONLY)
         for mount, where in ((held, place.root), (again, outside)):
             target = new / str(where).lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
-            kernel.move(mount, target)
+            kernel.attach(mount, target)
         (new / "tmp").mkdir(mode=0o1777, exist_ok=True)  # the checkout may lie there
         kernel.change_root(new)
         os.chdir(place.project)

@@ -7,6 +7,7 @@ holds nothing back. Prints the daemon's process, then waits for a line on standa
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fetch.pending import Done
 from bootseer.fuse.filesystem import Data
-from bootseer.fuse.session import showing
+from bootseer.fuse.session import mount
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec, OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles
@@ -75,11 +76,13 @@ def main(folder: Path, image: Path, lifeline: bool) -> None:
             threading.Event().wait()
         source = LocalSource(image)
         tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
-        return Served(source, showing(tree), FileRecorder(image.parent), lambda: {"figure": 42})
+        return Served(source, functools.partial(mount, tree), FileRecorder(image.parent), lambda: {"figure": 42})
 
     def reopen(on_error: OnError) -> Served:
         source = LocalSource(image, held_bytes=0)
-        return Served(source, showing(LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)))
+        return Served(
+            source, functools.partial(mount, LazyFiles(source, [LazyFile("image", source.size, 0)], on_error))
+        )
 
     os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
     spec = DaemonSpec(folder, serve, lifeline=lifeline, reopen=reopen if (image.parent / "recover").exists() else None)

@@ -34,8 +34,8 @@ def test_an_answer_that_goes_wrong_is_told_and_does_not_end_the_daemon(
         daemon = threading.Thread(target=serve, daemon=True)
         daemon.start()
         with pytest.raises(PermanentError, match=r"RuntimeError: can't start|TypeError: "):
-            control.ask(tmp_path, "status")
-        assert control.ask(tmp_path, "else") == {"fine": True}
+            control.send_request(tmp_path, "status")
+        assert control.send_request(tmp_path, "else") == {"fine": True}
         daemon.join(120)
 
 
@@ -84,7 +84,7 @@ def test_a_daemon_that_answers_slowly_is_given_up(tmp_path: Path, drip: Callable
 
     def ask() -> None:
         try:
-            control.ask(tmp_path, "status", timeout_s=0.2)
+            control.send_request(tmp_path, "status", timeout_s=0.2)
         except TransientError as error:
             errors.append(error)
 

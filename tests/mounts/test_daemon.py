@@ -95,10 +95,10 @@ def _open_in(pid: int) -> list[str]:
 
 def test_the_end_of_the_startup_hands_the_record_over_once(image: Path, start: Start) -> None:
     daemon, _ = start(image)
-    daemon.began()
+    daemon.end_startup()
     until((image.parent / "handed over").exists, "the record was handed over")
     (image.parent / "handed over").unlink()
-    daemon.began()
+    daemon.end_startup()
     assert daemon.status()["recording"] is False
     daemon.stop()
     assert not (image.parent / "handed over").exists()

@@ -35,7 +35,7 @@ def inside(namespace: Namespace, script: str, cwd: Path | None = None) -> str:
 
 def tmpfs(place: Path) -> Callable[[], None]:
     def build() -> None:
-        kernel.move(kernel.create("tmpfs", [("source", "test")]), place)
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test")]), place)
         (place / "inside").write_text("only here")
 
     return build
@@ -43,7 +43,7 @@ def tmpfs(place: Path) -> Callable[[], None]:
 
 @BOTH
 def test_mounts_are_seen_inside_and_through_the_root_alone(place: Path, user: bool) -> None:
-    with Namespace.made(tmpfs(place), user=user) as namespace:
+    with Namespace.create(tmpfs(place), user=user) as namespace:
         assert inside(namespace, f"cat {place}/inside") == "only here"
         assert (namespace.root / f"{place}/inside".lstrip("/")).read_text() == "only here"
         assert not list(place.iterdir())
@@ -51,14 +51,14 @@ def test_mounts_are_seen_inside_and_through_the_root_alone(place: Path, user: bo
 
 
 def test_a_child_keeps_its_working_folder_by_name(place: Path) -> None:
-    with Namespace.made(tmpfs(place)) as namespace:
+    with Namespace.create(tmpfs(place)) as namespace:
         assert inside(namespace, "pwd; ls", cwd=place) == f"{place}\ninside\n"
 
 
 def test_a_deleted_working_folder_stays_deleted(place: Path) -> None:
     gone = place / "gone"
     gone.mkdir()
-    with Namespace.made(lambda: None) as namespace:
+    with Namespace.create(lambda: None) as namespace:
 
         def look() -> None:
             gone.rmdir()
@@ -87,7 +87,7 @@ def test_what_the_helper_tells_and_hands_over_arrives(place: Path) -> None:
         (place / "x").write_text("handed over")
         return Built({"points": ["/", "/a b"]}, {"folder": os.open(place, os.O_PATH)})
 
-    with Namespace.made(build) as namespace:
+    with Namespace.create(build) as namespace:
         assert namespace.facts == {"points": ["/", "/a b"]}
         assert (namespace.folder("folder") / "x").read_text() == "handed over"
 
@@ -97,15 +97,15 @@ def test_errors_of_the_helper_are_raised_here_with_their_number() -> None:
         raise failure("mount nothing", errno.EPERM)
 
     with pytest.raises(AccessError, match="mount nothing") as caught:
-        Namespace.made(refuse)
+        Namespace.create(refuse)
     assert number_of(caught.value) == errno.EPERM
 
 
 def test_a_defect_in_the_helper_is_an_error_here_and_unwinds_nothing() -> None:
     with pytest.raises(PermanentError, match="ZeroDivisionError"):
-        Namespace.made(lambda: print(1 / 0))
+        Namespace.create(lambda: print(1 / 0))
     with pytest.raises(PermanentError, match="died"):
-        Namespace.made(lambda: os._exit(1))
+        Namespace.create(lambda: os._exit(1))
 
 
 def test_a_helper_that_hangs_is_given_up() -> None:
@@ -118,7 +118,7 @@ def test_a_helper_that_hangs_is_given_up() -> None:
     helper = 0
     for deadline_s in (0.5, 5.0, 50.0):
         with pytest.raises(TransientError, match="in time"):
-            Namespace.made(hang, deadline_s=deadline_s)
+            Namespace.create(hang, deadline_s=deadline_s)
         with contextlib.suppress(BlockingIOError):  # on a busy machine it may not come so far in the time
             helper = int(os.read(answer, 20))
             break
@@ -130,7 +130,7 @@ def test_a_helper_that_hangs_is_given_up() -> None:
 
 def test_everything_ends_with_the_last_holder(place: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    namespace = Namespace.made(tmpfs(place))
+    namespace = Namespace.create(tmpfs(place))
     sleeper = subprocess.Popen(["sleep", "600"], preexec_fn=namespace.enter)  # noqa: PLW1509
     namespace.close()
     namespace.close()
@@ -142,7 +142,7 @@ def test_everything_ends_with_the_last_holder(place: Path) -> None:
 
 
 def test_root_keeps_all_ids_in_a_user_namespace(place: Path) -> None:
-    with Namespace.made(lambda: None, user=True) as namespace:
+    with Namespace.create(lambda: None, user=True) as namespace:
         assert inside(namespace, f"id -u; touch {place}/f; chown 1234:77 {place}/f; stat -c %u:%g {place}/f") == (
             "0\n1234:77\n"
         )
@@ -153,7 +153,7 @@ def test_a_plain_user_is_who_it_was_and_root_of_nothing(place: Path) -> None:
     script = (
         "import os, sys, subprocess; from pathlib import Path; from bootseer.mounts import kernel;"
         "from bootseer.mounts.namespace import Namespace;"
-        "n = Namespace.made(lambda: kernel.make_read_only(Path('/')), user=True);"
+        "n = Namespace.create(lambda: kernel.make_read_only(Path('/')), user=True);"
         "subprocess.run(['sh', '-c', 'id -u; id -g; umount / 2>&1; grep CapEff /proc/self/status'], preexec_fn=n.enter)"
     )
     ended = subprocess.run(
@@ -182,15 +182,15 @@ def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool)
 
     def build() -> Built:
         if not user:
-            kernel.move(kernel.create("tmpfs", [("source", "one")]), root / "nested")
+            kernel.attach(kernel.create_mount("tmpfs", [("source", "one")]), root / "nested")
             (root / "nested/deep").mkdir()
-            kernel.move(kernel.create("tmpfs", [("source", "two")]), root / "nested/deep")
+            kernel.attach(kernel.create_mount("tmpfs", [("source", "two")]), root / "nested/deep")
             (root / "nested/deep/mark").write_text("deep")
-            kernel.move(kernel.clone(place / "file"), root / "bound")
+            kernel.attach(kernel.clone_mount(place / "file"), root / "bound")
         notes = overlay_in_place(root, [root, layer], upper=changes / "upper", work=changes / "work", userxattr=user)
         return Built({"notes": notes})
 
-    with Namespace.made(build, user=user) as namespace:
+    with Namespace.create(build, user=user) as namespace:
         assert namespace.facts["notes"] == []
         assert inside(namespace, f"cat {root}/own {root}/lib/new; echo w > {root}/written") == "ownnew"
         if not user:
@@ -206,10 +206,10 @@ def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:
     layer.mkdir()
 
     def build() -> Built:
-        kernel.move(kernel.create("tmpfs", [("source", "one")]), root / "nested")
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "one")]), root / "nested")
         return Built({"notes": overlay_in_place(root, [layer])})
 
-    with Namespace.made(build) as namespace:
+    with Namespace.create(build) as namespace:
         (note,) = namespace.facts["notes"]
     assert f"the mount {root}/nested cannot be kept" in note
 
@@ -217,5 +217,5 @@ def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:
 @needs_fuse
 def test_a_helper_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path) -> None:
     with hung_mount(tmp_path / "hung") as path, pytest.raises(TransientError):
-        Namespace.made(lambda: os.chdir(path), deadline_s=0.5)
+        Namespace.create(lambda: os.chdir(path), deadline_s=0.5)
     os.wait()

@@ -14,9 +14,9 @@ import pytest
 
 from bootseer.errors import AccessError, PermanentError, UsageError
 from bootseer.mounts import kernel
-from bootseer.mounts.kept import keep, kept, release_idle
 from bootseer.mounts.layers import mount_erofs, mount_overlay
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.shared_layers import mount_shared, mounted_layers, unmount_idle
 from bootseer.mounts.state import MountState, Runtime
 from mounts.images import write_image
 from mounts.starting import DEADLINE_S, Start, until
@@ -48,10 +48,10 @@ def test_a_mount_is_found_listed_and_removed(place: Path) -> None:
     assert runtime.find(Path(state.target)) == state
     assert runtime.find(place / "elsewhere") is None
     assert runtime.health(state) == "mounted"
-    assert runtime.clean() == []
+    assert runtime.remove_stale() == []
     kernel.unmount(Path(state.target))
     assert runtime.health(state) == "gone"
-    assert runtime.clean() == [state]
+    assert runtime.remove_stale() == [state]
     assert list(runtime.mounts.iterdir()) == []
 
 
@@ -86,7 +86,7 @@ def test_a_mount_in_a_process_of_its_own_is_gone_with_it(place: Path) -> None:
     assert runtime.health(state) == "mounted"
     child.kill()
     child.wait(DEADLINE_S)
-    assert runtime.clean() == [state]
+    assert runtime.remove_stale() == [state]
 
 
 @pytest.mark.fuse
@@ -96,15 +96,15 @@ def test_a_dead_daemon_is_noticed_and_its_mount_can_be_removed(place: Path, star
     folder = runtime.new_folder()
     target = place / "at"
     target.mkdir()
-    kernel.move(kernel.clone(daemon.files), target)
+    kernel.attach(kernel.clone_mount(daemon.files), target)
     state = MountState(folder.name, str(target), "i", runtime.boot, daemon=daemon.process)
     runtime.write(state)
     assert runtime.health(state) == "mounted"
     daemon.process.signal(signal.SIGKILL)
     until(lambda: runtime.health(state) == "daemon dead", "its death is seen")
-    assert runtime.clean() == [], "it is still there, and its readers get errors"
+    assert runtime.remove_stale() == [], "it is still there, and its readers get errors"
     kernel.unmount(target, lazy=True)
-    assert runtime.clean() == [state]
+    assert runtime.remove_stale() == [state]
 
 
 def test_files_that_are_no_records_are_no_mounts(place: Path) -> None:
@@ -123,10 +123,10 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     daemon, _ = start(write_image(place / "image", {b"a": b"x" * 2_000_000}))
     daemon.folder.rename(runtime.mounts / "0123456789ab")  # as if it had been started there
     folder = runtime.mounts / "0123456789ab"
-    assert runtime.clean() == []
+    assert runtime.remove_stale() == []
     assert daemon.process.alive, "somebody may be mounting just now"
     os.utime(folder, (0, 0))
-    runtime.clean()
+    runtime.remove_stale()
     assert not folder.exists()
     until(lambda: not daemon.process.alive, "the daemon ended")
 
@@ -134,13 +134,13 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
 def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
-    layer = keep(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
     folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
-    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
     assert (layer / "a").read_bytes() == b"alpha"
     os.utime(folder, (0, 0))  # whoever it was is gone
     assert not runtime.is_mounting()
-    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
 
 
 def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
@@ -151,8 +151,8 @@ def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
     folder = runtime.new_folder()
     (folder / "bound").mkdir()
     (folder / "link").symlink_to(precious)
-    kernel.move(kernel.clone(precious), folder / "bound")
-    runtime.clear(folder)
+    kernel.attach(kernel.clone_mount(precious), folder / "bound")
+    runtime.remove_folder(folder)
     assert (precious / "data").read_text() == "keep me"
     assert not folder.exists()
 
@@ -189,7 +189,7 @@ def test_a_record_that_another_user_wrote_is_no_mount(place: Path, what: str) ->
         else:
             os.chown(folder if what == "folder" else record, 12345, 12345)
         assert list(runtime.all()) == []
-        runtime.clean()
+        runtime.remove_stale()
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -201,30 +201,32 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     image = write_image(place / "layer", {b"a": b"alpha"})
     pins: list[str] = []
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: keep(runtime, IDENTITY, image, lambda: pins.append("pinned")), range(16)))
+        found = set(
+            pool.map(lambda _: mount_shared(runtime, IDENTITY, image, lambda: pins.append("pinned")), range(16))
+        )
     (layer,) = found
     assert pins == ["pinned"]
     assert (layer / "a").read_bytes() == b"alpha"
     assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
-    assert release_idle(runtime, idle_s=3600, unpin=pins.remove) == []
-    assert release_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=3600, unpin=pins.remove) == []
+    assert unmount_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
     assert pins == ["pinned", IDENTITY]
-    assert kept(runtime) == []
+    assert mounted_layers(runtime) == []
 
 
 def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha"})
-    layer = keep(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
     first = layer.stat().st_dev
-    assert keep(runtime, IDENTITY, image, lambda: None).stat().st_dev == first
+    assert mount_shared(runtime, IDENTITY, image, lambda: None).stat().st_dev == first
     write_image(place / "other", {b"a": b"omega"}).replace(image)
-    keep(runtime, IDENTITY, image, lambda: None)
+    mount_shared(runtime, IDENTITY, image, lambda: None)
     assert (layer / "a").read_bytes() == b"omega"
     # In place: the mount keeps pages of what was there before.
     with image.open("r+b") as file:
         file.write(write_image(place / "third", {b"a": b"delta"}).read_bytes())
-    keep(runtime, IDENTITY, image, lambda: None)
+    mount_shared(runtime, IDENTITY, image, lambda: None)
     assert (layer / "a").read_bytes() == b"delta"
     assert list(kernel.mount_points()).count(str(layer)) == 1
 
@@ -232,20 +234,20 @@ def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(plac
 def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:
     runtime = Runtime(place / "run")
     state = mounted_state(runtime, place)
-    keep(runtime, IDENTITY, place / "image", lambda: None)
-    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    mount_shared(runtime, IDENTITY, place / "image", lambda: None)
+    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
     kernel.unmount(Path(state.target))
-    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
 
 
 KEEPER = """
 import os, signal, sys
 from pathlib import Path
-from bootseer.mounts.kept import keep
+from bootseer.mounts.shared_layers import mount_shared
 from bootseer.mounts.state import Runtime
 def pin():
     print("pinned", flush=True)
-keep(Runtime(Path(sys.argv[1])), sys.argv[3], Path(sys.argv[2]), pin)
+mount_shared(Runtime(Path(sys.argv[1])), sys.argv[3], Path(sys.argv[2]), pin)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -258,7 +260,7 @@ def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
     )
     assert (ended.returncode, ended.stdout) == (-9, b"pinned\n")
     pins: list[str] = []
-    layer = keep(runtime, IDENTITY, image, lambda: pins.append("again"))
+    layer = mount_shared(runtime, IDENTITY, image, lambda: pins.append("again"))
     assert (layer / "a").read_bytes() == b"alpha"
     assert pins == []
 
@@ -266,18 +268,18 @@ def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
 def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha" * 1000})
-    layer = keep(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
     (place / "empty").mkdir()
     (place / "at").mkdir()
     mount_overlay([place / "empty", layer], place / "at")
-    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
     assert (place / "at" / "a").read_bytes() == b"alpha" * 1000
 
 
 @pytest.mark.parametrize("identity", ["", "..", "../../etc", "AB" * 32, "ab/cd" * 8])
 def test_an_identity_cannot_name_another_place(place: Path, identity: str) -> None:
     with pytest.raises(UsageError):
-        keep(Runtime(place / "run"), identity, place / "layer", lambda: None)
+        mount_shared(Runtime(place / "run"), identity, place / "layer", lambda: None)
 
 
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:

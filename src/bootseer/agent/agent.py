@@ -22,14 +22,14 @@ from typing import Any, Final
 
 from bootseer import __version__
 from bootseer.agent.held import HeldJobs
+from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
-from bootseer.artifact.room import release
-from bootseer.artifact.unpacked import release_unpacked
+from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
-from bootseer.mounts.control import ask, socket_path
+from bootseer.mounts.control import send_request, socket_path
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.trace.ship import Link, Spools, pause_s, target
 from bootseer.units import PROMETHEUS, Figures
@@ -102,10 +102,10 @@ class Agent:
         """Make room as far as the limit demands, and forget mounts that are gone. What is in use stays."""
         try:
             self.held.tidy()
-            release(self._runtime, self._cache, idle_s=self.settings.idle_s)
-            release_unpacked(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
+            unmount_idle(self._runtime, self._cache, idle_s=self.settings.idle_s)
+            delete_idle_trees(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
             freed = self._cache.prune().freed_bytes
-            cleaned = len(self._runtime.clean())
+            cleaned = len(self._runtime.remove_stale())
         except (BootseerError, OSError) as error:
             self._counts["failures"] += 1
             self._error = str(error)
@@ -153,7 +153,7 @@ class Agent:
         found: dict[str, Any] = {"target": state.target, "what": state.what, "health": self._runtime.health(state)}
         if state.daemon is not None and found["health"] == "mounted" and time.monotonic() < until:
             with contextlib.suppress(BootseerError, OSError):
-                status: dict[str, Any] = ask(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
+                status: dict[str, Any] = send_request(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
                 fetch = status.get("fetch", {})
                 found |= {
                     "restarts": status.get("restarts", 0),

@@ -1,9 +1,8 @@
-"""The artifacts of one kind in one store: found, published and removed by their keys.
+"""The artifacts of one kind in one store: found, published and removed by key.
 
-An artifact is a document and the objects that it names. A document that can be read is an artifact that can be used: it
-is written last. Between what a publisher writes and what another node deletes at that moment stands a second look on
-both sides (`publish`, `prune.prune`): a document whose objects are not there does not stay. Safe to use from many
-threads, processes and nodes.
+An artifact is a document and the objects that it names. The document is written last, so an artifact whose document can
+be read is complete. A publisher and a node that prunes may race: both check again afterwards (`publish`,
+`prune.prune`), and a document whose objects are missing is removed. Safe for many threads, processes and nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from bootseer.store.store import MAX_CREATE_BYTES, Store
 
 _log = logger(__name__)
 FIND_S = 10.0
-"""A start waits no longer for an answer: the real setup is waiting."""
+"""Limit for a lookup during a start: the regular setup is the alternative."""
 _LIST_S = 600.0
 _THREADS = 8
 MAX_DOCUMENTS = 10_000
@@ -43,17 +42,17 @@ _UNREAD = ("unreachable", "other-version")
 
 @dataclass(frozen=True)
 class Listing(Generic[D]):
-    """All artifacts of a store. One that cannot be read does not hide the others."""
+    """All artifacts of a store. An unreadable one does not hide the others."""
 
     documents: tuple[D, ...]
     broken: tuple[str, ...]
-    """Invalid documents, one line each: no node can use them."""
+    """Invalid documents, one line each: unusable for every node."""
     unread: tuple[str, ...]
-    """Documents that could not be read, or are of another version, one line each: another node may use them."""
+    """Documents that could not be read or have another version, one line each: another node may be able to use them."""
 
 
 class Catalog(Generic[D]):
-    """The artifacts of one store. `say` gets one line for what went wrong beside the question."""
+    """The artifacts of one store. `say` gets a line for each problem that does not fail the call."""
 
     def __init__(
         self, kind: Kind[D], store: Store, say: Say = lambda line: None, signatures: Signatures = UNSIGNED
@@ -64,17 +63,16 @@ class Catalog(Generic[D]):
         self.signatures = signatures
 
     def find(self, key: str, *, timeout_s: float = FIND_S) -> D | None:
-        """The artifact of a key.
+        """The artifact with this key; None when there is none.
 
-        Raises `TransientError` or `AccessError` when the store does not say, `CorruptError` for what is not a document
-        of this key, `SignatureError` for one without a trusted signature, and `OtherVersionError`. `look` answers
-        instead.
+        Raises `TransientError` or `AccessError` when the store cannot tell, `CorruptError` for an invalid document,
+        `SignatureError` for one without a trusted signature, and `OtherVersionError`. `look` returns these instead.
         """
-        found = self._found(key, timeout_s)
+        found = self._read_document(key, timeout_s)
         return found and found[0]
 
-    def _found(self, key: str, timeout_s: float) -> tuple[D, bytes] | None:
-        """The document, and it as it is stored."""
+    def _read_document(self, key: str, timeout_s: float) -> tuple[D, bytes] | None:
+        """The document, and its stored bytes."""
         self.kind.check_key(key)
         name = self.kind.document_name(key)
         try:
@@ -87,10 +85,10 @@ class Catalog(Generic[D]):
             if type(error) is PermanentError:  # larger than any document
                 raise CorruptError(str(error)) from error
             raise
-        return self.opened(key, data), data
+        return self.parse_stored(key, data), data
 
-    def opened(self, key: str, data: bytes) -> D:
-        """The document of `key` in what is stored under its name. Raises as `find`."""
+    def parse_stored(self, key: str, data: bytes) -> D:
+        """Verify and parse the stored bytes of the document of `key`. Raises as `find`."""
         where, name = self.store.uri, self.kind.document_name(key)
         try:
             document = self.kind.parse(self.signatures.open(name, data, where))
@@ -101,9 +99,9 @@ class Catalog(Generic[D]):
         return document
 
     def look(self, key: str, *, timeout_s: float = FIND_S) -> Lookup[D]:
-        """`find` without errors."""
+        """`find`, with errors as part of the result."""
         try:
-            found = self._found(key, timeout_s)
+            found = self._read_document(key, timeout_s)
         except OtherVersionError as error:
             return Lookup("other-version", why=str(error))
         except SignatureError as error:
@@ -116,8 +114,8 @@ class Catalog(Generic[D]):
             return Lookup("unreachable", why=str(error))
         return Lookup("none") if found is None else Lookup("found", found[0], data=found[1])
 
-    def sealed(self, document: D) -> bytes:
-        """The document as it is stored: signed where there is a key. Raises `PermanentError` when it is too large."""
+    def encode_signed(self, document: D) -> bytes:
+        """The bytes to store: signed if there is a key. Raises `PermanentError` when they are too large."""
         data = self.signatures.seal(document.name, document.encode())
         if self.kind.max_bytes <= MAX_CREATE_BYTES < len(data):
             name = f"{self.kind.noun} {self.kind.short(self.kind.key(document))}"
@@ -127,33 +125,33 @@ class Catalog(Generic[D]):
     def publish(
         self, document: D, *, replace: bool = False, subject: str | None = None, now_s: float | None = None
     ) -> bool:
-        """Make an artifact visible whose objects are stored: whether it is there now.
+        """Make an artifact visible whose objects are stored; returns whether it is the published one now.
 
-        With another one there, nothing happens and the answer is no, unless it shall be replaced; the objects of the
-        one that is not used are left to `prune`. `subject`: see `Upload.commit`. Raises what stores raise, and
-        `PermanentError` when objects are missing; then no document stays.
+        An artifact that is there already stays, and the answer is False, unless `replace`; the objects of the unused
+        one are left to `prune`. `subject`: see `Upload.commit`. Raises the store's errors, and `PermanentError` when
+        objects are missing; then no document remains.
         """
         now_s = time.time() if now_s is None else now_s
-        key, data = self.kind.key(document), self.sealed(document)
+        key, data = self.kind.key(document), self.encode_signed(document)
         if not replace:
             created = retrying(
                 lambda left_s: self.store.create(document.name, data, refs=document.objects, timeout_s=left_s),
                 deadline_s=WRITE_S,
             )
-            # An attempt whose answer was lost may have been ours.
+            # After a lost response the document there may be ours.
             if not created and self.find(key, timeout_s=WRITE_S) != document:
-                self._bury(document, now_s)
+                self.write_tombstone(self.kind.tombstone(document, now_s))
                 return False
         else:
             _, old = self._present(key)
             if old is not None and old != document:
-                self._bury(old, now_s)
+                self.write_tombstone(self.kind.tombstone(old, now_s))
             put(self.store, document.name, data, document.objects, subject=subject)
         self._check_objects(document)
         return True
 
     def all(self) -> Listing[D]:
-        """All artifacts, in the order of their keys. Raises what stores raise when they do not list."""
+        """All artifacts in the order of their keys. Raises the store's errors when listing fails."""
         until = time.monotonic() + _LIST_S
         keys = sorted(self.published_keys())
         if len(keys) > MAX_DOCUMENTS:
@@ -170,25 +168,25 @@ class Catalog(Generic[D]):
         )
 
     def published_keys(self) -> set[str]:
-        """The keys of which the store has a document."""
+        """The keys that have a document in the store."""
         return {key for stored in self.store.list(self.kind.folder) if (key := self.kind.key_in(stored.name))}
 
     def remove(self, key: str, now_s: float) -> D | None:
-        """Make an artifact invisible at once and leave its objects to `prune`; what was removed, None for nothing.
+        """Make an artifact invisible at once, leaving its objects to `prune`; returns the removed document, if any.
 
-        A document that cannot be read is removed too. May be repeated after it was interrupted.
+        Removes unreadable documents too. Safe to repeat after an interruption.
         """
         is_there, document = self._present(key)
         if document is not None:
-            # The tombstone first: interrupted in between, the artifact is still there and nothing of it is deleted.
-            self._bury(document, now_s)
+            # Tombstone first: interrupted in between, the artifact is still complete and nothing of it gets deleted.
+            self.write_tombstone(self.kind.tombstone(document, now_s))
         if is_there:
             self.store.delete(self.kind.document_name(key))
             _log.info("removed %s %s from %s", self.kind.noun, self.kind.short(key), self.store.uri)
         return document
 
     def used_objects(self) -> Iterator[str]:
-        """Content names that artifacts of this kind need, those of removed ones too. Raises for what it cannot read."""
+        """Names of the objects that artifacts of this kind use, removed ones included. Raises if any cannot be read."""
         listing = self.all()
         for problem in (*listing.broken, *listing.unread):
             raise PermanentError(f"{self.kind.noun} {problem}")
@@ -198,7 +196,7 @@ class Catalog(Generic[D]):
             yield from (needed.name for needed in self.read_tombstone(stored.name).objects)
 
     def read_tombstone(self, name: str) -> Tombstone:
-        """The tombstone of this name. Raises what `read_all` raises, and `CorruptError`."""
+        """The tombstone of this name. Raises the errors of `read_all`, and `CorruptError`."""
         kind = self.kind
         found = Tombstone.parse(read_all(self.store, name, kind.max_bytes), kind.tombstone_schema, kind.max_bytes)
         if kind.trash + found.name != name:
@@ -207,20 +205,17 @@ class Catalog(Generic[D]):
         return found
 
     def write_tombstone(self, tombstone: Tombstone) -> None:
-        """Write it, in place of one that may be there."""
+        """Write or replace a tombstone."""
         put(self.store, self.kind.trash + tombstone.name, tombstone.encode(self.kind.tombstone_schema))
 
     def _present(self, key: str) -> tuple[bool, D | None]:
-        """Whether there is a document, and it itself if it can be read."""
+        """Whether there is a document, and the document if it can be read."""
         try:
             document = self.find(key, timeout_s=WRITE_S)
         except (CorruptError, SignatureError, OtherVersionError) as error:
-            self._say(f"what was stored for an {self.kind.noun} that cannot be read stays: {error}")
+            self._say(f"the objects of an unreadable {self.kind.noun} document are not deleted: {error}")
             return True, None
         return document is not None, document
-
-    def _bury(self, document: D, now_s: float) -> None:
-        self.write_tombstone(self.kind.tombstone(document, now_s))
 
     def _check_objects(self, document: D) -> None:
         absent = missing(self.store, document.objects)

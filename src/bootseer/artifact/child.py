@@ -1,8 +1,8 @@
-"""Do something in a process of its own, for clients of stores that a fork would break.
+"""Run a function in a forked child process, for store clients that a fork would break.
 
-The clients of object stores and of HDFS run threads of their own for as long as the process lives. A mount daemon is
-forked from this process, and would inherit their locks without their threads. So whatever must be asked of such a store
-before the fork is asked by a child, which leaves its answers in the node's cache.
+The clients of object stores and of HDFS have threads for as long as the process lives. A mount daemon forked from this
+process would inherit their locks without these threads. So requests to such a store before the fork are made by a
+child, which leaves the results in the node's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.mounts.process import end_child
 
 DEADLINE_S = 300.0
-"""More than all deadlines of what is asked for together: only for a client that hangs."""
+"""More than the deadlines of all requests together: only for a client that hangs."""
 _MAX_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _END_S = 10.0
@@ -32,17 +32,17 @@ def breaks_forks(uri: str | None) -> bool:
 
 
 def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> Any:
-    """What `work` gives in a child process, as JSON has it. Raises the `BootseerError` that it raised.
+    """The result of `work` in a child process, passed as JSON. Raises the `BootseerError` that it raised.
 
-    `TransientError` after `deadline_s` seconds: the child is killed then.
+    The child is killed after `deadline_s` seconds: `TransientError`.
     """
     answer, report = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
-        _work(work, report)
+        _run_and_report(work, report)
     os.close(report)
     try:
-        result = _hear(answer, deadline_s)
+        result = _read_to_end(answer, deadline_s)
         status = end_child(pid, _END_S, kill=False)
     except BaseException:
         end_child(pid)
@@ -53,19 +53,19 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         raise (error if isinstance(error, type) and issubclass(error, BootseerError) else BootseerError)(message)
     if status is None:
         end_child(pid)
-        raise TransientError(f"the process that asked the store has answered, and not ended for {_END_S:g} s")
+        raise TransientError(f"the child process that accessed the store did not exit within {_END_S:g} s")
     if status:
-        raise TransientError(f"the process that asked the store ended with status {status}")
+        raise TransientError(f"the child process that accessed the store ended with status {status}")
     return found
 
 
-def _hear(answer: int, deadline_s: float) -> bytes:
-    """What the child says until it ends."""
+def _read_to_end(answer: int, deadline_s: float) -> bytes:
+    """What the child writes until it ends."""
     result, end = b"", time.monotonic() + deadline_s
     with os.fdopen(answer, "rb", buffering=0) as pipe:
         while len(result) < _MAX_BYTES:
             if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TransientError(f"the process that asked the store has not answered for {deadline_s:g} s")
+                raise TransientError(f"the child process that accesses the store has no result after {deadline_s:g} s")
             piece = pipe.read(_PIECE_BYTES)
             if not piece:
                 break
@@ -73,13 +73,13 @@ def _hear(answer: int, deadline_s: float) -> bytes:
     return result
 
 
-def _work(work: Callable[[], Any], report: int) -> None:
+def _run_and_report(work: Callable[[], Any], report: int) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         result = [work(), "", ""]
         code = 0
-    except BaseException as error:  # nothing may unwind into the parent's code
+    except BaseException as error:  # must not continue in the parent's code
         kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
         message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
         result = [None, kind, message[:4000]]

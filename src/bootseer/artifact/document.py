@@ -1,10 +1,10 @@
-"""JSON documents from stores and from this node: checked once, where they are read; everything else may rely on them.
+"""JSON documents from stores and from this node, validated when they are read.
 
-A document is a frozen dataclass (or a `msgspec.Struct`) whose annotations say what is valid: types, limits and patterns
-(`Annotated[int, Meta(ge=0)]`); what no annotation can say is a `ValueError` in `__post_init__` or in the caller's own
-check. Keys that the class does not have are kept in its field `more`, if it has one: a later version wrote them, and
-`encode` writes them again. msgspec converts what `json` parsed, not the bytes themselves: paths that are not UTF-8 are
-in our documents as lone surrogates, which msgspec's own parser refuses. Decides and touches nothing.
+A document is a frozen dataclass (or a `msgspec.Struct`) whose annotations define what is valid: types, limits and
+patterns (`Annotated[int, Meta(ge=0)]`); further checks raise `ValueError` in `__post_init__`. Unknown keys, from a
+later version, are kept in the field `more`, if the class has one, and written again by `encode`. The bytes are parsed
+by `json` and converted by msgspec: our documents hold non-UTF-8 paths as lone surrogates, which msgspec's own parser
+rejects. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _T = TypeVar("_T")
 
 
 class OtherVersionError(PermanentError):
-    """A document that another version of BootSeer wrote, and perhaps still uses."""
+    """A document that another version of BootSeer wrote, and may still use."""
 
 
 def parse_object(data: bytes, label: str, limit: int) -> dict[str, Any]:
-    """A JSON object from outside, at most `limit` bytes of it. Raises `CorruptError` for anything else."""
+    """Parse an untrusted JSON object of at most `limit` bytes. Raises `CorruptError` for anything else."""
     if len(data) > limit:
         raise CorruptError(f"{label}: {len(data)} bytes, more than the {limit} that are read")
     try:
@@ -52,9 +52,9 @@ def decode(
     schema: str | tuple[str, ...],
     other_version: type[PermanentError] = OtherVersionError,
 ) -> _T:
-    """The document in `data`, of at most `limit` bytes. `what` is it for people: `environment document`.
+    """Parse the document in `data`, of at most `limit` bytes. `label` names it in errors: `environment document`.
 
-    Raises `CorruptError`, and `other_version` where its key `schema` is not `schema`, or none of several.
+    Raises `CorruptError`, and `other_version` when its key `schema` is not (one of) `schema`.
     """
     value = parse_object(data, label, limit)
     known = (schema,) if isinstance(schema, str) else schema
@@ -64,7 +64,7 @@ def decode(
 
 
 def convert(value: object, kind: type[_T], label: str) -> _T:
-    """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
+    """Convert parsed JSON to a `kind`. Raises `CorruptError` with the name of the first invalid field."""
     known = _names(kind)  # type: ignore[arg-type] # mypy takes a type variable for unhashable
     if isinstance(value, dict) and _MORE in known:
         value = {
@@ -78,9 +78,9 @@ def convert(value: object, kind: type[_T], label: str) -> _T:
 
 
 def encode(document: object, schema: str, **fields: Any) -> bytes:
-    """JSON with the key `schema`; the same document gives the same bytes. `fields` stand for those of the document.
+    """Deterministic JSON with the key `schema`. `fields` replace those of the document.
 
-    Raises `TypeError` or `ValueError` for what JSON cannot say.
+    Raises `TypeError` or `ValueError` for what JSON cannot represent.
     """
     value: dict[str, Any] = msgspec.to_builtins(document, str_keys=True)
     value = {**value.pop(_MORE, {}), **value, **fields, "schema": schema}
@@ -88,19 +88,19 @@ def encode(document: object, schema: str, **fields: Any) -> bytes:
 
 
 def printable(text: str) -> str:
-    """A text for people, which cannot steer the terminal that it is printed on."""
+    """The text without control characters, which could affect the terminal."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 @cache
 def _names(kind: type) -> frozenset[str]:
-    # `msgspec.inspect` knows, too, and takes longer than all else that is done with a document.
+    # `msgspec.inspect` would do, but takes longer than all other work on a document.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return frozenset(getattr(kind, "__struct_encode_fields__", [field.name for field in fields]))
 
 
 def _plain(problem: str) -> str:
-    """What is wrong, without what the document says there: that could be anything."""
+    """The problem without the offending value, which could be anything."""
     found = _WHERE.search(problem)
     where, reason = (found[1], problem[: found.start()]) if found else ("", problem)
     missing = _MISSING.search(reason)

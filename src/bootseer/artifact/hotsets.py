@@ -1,9 +1,9 @@
-"""Hot sets of images and environments: found before a start, kept and published after it.
+"""Hot sets of images and environments: loaded before a start, updated and published after it.
 
-A set lies in two places: on this node, and in the image's store for all nodes and all time. A start takes the runs of
-both. Neither place is needed for a start, so that nothing here raises for what a store does: it says so, once.
-A process without write access keeps the sets on the node. Signatures are about the store alone: what lies on this node
-was written by it. How runs are combined is said in one place, `fetch.hotset`.
+A set is stored in two places: on this node, and in the image's store for all nodes. A start uses the runs of both. A
+start works without them, so errors of a store are reported once as a line and never raised. Without write access the
+sets stay on the node. Only the store's sets are signed: files on this node were written by this node. How runs are
+combined is defined in `fetch.hotset`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
 _READ_S = 5.0
-"""A start waits no longer for a set: without one it is slower, not wrong."""
-KEPT = "kept"
-"""The file beside a record that says that it has become part of the hot set; it holds what did not work, as lines."""
+"""A start waits no longer for a set: without one it is slower, but correct."""
+MERGED = "kept"
+"""A file beside a record: the record was merged into the hot set. It holds the problems of the merge, as JSON lines."""
 
 
 def hotset_name(digest: str, workload: str) -> str:
-    """What a set is called in a store. `digest` is that of the image's manifest."""
+    """The name of a set in a store. `digest` is that of the image's manifest."""
     return f"hotsets/{digest.replace(':', '-')}/{workload}"
 
 
 class HotSets:
-    """The sets of one image. Not shared between threads."""
+    """The sets of one image. For one thread."""
 
     def __init__(
         self, cache_root: Path, digest: str, store: Store | None, say: Say, signatures: Signatures = UNSIGNED
     ) -> None:
-        """`store` is the image's; None: this node alone is looked at. `say` gets one line for what did not work."""
+        """`store` is the image's; None: only this node is used. `say` gets a line for each problem."""
         self._local = FileStore(own_folder(cache_root / "hotsets", make=False))
         self._store = store
         self._signatures = signatures
@@ -60,7 +60,7 @@ class HotSets:
         self._say = say
 
     def load(self, workload: str) -> HotSet | None:
-        """The set with the runs that this node and the store know; None when there is none."""
+        """The runs that this node and the store know, as one set; None without any."""
         return self._load(workload, self._say)
 
     def _load(self, workload: str, say: Say) -> HotSet | None:
@@ -76,16 +76,16 @@ class HotSets:
                 say(f"no hot set: {error}")
         return functools.reduce(HotSet.union, sets) if sets else None
 
-    def fetch(self, workload: str) -> None:
-        """Keep on this node what the store knows."""
+    def copy_to_node(self, workload: str) -> None:
+        """Store what the store knows on this node."""
         hot_set = self.load(workload)
         if hot_set is not None:
             self._write(self._local, hot_set, "kept on this node")
 
-    def keep(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
-        """Add a start's record to the set, on the node and (with `publish`) in the store, and what it imported; the set
-        as it is now."""
-        # The start looked for the set before, and said what did not work.
+    def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
+        """Merge a start's record and imports into the set on the node and, with `publish`, in the store; returns the
+        merged set."""
+        # The start has loaded the set before and reported the problems.
         known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)
         merged = replace(merged, imports=imports or merged.imports)
@@ -94,15 +94,15 @@ class HotSets:
             self.publish(merged)
         return merged
 
-    def add(self, given: HotSet) -> HotSet:
-        """Add the runs of a set from elsewhere to what is known of its workload, on the node; the set as it is now."""
+    def add_set(self, given: HotSet) -> HotSet:
+        """Merge an imported set into the one of its workload on this node; returns the merged set."""
         known = self.load(given.workload)
         merged = known.union(given) if known is not None else given
         self._write(self._local, merged, "kept on this node")
         return merged
 
-    def names(self) -> list[str]:
-        """The workloads of which there are sets."""
+    def workloads(self) -> list[str]:
+        """The workloads that have sets."""
         prefix = hotset_name(self._digest, "")
         found: set[str] = set()
         for store in (self._local, self._store):
@@ -115,7 +115,7 @@ class HotSets:
         return sorted(found)
 
     def publish(self, hot_set: HotSet) -> bool:
-        """Write a set into the store; false, and a word to the user, when it does not take it."""
+        """Write a set into the store. Returns False, and says why, when that fails."""
         if self._store is None:
             return False
         signs = bool(self._signatures.signing)
@@ -130,15 +130,15 @@ class HotSets:
         if store is self._store:
             if is_signed(data):
                 self._signed.add(workload)
-            data = self._signatures.open(name, data, store.uri, reuse=True)  # its runs are signed with ours
+            data = self._signatures.open(name, data, store.uri, reuse=True)  # its runs become part of what we sign
         found = parse_hot_set(data)
         if (found.image, found.workload) != (self._digest, workload):
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")
         return found
 
     def _write(self, store: Store, hot_set: HotSet, label: str) -> bool:
-        # As the image's own the registry lists it beside the image and forgets it with the image; a store that does not
-        # have the image itself takes it all the same.
+        # With the image as its subject, a registry lists the set with the image and deletes it with it. A store that
+        # does not have the image itself still takes it.
         subjects = (self._digest, None) if store is self._store else (None,)
         name, data = hotset_name(self._digest, hot_set.workload), encode_hot_set(hot_set)
         if store is self._store:
@@ -164,10 +164,10 @@ class HotSets:
 
 @dataclass(frozen=True, slots=True)
 class HotSetUpdater:
-    """Makes the finished record of a start part of the hot set. Runs in the daemon, where stores are opened anew."""
+    """Merges the finished record of a start into the hot set. Called in the daemon, which opens its own stores."""
 
     store: str | None
-    """URI of the store that it is published in; None: it stays on the node."""
+    """URI of the store to publish in; None: the set stays on the node."""
     plain_http: bool
     cache_root: Path
     digest: str
@@ -175,10 +175,10 @@ class HotSetUpdater:
     signatures: Signatures
     plan: Sequence[Block] | None
     imports: Path | None = None
-    """A file of ours with what the start imported."""
+    """A file with the imports of the start."""
 
     def __call__(self, path: Path) -> None:
-        """Read the record at `path` and keep it. Raises nothing that the daemon would not write into its log."""
+        """Read the record at `path` and merge it. Problems go into the file `MERGED`."""
         notes: list[str] = []
         try:
             record = read_record(path)
@@ -188,13 +188,13 @@ class HotSetUpdater:
                 store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
                 sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
                 imports = _text_of(self.imports)
-                sets.keep(self.workload, record, publish=store is not None, imports=imports)
+                sets.add_record(self.workload, record, publish=store is not None, imports=imports)
         finally:
-            path.with_name(KEPT).write_text(json.dumps(notes))
+            path.with_name(MERGED).write_text(json.dumps(notes))
 
 
 def _text_of(path: Path | None) -> str:
-    """What the file has; empty where there is none, or one that is too large."""
+    """The content of the file; empty when it is missing or too large."""
     try:
         text = path.read_text() if path is not None else ""
     except (OSError, ValueError):

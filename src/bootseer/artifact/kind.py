@@ -1,8 +1,8 @@
-"""What tells kinds of artifacts apart (environments, images), what a look found, and what is left of a removed one.
+"""What distinguishes the kinds of artifacts (environments, images), the result of a lookup, and tombstones.
 
-A removed artifact leaves a tombstone until its objects are deleted, with their names and a time. The document goes at
-once, so that no start finds the artifact any more; a start that found it before may read its objects for some time yet.
-Decides and touches nothing.
+Removing an artifact deletes its document at once, so that no start finds it any more, and leaves a tombstone with the
+names of its objects and a time: starts that found it before may read its objects for a while. Decides and touches
+nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_OBJECTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """A removed artifact."""
+    """The record of a removed artifact."""
 
     key: str
     digest: str
-    """Of its content: its hot sets are filed under it."""
+    """Of its content; its hot sets are stored under it."""
     identity: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """Tells the contents of one key apart; of an environment that of its block file, which nodes mount."""
+    """Distinguishes contents of the same key; for an environment the identity of its block file, which nodes mount."""
     removed_s: Annotated[float, Meta(ge=0, le=1e11)]
-    """Seconds since 1970, by the clock of the node that removed it."""
+    """Seconds since 1970, by the clock of the removing node."""
     objects: Annotated[tuple[Stored, ...], Meta(max_length=MAX_OBJECTS)]
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Tombstone:
 
     @property
     def name(self) -> str:
-        """Its name in the trash: one for one content, so that removing twice leaves one."""
+        """Its name in the trash, derived from the content: removing twice leaves one."""
         return f"{self.key.replace(':', '-')}-{self.identity[:16]}"
 
     def encode(self, schema: str) -> bytes:
@@ -49,7 +49,7 @@ class Tombstone:
 
     @classmethod
     def parse(cls, data: bytes, schema: str, limit: int) -> Tombstone:
-        """Read a tombstone. Raises `CorruptError`: what is written in it will be deleted."""
+        """Parse strictly, because the named objects will be deleted. Raises `CorruptError`."""
         return decode(data, cls, "tombstone", limit=limit, schema=schema, other_version=CorruptError)
 
 
@@ -70,45 +70,45 @@ D = TypeVar("D", bound=Document)
 
 @dataclass(frozen=True)
 class Kind(Generic[D]):
-    """What tells environments and images apart."""
+    """How a kind of artifact is named, stored and parsed."""
 
     noun: str
-    """For people: `environment`."""
+    """In messages: `environment`."""
     folder: str
-    """Where a store keeps the documents: `environments/`."""
+    """The prefix of its documents in a store: `environments/`."""
     trash: str
-    """Where it keeps tombstones."""
+    """The prefix of its tombstones."""
     tombstone_schema: str
     max_bytes: int
     """Of a document."""
     check_key: Callable[[str], None]
-    """Raises `UsageError` for what is not a key."""
+    """Raises `UsageError` for an invalid key."""
     document_name: Callable[[str], str]
-    """Where a store keeps the document of a key."""
+    """The name of a key's document in a store."""
     key_in: Callable[[str], str]
-    """The key of a document's name; empty for every other name."""
+    """The key of a document's name; "" for other names."""
     parse: Callable[[bytes], D]
     key: Callable[[D], str]
     identity: Callable[[D], str]
     """See `Tombstone.identity`."""
 
     def tombstone(self, document: D, now_s: float) -> Tombstone:
-        """The tombstone of a document that is removed now."""
+        """The tombstone of a document removed now."""
         return Tombstone(self.key(document), document.digest, self.identity(document), now_s, document.objects)
 
     def short(self, key: str) -> str:
-        """A key for people."""
+        """An abbreviated key for messages."""
         return key.removeprefix("sha256:")[:12]
 
 
 @dataclass(frozen=True)
 class Lookup(Generic[D]):
-    """What a look for an artifact found."""
+    """The result of a lookup."""
 
     kind: Literal["found", "none", "unsigned", "broken", "other-version", "unreachable"]
     document: D | None = None
-    """What was found; for `unreachable`, what this node knows, if anything."""
+    """The document found; for `unreachable` the one that this node knows, if any."""
     why: str = ""
-    """The error, for people."""
+    """The error message."""
     data: bytes = field(default=b"", repr=False, compare=False)
-    """The document as it is stored, with its signatures."""
+    """The stored bytes of the document, with signatures."""

@@ -1,10 +1,10 @@
-"""Leases in a store: what is being built is announced by its builder, with a heartbeat that others watch.
+"""Leases in a store: a builder announces its work with a heartbeat that other nodes watch.
 
-A lease is created by the process that comes first. Its holder writes a new beat number every few seconds; a waiter
-takes over a lease whose beat stands still (`lease_state`). Two processes may believe for a moment that they hold it: in
-stores that cannot create in one step, and when two take over at once. Both then build, the first to publish wins, and
-nothing is wrong. Where the store refuses a lease, nothing waits. Everything has a deadline; clock, sleep and chance are
-arguments. A `Lease` belongs to one thread, with the one that beats it.
+The first process creates the lease. Its holder writes a new heartbeat number every few seconds; a waiter takes over a
+lease whose number does not change (`lease_state`). Two processes may briefly both believe that they hold it: in stores
+without atomic creation, and when two take over at once. Then both build, the first to publish wins, and nothing is
+wrong. If the store refuses leases, nothing waits. Everything has a deadline; clock, sleep and randomness are arguments.
+A `Lease` belongs to one thread and its heartbeat thread.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _log = logger(__name__)
 _LOOK_S = 5.0
 _ATTEMPTS = 2
 _SETTLE_S = (0.2, 0.5)
-"""Between writing a taken lease and reading it again: longer than the other's way from its look to its write."""
+"""Delay between writing a taken lease and reading it back: longer than a competitor takes from reading to writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Another process builds."""
+    """Another process holds the lease and builds."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoLease:
-    """It is not known whether another process builds."""
+    """It is unknown whether another process builds."""
 
     why: str
 
 
 class Lease:
-    """A lease that this process holds."""
+    """A lease held by this process."""
 
     def __init__(self, store: Store, name: str, record: LeaseRecord) -> None:
         self._store = store
@@ -55,17 +55,16 @@ class Lease:
         self._record = record
         self._lock = threading.Lock()
         self.lost = False
-        """Another process took this one for dead and has it now. What was built may be published all the same: the
-        first
-        wins."""
+        """Another process took this one for dead and holds the lease now. The result may still be published: the first
+        publisher wins."""
 
     @property
     def interval_s(self) -> float:
-        """When to beat again, at the latest."""
+        """The maximum time between heartbeats."""
         return self._record.interval_s
 
     def beat(self) -> bool:
-        """Show that the holder lives; false once the lease is lost. A store that does not answer is tried later."""
+        """Write a heartbeat; False once the lease is lost. If the store does not respond, the next beat tries again."""
         with self._lock:
             try:
                 if not self._is_ours():
@@ -74,11 +73,11 @@ class Lease:
                     self._record = self._record.next()
                     put(self._store, self._name, self._record.encode(), timeout_s=self.interval_s)
             except BootseerError:
-                pass  # the next beat is soon; a waiter does not count the time in which it could not look either
+                pass  # the next beat is soon, and waiters do not count time in which they could not read either
             return not self.lost
 
     def release(self) -> bool:
-        """Give it back, if it is still ours: whether others see that. Otherwise they see that it is silent."""
+        """Give the lease back if it is still ours; whether others can see that. Otherwise it will look dead to them."""
         with self._lock:
             try:
                 if self.lost or not self._is_ours():
@@ -87,14 +86,14 @@ class Lease:
                 try:
                     self._store.delete(self._name)
                 except BootseerError:
-                    # Many registries delete nothing.
+                    # Many registries do not support deletion.
                     put(self._store, self._name, replace(self._record.next(), released=True).encode())
             except BootseerError:
                 return False
             return True
 
     def _is_ours(self) -> bool:
-        """Whether the store still shows it as ours. Raises for a store that does not say."""
+        """Whether the store still shows this process as the holder. Raises when the store does not respond."""
         seen = look(self._store, self._name)
         if seen.kind == "unknown":
             raise TransientError(seen.why)
@@ -102,7 +101,7 @@ class Lease:
 
 
 def look(store: Store, name: str) -> LeaseObservation:
-    """One look at a lease; raises nothing for what the store does."""
+    """Observe a lease once; raises none of the store's errors."""
     data = b""
     try:
         data = read_all(store, name, MAX_BYTES, _LOOK_S)
@@ -114,7 +113,7 @@ def look(store: Store, name: str) -> LeaseObservation:
     except TransientError as error:
         return LeaseObservation("unknown", why=str(error))
     except BootseerError as error:
-        # What is larger than any lease is malformed; one that may not be read cannot be waited for.
+        # Larger than any lease: malformed. One that may not be read cannot be waited for.
         broken = "is larger than" in str(error)
         return LeaseObservation("broken", "large") if broken else LeaseObservation("unknown", why=str(error))
     return LeaseObservation("free" if record.released else "held", f"{record.nonce} {record.beat}", record)
@@ -135,13 +134,13 @@ def acquire(
         except BootseerError as error:
             return NoLease(str(error))
         seen = LeaseObservation("free") if created else look(store, name)
-        # It may have been written, and only the answer be lost.
+        # It may have been created although the response was lost.
         if created or (seen.record is not None and seen.record.nonce == record.nonce):
             return Lease(store, name, record)
         if seen.kind != "free":
             return _as_held(seen, clock())
         if not reason:
-            # Given back by a node that may not delete, or just now: write over it, and see which node has it.
+            # Released by a node that cannot delete, or just now: overwrite it, and check which node got it.
             return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
     return NoLease(reason)
 
@@ -156,7 +155,7 @@ def take_over(
     rng: random.Random | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease | Held | NoLease:
-    """Take a lease whose holder is dead, as it was seen; of several nodes that do, the last writer has it."""
+    """Take over a lease observed as dead; if several nodes do, the last writer holds it."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time(), ttl_s, taken=True)
     return _taken(store, name, record, dead, rng or random.Random(), sleep)  # noqa: S311 - spreads requests, no secret
 
@@ -193,8 +192,9 @@ def _as_held(seen: LeaseObservation, now_s: float) -> Held | NoLease:
 
 @contextlib.contextmanager
 def announced(store: Store, name: str, node: str) -> Iterator[None]:
-    """Show others for as long as the block lasts that something is being built, by a lease of a name that only this
-    process uses. A store that refuses it costs a log line: then others do not see it."""
+    """For the duration of the block, announce with a lease under a unique `name` that something is being built.
+
+    If the store refuses it, that is logged and the build is invisible to others."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time())
     lease, over = Lease(store, name, record), threading.Event()
     try:

@@ -1,8 +1,8 @@
-"""Leases: what one says, and whether its holder is alive, as a waiter concludes from looking at it.
+"""Leases: their content, and whether the holder is alive, as concluded by a waiter from repeated observations.
 
-A holder is alive as long as its beat number changes. The waiter measures silence by its own clock and only while it
-could look, so that neither the holder's clock nor a store that was away for a while makes a living holder dead. Decides
-and touches nothing; `lease` does the looking and writing.
+A holder is alive as long as its heartbeat number changes. The waiter measures silence by its own clock and only while
+it can read the lease, so neither the holder's clock nor an outage of the store makes a living holder look dead. Decides
+and touches nothing; `lease` reads and writes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bootseer.errors import CorruptError
 SCHEMA = "bootseer.environment-lease/1"
 MAX_BYTES = 16 << 10
 TTL_S = 30.0
-"""A holder that is silent for so long is taken for dead."""
+"""A holder silent for this long is taken for dead."""
 _MIN_TTL_S, _MAX_TTL_S = 1.0, 300.0
-"""A forged lease must not hold a start up for longer."""
+"""Upper limit, so that a forged lease cannot block a start for longer."""
 BEATS_PER_TTL = 3
 _FIRST_LOOK_S = 0.25
 _LAST_LOOK_S = 3.0
-"""Looks become this rare: a thousand waiters are then some hundred small requests a second."""
+"""The longest interval: a thousand waiters then make a few hundred small requests per second."""
 _SLOWER = 1.5
 _MAX_NODE = 256
 _MAX = 10**15
@@ -33,42 +33,42 @@ _MAX = 10**15
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """What a lease says."""
+    """The content of a lease."""
 
     nonce: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """Of this one holder: 32 hex digits."""
+    """Unique per holder: 32 hex digits."""
     node: str
     pid: Annotated[int, Meta(ge=0, lt=_MAX)]
     since_s: Annotated[float, Meta(ge=0, lt=_MAX)]
-    """When it was acquired: seconds since 1970, by the holder's clock. For people only."""
+    """When it was acquired: seconds since 1970 by the holder's clock, for messages only."""
     ttl_s: Annotated[float, Meta(ge=0, lt=_MAX)] = TTL_S
     beat: Annotated[int, Meta(ge=0, lt=_MAX)] = 0
     released: bool = False
-    """Given back by a holder that may not delete."""
+    """Given back by a holder that cannot delete."""
     taken: bool = False
-    """The holder before was dead, and did not give up."""
+    """Taken over from a dead holder, which did not release it."""
 
     @property
     def silence_s(self) -> float:
-        """How long it may be silent."""
+        """How long the holder may be silent, within the limits."""
         return min(max(self.ttl_s, _MIN_TTL_S), _MAX_TTL_S)
 
     @property
     def interval_s(self) -> float:
-        """Between two beats."""
+        """Between two heartbeats."""
         return self.silence_s / BEATS_PER_TTL
 
     def next(self) -> LeaseRecord:
-        """With the next beat."""
+        """The record with the next heartbeat number."""
         return replace(self, beat=self.beat + 1)
 
     def words(self, now_s: float) -> str:
-        """The holder, for people."""
+        """The holder, for messages."""
         return f"{self.node} (process {self.pid}) has been building it for {max(now_s - self.since_s, 0):.0f} s"
 
     @property
     def last_beat_s(self) -> float:
-        """When it beat last, at the earliest: seconds since 1970, by the holder's clock."""
+        """The earliest time of the last heartbeat: seconds since 1970, by the holder's clock."""
         return self.since_s + self.beat * self.interval_s
 
     def encode(self) -> bytes:
@@ -77,44 +77,44 @@ class LeaseRecord:
 
     @classmethod
     def parse(cls, data: bytes) -> LeaseRecord:
-        """Read a lease. Raises `CorruptError`."""
+        """Parse a lease. Raises `CorruptError`."""
         found = decode(data, cls, "lease", limit=MAX_BYTES, schema=SCHEMA, other_version=CorruptError)
         return replace(found, node=printable(found.node[:_MAX_NODE]))
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseObservation:
-    """What one look at a lease showed."""
+    """One observation of a lease."""
 
     kind: Literal["free", "held", "broken", "unknown"]
-    """`free` is also what was released; `unknown`: the store did not say."""
+    """`free` includes released ones; `unknown`: the store did not respond."""
     mark: str = ""
-    """Differs between two looks at a holder that is alive; for a broken lease it is that of its bytes."""
+    """Changes with every heartbeat; for a broken lease a digest of its bytes."""
     record: LeaseRecord | None = None
     why: str = ""
-    """Of `unknown`: the error."""
+    """For `unknown`: the error."""
 
 
 class Next(Enum):
     """What a waiter does next."""
 
     LOOK = "look"
-    """After `Watch.pause_s`."""
+    """Observe again after `Watch.pause_s`."""
     FREE = "free"
-    """It is not held (any more)."""
+    """It is not held any more."""
     LEFT = "left"
-    """Its holder gave it back, and another one has it already."""
+    """The holder released it, and another one holds it already."""
     DEAD = "dead"
-    """Its holder is dead: it may be taken over."""
+    """The holder is dead: take the lease over."""
     OVER = "over"
-    """The time to wait is over."""
+    """The waiting time is over."""
 
 
 class Watch:
-    """One waiter. All times are of one clock that never goes back: the waiter's own."""
+    """The state of one waiter. All times are of its own monotonic clock."""
 
     def __init__(self, until_s: float, *, ttl_s: float = TTL_S) -> None:
-        """`ttl_s` holds for a lease that cannot be read."""
+        """`ttl_s` applies to a lease that cannot be parsed."""
         self._until_s = until_s
         self._ttl_s = ttl_s
         self._mark = ""
@@ -124,7 +124,7 @@ class Watch:
         self._pause_s = _FIRST_LOOK_S / _SLOWER
 
     def see(self, seen: LeaseObservation, now_s: float) -> Next:
-        """What a look that was made now means."""
+        """Evaluate an observation made now."""
         if seen.kind == "free":
             return Next.FREE
         if seen.record is not None:
@@ -136,13 +136,14 @@ class Watch:
             if seen.mark != self._mark:
                 self._mark, self._silent_s = seen.mark, 0.0
             elif before_s is not None:
-                # A waiter that was stopped for an hour has not watched for an hour.
+                # A waiter that was suspended has not observed the lease meanwhile: count at most the usual interval.
                 self._silent_s += min(now_s - before_s, 2 * self._pause_s + 1.0)
             if self._silent_s > (seen.record.silence_s if seen.record is not None else self._ttl_s):
                 return Next.DEAD
         return Next.OVER if now_s >= self._until_s else Next.LOOK
 
     def pause_s(self, now_s: float, chance: float) -> float:
-        """How long to wait before the next look. `chance` is random, from 0 to 1: waiters shall not march in step."""
+        """How long to wait before the next observation. `chance`: random, 0 to 1, so that waiters do not
+        synchronize."""
         self._pause_s = min(self._pause_s * _SLOWER, _LAST_LOOK_S)
         return min(self._pause_s * (0.75 + chance / 2), max(self._until_s - now_s, 0.0))

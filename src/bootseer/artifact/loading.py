@@ -1,8 +1,8 @@
-"""Lazy or whole: whether a start with blocks on demand will beat a plain, parallel pull of everything.
+"""Lazy or whole: whether a start with blocks on demand is predicted to beat a plain, parallel pull of everything.
 
-The prediction is a handful of products, on purpose: it has to be right about extremes (a small image, a hot set that is
-nearly everything, a slow round trip without a hot set), where one way is slower by a factor. Its inputs are what is
-known before anything is fetched: sizes, and the hot set that earlier starts of the same workload left behind.
+The model is deliberately simple: it must be right about the extremes (a small image, a hot set that is nearly
+everything, high latency without a hot set), where one of the two is slower by a factor. Its inputs are known before
+anything is fetched: sizes, and the hot set of earlier starts of the same workload.
 
 Decides and touches nothing.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bootseer.fetch.hotset import Block
 
 Loading = Literal["auto", "lazy", "pull"]
-"""Lazily, all of it first, or whichever is predicted to be faster."""
+"""Lazily, everything first, or whichever is predicted to be faster."""
 Mode = Literal["lazy", "pull"]
 LAZY: Mode = "lazy"
 PULL: Mode = "pull"
@@ -29,43 +29,44 @@ PULL: Mode = "pull"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The model's constants, each with where it comes from."""
+    """The constants of the model, each with its source."""
 
     small_bytes: int = 32 << 20
-    """Below this a pull takes well under a second on any cluster's network, and a daemon would only be in the way."""
+    """Up to this size a pull takes well under a second on any cluster network, and a daemon would be overhead."""
     hot_share: float = 0.8
-    """From here on the rest is so little that fetching it too costs less than a daemon for it."""
+    """From this share on, fetching the rest too costs less than running a daemon for it."""
     bytes_per_s: float = 119e6
     """1 Gbit/s, the slowest network that GPU nodes have."""
     latency_s: float = 0.01
-    """A registry in the same region, time to first byte included."""
+    """Time to first byte of a registry in the same region."""
     verify_bytes_per_s: float = 500e6
-    """Decompression and digests on the few cores that a start may take; a pull cannot be faster."""
+    """Decompression and digests on the few cores that a start may use: the upper limit of a pull."""
     used_share: float = 0.35
-    """What a training start reads of its image: 29 to 42 % of a 412 MB image with PyTorch, by three lazy formats."""
+    """The share of its image that a training start reads: 29 to 42 % of a 412 MB image with PyTorch, by three lazy
+    formats."""
     demand_bytes: int = 1 << 20
-    """What one request of a waiting reader brings on average, with the kernel's read-ahead."""
+    """Average bytes per on-demand request, with the kernel's read-ahead."""
     readers: float = 2.0
-    """How many readers wait at once while programs are imported."""
+    """How many readers wait concurrently while programs are imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """A layer and what this node has of it."""
+    """A layer and the part of it that is on this node."""
 
     index: Index
     file: CachedFile
 
     @property
     def stored_bytes(self) -> int:
-        """Its size as stored."""
+        """Its stored size."""
         return sum(stripe.size_bytes for stripe in self.index.stripes)
 
     @property
     def missing_bytes(self) -> int:
-        """What of that is not on this node."""
+        """Stored size of the blocks that are not on this node."""
         missing = self.file.missing(0, self.index.size_bytes)
-        # Adding up a million places one by one would take longer than it is worth.
+        # Summing up a million blocks would take longer than it is worth.
         if len(missing) == self.index.num_blocks:
             return self.stored_bytes
         return sum(self.index.place(block).length for block in missing)
@@ -73,17 +74,17 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What is to be fetched, bytes as stored. What this node has already is left out of all of it."""
+    """What has to be fetched, in stored bytes, without what is on this node."""
 
     stored_bytes: int
     num_blocks: int
     hot_bytes: int | None = None
-    """Of the hot set; None when there is none."""
+    """Of the hot set; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Which way, why, and the two times that were compared (None: not computed, the sizes alone decided)."""
+    """The decision, its reason, and the predicted times (None if the sizes alone decided)."""
 
     mode: Mode
     reason: str
@@ -92,11 +93,11 @@ class Prediction:
 
 
 def choose_loading(loading: Loading, missing: Sequence[CachedLayer], plan: Sequence[Block] | None) -> Prediction:
-    """Lazily or not: as the user said, or as is predicted for the layers that are not complete."""
+    """The loading mode: as the user requested, or as predicted for the incomplete layers."""
     if loading == "pull":
-        return Prediction(PULL, "asked for")
+        return Prediction(PULL, "requested")
     if loading == "lazy":
-        return Prediction(LAZY, "asked for")
+        return Prediction(LAZY, "requested")
     num_blocks = sum(layer.index.num_blocks - layer.file.num_ready for layer in missing)
     hot_bytes = None if plan is None else _hot_bytes(missing, plan)
     return predict(Missing(sum(layer.missing_bytes for layer in missing), num_blocks, hot_bytes))
@@ -114,9 +115,9 @@ def predict(missing: Missing, settings: Settings | None = None) -> Prediction:
         return Prediction(PULL, f"the hot set is {hot / stored:.0%} of what is to be fetched")
     rate, latency_s = min(known.bytes_per_s, known.verify_bytes_per_s), known.latency_s
     pull_s = latency_s + stored / rate
-    # A hot set covers nine tenths of what is needed, or is recorded anew.
+    # A hot set covers nine tenths of what is needed, otherwise it is recorded anew.
     demand_bytes = known.used_share * stored if hot is None else 0.1 * hot
-    # Hot blocks stream in one after the other; what readers wait for costs round trips on top.
+    # Hot blocks are streamed; on-demand reads cost round trips in addition.
     waits = demand_bytes / known.demand_bytes / known.readers
     fetched = min(demand_bytes + (hot or 0), stored)
     lazy_s = latency_s + fetched / rate + waits * latency_s

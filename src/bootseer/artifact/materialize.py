@@ -1,6 +1,6 @@
-"""Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
+"""Materialize the block files of a mount on this node: completely, or through a daemon that fetches on demand.
 
-Stores are opened again in the daemon; this process has no thread of its own when the daemon is started.
+The daemon opens its own stores; this process has a single thread when the daemon is forked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.child import breaks_forks
 from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say, Show, Stage
-from bootseer.artifact.room import Room
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
@@ -28,130 +28,130 @@ from bootseer.store.store import Store
 
 if TYPE_CHECKING:
     from bootseer.fetch.hotset import Block
-    from bootseer.mounts.fetched import MakeTree
+    from bootseer.mounts.block_files import MakeTree
 
 _LOG = logger(__name__)
 _MAX_NAMES = 200
 RECORD = "record"
-"""The file in a mount's folder that tells what its start needed."""
+"""The file in a mount's folder that records what the start needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountOptions:
-    """How block files are to come to this node."""
+    """How block files are materialized on this node."""
 
     cache: Path
-    """The node's cache."""
+    """Root of the node's cache."""
     runtime: Path
-    """Where the state of mounts lies."""
+    """The runtime folder, with the state of mounts."""
     plain_http: bool = False
     loading: Loading = "auto"
     workload: str = ""
-    """Which hot set; empty: none is used, and none is recorded."""
+    """The key of the hot set; empty: none is used or recorded."""
     publish: bool = True
-    """Whether what was recorded goes to the store."""
+    """Whether the record is published to the store."""
     signatures: Signatures = UNSIGNED
     imports: Path | None = None
-    """A file with what the start imports, which goes to the store and comes from there as the hot set's. Written only
-    where it is missing."""
+    """A file for the list of modules that the start imports, shared through the hot set. Only written if missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whose block files they are, and where they come from."""
+    """The image or environment, and the store of its block files."""
 
     name: str
-    """For people, and in the table of mounts."""
+    """For messages and the mount table."""
     digest: str
-    """Whose hot sets are used and kept."""
+    """The digest under which hot sets are stored."""
     store: Store
     store_uri: str
     options: MountOptions
     is_shared: bool = True
-    """Whether other nodes see the store."""
+    """Whether other nodes can access the store."""
     fallback: str = ""
-    """Why this is a fallback already, however the files come."""
+    """Why this is a fallback in any case, e.g. after a local conversion; empty otherwise."""
 
 
 @dataclass(slots=True)
 class Materializer:
-    """The block files of one mount on their way. `mode` and `reason` say how they come, for the report."""
+    """Materializes the block files of one mount. `mode` and `reason` are for the report."""
 
     subject: Subject
     cache: Cache
     folder: Path
-    """The mount's own."""
+    """The mount's folder."""
     stack: list[CachedLayer]
     lifeline: bool
-    """Whether a daemon ends with this process."""
+    """Whether the daemon ends with this process."""
     stage: Stage
     say: Say
     show: Show
-    room: Room
+    space: CacheSpace
     daemon: Daemon | None = None
     mode: str = ""
     reason: str = ""
     full: CacheFull | None = None
-    """Why all of it cannot be here: it is not tried again for another way to show it."""
+    """Set when a pull does not fit: it is not attempted again with another mount method."""
 
-    def lazily(self) -> None:
-        """Have what is missing served as files, for the kernel to mount. What cannot be served is fetched."""
+    def serve_lazily(self) -> None:
+        """Serve incomplete layers as files that the kernel can mount; pull them if that is predicted to be faster or
+        the daemon cannot be started."""
         missing, plan = self._missing_and_plan()
         if missing and self.mode != "pull":
             try:
                 with self.stage("daemon"):
                     self.daemon = self._start_daemon(missing, plan)
             except (BootseerError, OSError) as error:
-                self.fetch_after(error)
-        self._note_conversion()
+                self.pull_after_failure(error)
+        self._note_fallback()
 
-    def as_tree(self, make_tree: MakeTree, at: Path | None) -> None:
-        """Have all layers served as one tree, `at` a folder or below the mount's own. Raises what the daemon raised."""
+    def serve_tree(self, make_tree: MakeTree, at: Path | None) -> None:
+        """Serve all layers as one tree, mounted at `at` or in the mount's folder. Raises the daemon's errors."""
         _, plan = self._missing_and_plan()
         with self.stage("daemon"):
             self.daemon = self._start_daemon(self.stack, plan, make_tree=make_tree, at=at)
-        self._note_conversion()
+        self._note_fallback()
 
-    def all_of_it(self, reason: str) -> None:
-        """Fetch everything, because of `why`."""
-        self._trust()
+    def pull_all(self, reason: str) -> None:
+        """Fetch everything, as the fallback for `reason`."""
+        self._verify_complete()
         self.fall_back(reason)
         if not all(layer.file.trusted for layer in self.stack):
             self._pull()
 
-    def fetch_after(self, error: Exception) -> None:
-        """Fetch everything, because it could not be served. Raises `TransientError` where its store is to blame."""
+    def pull_after_failure(self, error: Exception) -> None:
+        """Fetch everything after lazy serving failed. Raises `TransientError` if the store was the cause."""
         self.check_origin()
         self.stop_daemon()
         self.fall_back(f"it cannot be served lazily: {error}")
-        self.say(f"{self.reason}; all of it is fetched first")
+        self.say(f"{self.reason}; fetching all of it first")
         self._pull()
 
     def check_origin(self) -> None:
-        """Raise `TransientError` if the daemon got nothing from its store: then no other way to show it can help."""
+        """Raise `TransientError` if the daemon failed to read from its store: another mount method cannot help then."""
         failed = failures(self.daemon).get("first_failure") if self.daemon is not None else None
         if failed:
             raise TransientError(f"{self.subject.name} cannot be read: {failed}")
 
     def fall_back(self, reason: str) -> None:
-        """Note that this is not how it was meant."""
+        """Record that a fallback is used."""
         _LOG.info("fallback: %s", reason)
         self.mode, self.reason = "fallback", reason
 
     def stop_daemon(self) -> None:
         """End the daemon, if there is one."""
         if self.daemon is not None:
-            from bootseer.artifact.hotsets import KEPT
+            from bootseer.artifact.hotsets import MERGED
 
             with contextlib.suppress(BootseerError):
                 self.daemon.stop()
             self.daemon = None
-            # The next one writes a record of its own.
-            for name in (RECORD, KEPT):
+            # The next daemon writes its own record.
+            for name in (RECORD, MERGED):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _announce(self) -> None:
-        """Let the job's other nodes have what is in this node's cache or comes there, an earlier job's layers too."""
+    def _register_with_peers(self) -> None:
+        """Offer all layers in this node's cache to the job's other nodes, also those that an earlier job fetched."""
         peers = open_peers(self.say)
         if peers is not None:
             for layer in self.stack:
@@ -159,15 +159,15 @@ class Materializer:
             peers.close()
 
     def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
-        """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
-        self._announce()
-        self._trust()
+        """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
+        self._register_with_peers()
+        self._verify_complete()
         missing = [layer for layer in self.stack if not layer.file.trusted]
         if not missing:
-            self.mode, self.reason = "local", "all of it is on this node"
+            self.mode, self.reason = "local", "all layers are complete on this node"
             return missing, None
-        if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
-            self.room.clean_up()
+        if self.space.is_short(sum(layer.missing_bytes for layer in missing)):
+            self.space.evict()
         plan = self._hot_set()
         prediction = choose_loading(self.subject.options.loading, missing, plan)
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
@@ -177,31 +177,31 @@ class Materializer:
                 self._pull()
             except CacheFull as error:
                 self.fall_back(f"not all of it fits on this node: {error}")
-                self.say(f"{self.reason}; it is served lazily")
+                self.say(f"{self.reason}; serving it lazily")
                 missing = [layer for layer in self.stack if not layer.file.trusted]
         _LOG.info(
-            "%s (%s): %d of %d files are not whole on this node, %d hot blocks",
+            "%s (%s): %d of %d files are incomplete on this node, %d hot blocks",
             self.mode, self.reason, len(missing), len(self.stack), len(plan or ()),
         )  # fmt: skip
         return missing, plan
 
-    def _note_conversion(self) -> None:
+    def _note_fallback(self) -> None:
         if self.subject.fallback:
             self.fall_back(self.subject.fallback)
 
-    def _trust(self) -> None:
-        """Complete layers whose word cannot be taken are compared with their digests once."""
+    def _verify_complete(self) -> None:
+        """Verify the digests of complete layers that are not trusted yet."""
         for layer in self.stack:
             if layer.file.complete and not layer.file.trusted:
                 with self.stage("verify"):
                     self._verify(layer)
 
     def _verify(self, layer: CachedLayer) -> None:
-        """On a full disk the layer can be read, but not noted as verified: then it is served by the daemon instead."""
+        """Verify a layer. On a full disk the result cannot be recorded, and the daemon serves the layer instead."""
         try:
             layer.file.verify_all(len(os.sched_getaffinity(0)))
         except CacheFull:
-            self.room.clean_up()
+            self.space.evict()
             with contextlib.suppress(CacheFull):
                 layer.file.sync()
 
@@ -211,12 +211,12 @@ class Materializer:
             return None
         from bootseer.artifact.hotsets import HotSets
 
-        # A store that must be asked by another process was: what it knew is on this node now.
+        # A store that requires a child process was asked by one before: its hot set is on this node now.
         store = None if breaks_forks(subject.store_uri) else subject.store
         sets = HotSets(options.cache, subject.digest, store, self.say, options.signatures)
         hot_set = sets.load(options.workload)
         if hot_set is not None and hot_set.imports and options.imports is not None and not options.imports.exists():
-            with contextlib.suppress(OSError):  # without it the start is not warm
+            with contextlib.suppress(OSError):  # only affects warm starts
                 own_folder(options.imports.parent)
                 new = options.imports.with_suffix(f".{os.getpid()}")
                 new.write_text(hot_set.imports)
@@ -235,7 +235,7 @@ class Materializer:
         at: Path | None = None,
     ) -> Daemon:
         from bootseer.artifact.hotsets import HotSetUpdater
-        from bootseer.mounts.fetched import Fetched, FetchedFile
+        from bootseer.mounts.block_files import BlockFileService, ServedFile
         from bootseer.mounts.serve import DaemonSpec
         from bootseer.mounts.trees import LazyFiles
 
@@ -251,30 +251,31 @@ class Materializer:
             imports=options.imports,
         )
         files = [
-            FetchedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
+            ServedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
         ]
-        opened = Fetched(
+        opened = BlockFileService(
             files=tuple(files),
             cache_root=self.cache.root,
             record=self.folder / RECORD if options.workload else None,
-            hand_over=update,
-            hot=None if plan is None else lambda: plan,
+            on_record=update,
+            load_hot_blocks=None if plan is None else lambda: plan,
             make_tree=make_tree or LazyFiles,
         )
         label = f"bootseer:{subject.name}"
-        # What the killed one had recorded is lost: half a startup would be taken for all that a startup needs.
+        # A restarted daemon does not record: half a startup would be taken for the needs of a whole one.
         again = replace(opened, record=None)
         return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again))
 
     def _pull(self) -> None:
-        """Fetch everything that is missing, at full speed. Evicts for it when it does not fit. Raises `CacheFull`."""
+        """Fetch everything that is missing at full speed, evicting other files if it does not fit. Raises
+        `CacheFull`."""
         if self.full is not None:
             raise self.full
         try:
             self._fetch_all()
         except CacheFull as error:
             sizes = [(layer, layer.file.missing(0, layer.index.size_bytes)) for layer in self.stack]
-            if not self.room.make(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
+            if not self.space.make_free(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
                 self.full = error
                 raise
             self._fetch_all()
@@ -301,14 +302,13 @@ class Materializer:
                 if peers is not None:
                     peers.close()
                 origin.close()
-        self._trust()
+        self._verify_complete()
         if not all(layer.file.trusted for layer in self.stack):
-            raise PermanentError(f"{self.cache.root}: what was fetched does not stay there; is the disk sound?")
+            raise PermanentError(f"{self.cache.root}: fetched blocks are not retained; check the disk")
 
 
 def failures(daemon: Daemon) -> Mapping[str, Any]:
-    """What a daemon says of its reads: `failed_reads`, `first_failure`, `first_corrupt`. Nothing if it does not
-    answer."""
+    """The daemon's read statistics: `failed_reads`, `first_failure`, `first_corrupt`. Empty if it does not respond."""
     with contextlib.suppress(BootseerError):
         fetch = daemon.status().get("fetch")
         if isinstance(fetch, dict):
@@ -317,7 +317,7 @@ def failures(daemon: Daemon) -> Mapping[str, Any]:
 
 
 def peer_numbers(fetch: Mapping[str, Any]) -> dict[str, object]:
-    """What the job's other nodes sent, by the statistics of a fetcher. Nothing where none was asked."""
+    """What the job's other nodes sent, from the statistics of a fetcher. Empty without peers."""
     peers: Mapping[str, Mapping[str, float]] = fetch.get("peers") or {}
     if not peers:
         return {}

@@ -1,8 +1,8 @@
-"""The life of one mount of an artifact's files, from its options to the handle that takes it away again.
+"""The life cycle of one lazy mount, from its options to the handle that unmounts it.
 
-`LazyMount.run` is the walk: what nothing uses is released, the artifact is found, its block files are opened in the
-cache, a kind's own `show_files` brings them to a tree, and what is mounted is written down, so that a later process
-finds it after this one was killed. What failed is taken away again.
+`LazyMount.run` is the sequence: release unused mounts, find the artifact, open its block files in the cache, let the
+subclass mount them (`mount_files`), and record the mount, so that a later process finds it even if this one is killed.
+A failure undoes all of it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bootseer.artifact.cache_space import CacheSpace, release_unused
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.loading import CachedLayer
 from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures, peer_numbers
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.progress import Say, Show, Stage
-from bootseer.artifact.room import Room, release_unused
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.control import LOG
 from bootseer.mounts.daemon import Daemon
-from bootseer.mounts.ladder import Way
+from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
 
@@ -36,15 +36,15 @@ _POLL_S = 0.01
 
 
 class LazyMount(ABC):
-    """One mount in the making. Call `run` while this process has one thread."""
+    """A mount in the making. Call `run` while this process has one thread."""
 
     layers: Materializer
-    """The block files on their way; there once they are found."""
+    """The block files; set once the artifact is found."""
     target: Path | None = None
-    """Where the user wants it; None: below the mount's own folder."""
+    """The mount point; None: below the mount's own folder."""
 
     def __init__(self, options: MountOptions, *, lifeline: bool, stage: Stage, say: Say, show: Show) -> None:
-        """`lifeline`: the daemon of a lazy mount ends with this process."""
+        """`lifeline`: the daemon ends with this process."""
         self.options = options
         self.runtime = Runtime(options.runtime)
         self.lifeline = lifeline
@@ -52,46 +52,46 @@ class LazyMount(ABC):
         self.say = say
         self.show = show
         self.details: dict[str, str] = {}
-        """What is written down of the mount beside what all have."""
+        """Kind-specific fields of the mount's record."""
 
     @abstractmethod
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
-        """What is mounted, and the indexes of its block files, the lowest first."""
+        """Find the artifact and the indexes of its block files, the lowest first."""
 
     @abstractmethod
-    def show_files(self) -> tuple[Way, Path]:
-        """Have the files shown by the best way that works here; which one it was, and where they are."""
+    def mount_files(self) -> tuple[MountMethod, Path]:
+        """Mount the files by the best method that works here; returns the method and the mount point."""
 
     @abstractmethod
-    def undo(self) -> None:
-        """Take away what `show_files` has mounted."""
+    def unmount_files(self) -> None:
+        """Undo `mount_files`."""
 
     @abstractmethod
     def owner(self) -> ProcessId | None:
-        """The process with which the mount ends, if it does."""
+        """The process with which the mount ends, if any."""
 
     def run(self, store_uri: str | None) -> tuple[MountState, dict[str, object]]:
-        """Mount it: what was written down of it, and its facts. Raises `BootseerError` where no fallback helps."""
+        """Mount; returns the mount's record and facts for the report. Raises `BootseerError` if no fallback works."""
         cache = Cache(blocks_folder(self.options.cache))
-        room = Room(cache, self.say)
+        space = CacheSpace(cache, self.say)
         if breaks_forks(store_uri):
             with self.stage("store"):
                 run_in_child(self._fetch_metadata)
         subject, indexes = self.find()
-        release_unused(self.runtime, room, self.options.cache, [index.identity for index in indexes])
+        release_unused(self.runtime, space, self.options.cache, [index.identity for index in indexes])
         folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:
             try:
                 stack = [
-                    CachedLayer(index, opened.enter_context(contextlib.closing(room.open(index)))) for index in indexes
+                    CachedLayer(index, opened.enter_context(contextlib.closing(space.open(index)))) for index in indexes
                 ]
                 self.layers = Materializer(
-                    subject, cache, folder, stack, self.lifeline, self.stage, self.say, self.show, room
+                    subject, cache, folder, stack, self.lifeline, self.stage, self.say, self.show, space
                 )
                 return self._mount()
             except BaseException as error:
                 with contextlib.suppress(BootseerError, OSError):
-                    self.runtime.clear(folder)
+                    self.runtime.remove_folder(folder)
                 if isinstance(error, OSError):
                     raise PermanentError(
                         f"{error.filename or self.target or folder}: {error.strerror or error}"
@@ -99,20 +99,20 @@ class LazyMount(ABC):
                 raise
 
     def _fetch_metadata(self) -> None:
-        """In a child: get all that must be known before the mount from the store to this node."""
+        """In a child process: copy all metadata that the mount needs from the store to this node."""
         subject, _ = self.find(in_child=True)
         options = self.options
         if options.workload:
             from bootseer.artifact.hotsets import HotSets
 
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
-            sets.fetch(options.workload)
+            sets.copy_to_node(options.workload)
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers
         local_bytes = sum(layer.stored_bytes - layer.missing_bytes for layer in layers.stack)
         try:
-            way, target = self.show_files()
+            method, target = self.mount_files()
             state = MountState(
                 id=layers.folder.name,
                 target=os.path.abspath(target),  # noqa: PTH100 - as `Runtime.find` compares
@@ -126,7 +126,7 @@ class LazyMount(ABC):
             )
             self.runtime.write(state)
         except BaseException:
-            self.undo()
+            self.unmount_files()
             layers.stop_daemon()
             raise
         return state, {
@@ -134,14 +134,14 @@ class LazyMount(ABC):
             "workload": self.options.workload,
             "mode": layers.mode,
             "reason": layers.reason,
-            "way": way.value,
+            "way": method.value,
             "stored_bytes": sum(layer.stored_bytes for layer in layers.stack),
             "local_bytes": local_bytes,
         }
 
 
 class MountHandle:
-    """What one start reads. Seen by the process that mounted it."""
+    """A mount, as used by the process that made it."""
 
     def __init__(
         self,
@@ -154,60 +154,60 @@ class MountHandle:
         *,
         lifeline: bool = False,
     ) -> None:
-        """`what` it is for people: `the image`. No `daemon`: all was here, and nothing is fetched or recorded.
-        `lifeline`: it serves one command, and is of no use when that has ended."""
+        """`label`: what it is, for messages: `the image`. Without a `daemon` everything was local: nothing is fetched
+        or recorded. `lifeline`: it serves one command and ends with it."""
         self.facts = facts
-        """What is known since it was mounted: mode, reason, sizes."""
-        self._what = label
+        """Facts about the mount: mode, reason, sizes."""
+        self._label = label
         self._runtime = runtime
         self._state = state
         self._daemon = daemon
         self._say = say
         self._lifeline = lifeline
 
-    def began(self) -> dict[str, object]:
-        """The start is over: end its record and report what it cost. Without a daemon nothing is fetched."""
+    def end_startup(self) -> dict[str, object]:
+        """Report the end of the startup to the daemon; returns the startup's figures."""
         numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0}
         if self._daemon is None:
             return numbers
         try:
-            self._daemon.began()
+            self._daemon.end_startup()
             status = self._daemon.status()
         except BootseerError as error:
-            if self._daemon.process.alive:  # that it died is for `tell_problems`
+            if self._daemon.process.alive:  # its death is reported by `report_problems`
                 self._say(f"{error}; what this start cost is not known")
             return numbers
         return numbers_of(status)
 
-    def tell_problems(self) -> None:
-        """Say what reads failed for while the command ran, which itself saw I/O errors alone."""
+    def report_problems(self) -> None:
+        """Say why reads failed while the command ran: the command itself saw only I/O errors."""
         daemon = self._daemon
         if daemon is None:
             return
         if not daemon.process.alive:
             line = _last_line(daemon.folder / LOG)
             self._say(
-                f"the mount daemon died while the command ran: its reads of {self._what} failed from then on"
-                f" (log: {line or 'empty, so that it was killed'})"
+                f"the mount daemon died while the command ran: later reads of {self._label} failed"
+                f" (log: {line or 'empty, so it was killed'})"
             )
             return
         fetch = failures(daemon)
         if fetch.get("first_corrupt"):
-            self._say(f"reads of {self._what} failed, its store has damaged blocks: {fetch['first_corrupt']}")
+            self._say(f"reads of {self._label} failed, its store has damaged blocks: {fetch['first_corrupt']}")
         elif fetch.get("first_failure"):
-            self._say(f"{fetch['failed_reads']} reads of {self._what} failed: {fetch['first_failure']}")
+            self._say(f"{fetch['failed_reads']} reads of {self._label} failed: {fetch['first_failure']}")
 
-    def keep_record(self) -> None:
-        """Wait a moment until the record has become part of the hot set, and say what did not work."""
+    def wait_for_record(self) -> None:
+        """Wait shortly until the record is merged into the hot set, and report problems of the merge."""
         if self._daemon is None:
             return
-        from bootseer.artifact.hotsets import KEPT
+        from bootseer.artifact.hotsets import MERGED
 
-        path = self._daemon.folder / KEPT
+        path = self._daemon.folder / MERGED
         until = time.monotonic() + _KEEP_S
         while not path.exists() and self._daemon.process.alive:
             if time.monotonic() > until:
-                return  # it goes on beside, and tells its log
+                return  # it continues in the background, and logs its problems
             time.sleep(_POLL_S)
         with contextlib.suppress(OSError, ValueError):
             for note in json.loads(path.read_text()):
@@ -215,7 +215,7 @@ class MountHandle:
 
 
 def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
-    """What a start cost so far, by what a daemon says of itself; in the words of reports (`analysis.images`)."""
+    """The figures of a start from a daemon's status, by the names used in reports (`analysis.images`)."""
     fetch = status.get("fetch") or {}
     by_purpose = fetch.get("bytes_by_purpose") or {}
     foreseen = bool(fetch.get("hot_blocks"))

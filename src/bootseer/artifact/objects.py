@@ -1,6 +1,6 @@
-"""Small objects of stores: read and written with retries, looked for, and kept on this node.
+"""Small objects of stores: read and written with retries, and copied to this node.
 
-What is kept lets a node start again what it has while the store is away; a full disk costs the copy alone, and a line.
+Local copies let a node start again while the store is unavailable; if the disk is full, copying is skipped with a line.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _THREADS = 8
 
 
 def read_all(store: Store, name: str, max_bytes: int, timeout_s: float = 60.0) -> bytes:
-    """A whole small object, with retries until `timeout_s` is over; content names are verified.
+    """A whole small object, with retries until `timeout_s`; objects named by content are verified.
 
-    Raises `PermanentError` when it is larger than `max_bytes`, and `CorruptError` when its bytes are not those of its
-    content name.
+    Raises `PermanentError` when it is larger than `max_bytes`, and `CorruptError` when its bytes do not match its name.
     """
 
     def read(left_s: float) -> bytes:
@@ -59,22 +58,22 @@ def put(
     subject: str | None = None,
     timeout_s: float = WRITE_S,
 ) -> None:
-    """Write a small object, in place of one that may be there, with retries. `subject`: see `Upload.commit`."""
+    """Write or replace a small object, with retries. `subject`: see `Upload.commit`."""
     retrying(lambda left_s: put_once(store, name, data, refs, subject=subject), deadline_s=timeout_s)
 
 
 def put_once(store: Store, name: str, data: bytes, refs: Sequence[Stored] = (), *, subject: str | None = None) -> None:
-    """The same in one attempt."""
+    """`put` with a single attempt."""
     upload = store.upload()
     try:
         upload.write(data)
         upload.commit(name, refs=refs, subject=subject)
     finally:
-        upload.abort()  # after a commit it does nothing
+        upload.abort()  # no effect after a commit
 
 
 def missing(store: Store, objects: Iterable[Stored]) -> list[Stored]:
-    """Those that the store does not have, or not in this size."""
+    """Those that the store lacks, or has with another size."""
     wanted = list(dict.fromkeys(objects))
 
     def is_missing(stored: Stored) -> bool:
@@ -88,7 +87,7 @@ def missing(store: Store, objects: Iterable[Stored]) -> list[Stored]:
 
 
 class LocalObjects:
-    """What is kept in `folder`, which is made when something is."""
+    """Copies of objects in `folder`, which is created on demand."""
 
     def __init__(self, folder: Path, say: Say) -> None:
         self.store = FileStore(folder)
@@ -96,16 +95,16 @@ class LocalObjects:
         self._say = say
 
     def index(self, file: BlockFile, origin: Store) -> Index:
-        """The index of a block file, as `content`. Raises as `read_index`."""
+        """The index of a block file, read like `content`. Raises as `read_index`."""
         if file.index_bytes > MAX_READ_BYTES:
             raise CorruptError(f"{file.index_name}: an index of {file.index_bytes} bytes is too large")
         data = self.content(Stored(file.index_name, file.index_bytes), origin)
         return parse_index(data, file, origin.uri)
 
     def content(self, stored: Stored, origin: Store, *, timeout_s: float = 60.0) -> bytes:
-        """An object that is named by its content: from this node, else from another node of the job, else `origin`.
+        """An object named by its content: from this node, else from another node of the job, else from `origin`.
 
-        Raises what `read_all` raises.
+        Raises the errors of `read_all`.
         """
         offered = _offered(stored, self._folder / content_path(stored.name))
         with contextlib.suppress(BootseerError):
@@ -121,17 +120,17 @@ class LocalObjects:
         return data
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep an object that never changes, or the newest form of one."""
+        """Store a copy of an immutable object, or replace a mutable one."""
         try:
             put_once(self.store, name, data)
         except BootseerError as error:
-            self._say(f"not kept on this node: {error}")
+            self._say(f"no copy was stored on this node: {error}")
 
 
 def _offered(stored: Stored, path: Path) -> OfferedObject | None:
-    """The object as the other nodes of this process's job may ask for it; None without peers."""
+    """The object as offered to the job's other nodes; None without peers."""
     if not os.environ.get("BOOTSEER_PEERS_DIR"):
         return None
-    from bootseer.peers.objects import OfferedObject  # most starts have none, and importing it takes milliseconds
+    from bootseer.peers.objects import OfferedObject  # most starts have no peers, and the import takes milliseconds
 
     return OfferedObject.of_environment(*stored, path)

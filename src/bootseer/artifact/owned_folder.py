@@ -1,10 +1,10 @@
-"""A folder on the node's disk that goes with its process: a run's, or a capture's.
+"""A temporary folder on the node's disk owned by a process: of a run, or of a capture.
 
-    <parent>/<prefix><letters>/lock    locked by the owner, and by children that keep the descriptor
+    <parent>/<prefix><letters>/lock    flocked by the owner, and by children that inherit the descriptor
                               /...     the owner's files
 
-It is deleted by its owner, or, when that was killed, by the next one to make such a folder. Nothing is deleted while
-something in it is mounted: what a setup or a command left running still works on these files.
+The owner deletes it; if the owner was killed, the next process that creates such a folder does. A folder with mounted
+content is never deleted: processes left running by a setup or command may still use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logger(__name__)
 
 
 class OwnedFolder:
-    """One such folder, at `path`. `lock` is a descriptor that children may keep."""
+    """The folder at `path`. Children may inherit the descriptor `lock`."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -36,20 +36,20 @@ class OwnedFolder:
 
     @classmethod
     def made(cls, parent: Path, prefix: str) -> OwnedFolder:
-        """A new folder below `parent`. Raises `PermanentError` when it cannot be made, or others could change it."""
+        """Create a folder below `parent`. Raises `PermanentError` when that fails, or others could change it."""
         try:
             parent = own_folder(parent)
             delete_abandoned(parent, prefix)
             new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
             lock = _open_lock(new)
             try_flock(lock)
-            # Nothing cleans it up before it has this name, and then it is locked.
+            # Abandoned folders are recognized by this name, and it is locked before it gets the name.
             return cls(new.rename(parent / (prefix + new.name.removeprefix(_NEW))), lock)
         except OSError as error:
             raise PermanentError(f"{parent}: {error.strerror}; set {CACHE} to another folder") from error
 
     def remove(self) -> None:
-        """Delete it with everything in it. What cannot be deleted now is tried again by a later owner."""
+        """Delete the folder. What cannot be deleted is retried by a later owner."""
         try:
             _delete(self.path)
         finally:
@@ -57,17 +57,17 @@ class OwnedFolder:
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete the folders that no process holds. What cannot be deleted now is tried again by the next owner."""
+    """Delete folders without an owner. What cannot be deleted is retried by the next owner."""
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             lock = _open_lock(path)
             try:
                 if try_flock(lock):
-                    _log.info("%s: its process has ended without deleting it", path)
+                    _log.info("%s: its owner has ended without deleting it; deleting it", path)
                     _delete(path)
             finally:
                 os.close(lock)
-    for path in parent.glob(f"{_NEW}*"):  # its process was killed before it had a name and a lock
+    for path in parent.glob(f"{_NEW}*"):  # its creator was killed before it was named and locked
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
                 shutil.rmtree(path, ignore_errors=True)
@@ -78,10 +78,10 @@ def _open_lock(folder: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    # Something that cannot be deleted (an immutable file, too deep a tree) is no reason to fail a job.
+    # What cannot be deleted (an immutable file, a tree that is too deep) must not fail a job.
     with contextlib.suppress(OSError, RecursionError):
         if not is_mounted_anywhere(f"/{path.name}/"):
-            # Each start waits for this module, and few have anything to delete.
+            # Imported here: each start loads this module, and few have anything to delete.
             from bootseer.artifact.unpacked import delete_tree
 
             delete_tree(path)

@@ -1,4 +1,4 @@
-"""Where things that were brought to this machine lie."""
+"""The folders of this node: its cache with the subfolders, and the runtime folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache_root(env: Mapping[str, str], uid: int) -> Path:
 def own_folder(
     folder: Path, *, make: bool = True, private: bool = False, otherwise: str = f"set {CACHE} to another folder"
 ) -> Path:
-    """A folder of the cache, which only this user can change: see `trusted_folder`. Raises `PermanentError`."""
+    """A folder in the cache that only this user can change: see `trusted_folder`. Raises `PermanentError`."""
     try:
         return trusted_folder(folder, otherwise=otherwise, make=make, private=private)
     except OSError as error:
@@ -36,39 +36,39 @@ def own_folder(
 
 
 def blocks_folder(root: Path) -> Path:
-    """Where below the cache's root blocks are kept."""
+    """Cached blocks."""
     return root / "blocks"
 
 
 def metadata_folder(root: Path) -> Path:
-    """Where below the cache's root documents and indexes are kept."""
+    """Documents and indexes of images."""
     return root / "images"
 
 
 def environments_folder(root: Path) -> Path:
-    """Where below the cache's root documents and indexes of environments are kept."""
+    """Documents and indexes of environments."""
     return root / "environments"
 
 
 def converted_folder(root: Path) -> Path:
-    """The store below the cache's root for images that were converted on this node."""
+    """The store of images converted on this node."""
     return root / "converted"
 
 
 def unpacked_folder(root: Path) -> Path:
-    """Where below the cache's root images are written out as files."""
+    """Images unpacked to files."""
     return root / "unpacked"
 
 
 def containers_folder(root: Path) -> Path:
-    """Where below the cache's root containers and what is changed in mounted images lie."""
+    """Containers, and changes made in mounted images."""
     return root / "containers"
 
 
 def runtime_root(env: Mapping[str, str], uid: int) -> Path:
-    """Where the state of mounts lies: `$BOOTSEER_RUNTIME`, else a folder that is empty after a boot.
+    """The state of mounts: `$BOOTSEER_RUNTIME`, else a folder that is emptied at boot.
 
-    Where another user has taken the name below `/tmp`, it is in the cache.
+    If another user has taken the name below `/tmp`, a folder in the cache is used.
     """
     if env.get(RUNTIME):
         return Path(env[RUNTIME]).absolute()
@@ -77,10 +77,10 @@ def runtime_root(env: Mapping[str, str], uid: int) -> Path:
     folder = env.get("XDG_RUNTIME_DIR", "")
     if folder.startswith("/"):
         return Path(folder, "bootseer")
-    # Nothing below /tmp but the folder itself: the owner of one above could exchange it.
+    # Directly below /tmp only: the owner of an intermediate folder could replace it.
     found = Path(f"/tmp/bootseer-{uid}")  # noqa: S108
     with contextlib.suppress(FileNotFoundError):
         if found.lstat().st_uid != uid:
-            # Several nodes may share a home: each has a folder of its own.
+            # A home may be shared by several nodes: separate them by boot id.
             return cache_root(env, uid) / "runtime" / _BOOT.read_text().strip()
     return found

@@ -1,6 +1,6 @@
-"""What callers hand down to see a long work: its stages, lines for people, and a progress display.
+"""Callbacks for the progress of long operations: stages, messages, and a progress display.
 
-`Show` comes from the command line through `launch`, which must not know how anything is shown.
+`Show` comes from the command line through `launch`, which does not depend on the display.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
-"""Marks a part of the work; what is put into the dict it gives are facts about it."""
+"""Marks a stage; facts about it are put into the dict."""
 Say = Callable[[str], None]
-"""Gets one line for people."""
+"""Gets one line for the user."""
 ProgressCallback = Callable[[int, int], None]
-"""So much is done of so much; may be called from any thread, as often as needed. A total of 0 is not known."""
+"""Done and total; called from any thread, at any rate. A total of 0: unknown."""
 Unit = Literal["bytes", "blocks", ""]
-"""Of the two numbers; "" where nothing can be counted, and all that is shown is that it goes on."""
+"""The unit of both numbers; "" when nothing is counted and only activity is shown."""
 Show = Callable[[str, Unit], AbstractContextManager[ProgressCallback]]
-"""Shows what is done, "fetching registry:5000/train:7", while the block lasts."""
+"""Shows progress under a label ("fetching registry:5000/train:7") for the duration of the block."""
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""Make room in a store: delete the objects of artifacts that were removed a while ago, and artifacts past their age.
+"""Free space in a store: delete objects of artifacts removed a while ago, and artifacts past their age limit.
 
-An object is deleted when its tombstone is older than the grace, no document and no younger tombstone names it, nothing
-else uses it (`also_used`: images and environments live in the same store), and nothing that is mounted on this node is
-made of it. What other nodes have mounted is not known here: the grace must be longer than the time they take to fetch
-an artifact whole. Where not everything can be read that may name an object, nothing is deleted.
+An object is deleted when its tombstone is older than the grace period, no document and no younger tombstone names it,
+nothing else uses it (`also_used`: images and environments share a store), and nothing mounted on this node consists of
+it. Mounts of other nodes are unknown here: the grace period must exceed the time they take to fetch a whole artifact.
+If any document that may name an object cannot be read, nothing is deleted.
 
-Another node may publish the same content while it is deleted here. Both sides look again: a publisher whether its
-objects are there, this one for new documents that need what it deleted; such a document goes, and the next start builds
-anew. Every step may be interrupted and repeated: a tombstone goes last.
+Another node may publish the same content while it is deleted here. Both sides check again: a publisher whether its
+objects exist, this one for new documents that need what it deleted; such a document is deleted, and the next start
+builds anew. Every step may be interrupted and repeated: a tombstone is deleted last.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _MAX_TOMBSTONES = 10_000
 
 @dataclass(slots=True)
 class Pruned:
-    """What was done."""
+    """The result of `prune`."""
 
     expired: list[str] = field(default_factory=list)
-    """Keys of the artifacts that were removed because of their age."""
+    """Keys of the artifacts removed because of their age."""
     deleted: set[str] = field(default_factory=set)
-    """Content names of the objects that were deleted."""
+    """Names of the deleted objects."""
     freed_bytes: int = 0
     num_waiting: int = 0
-    """Removed artifacts whose grace is not over, or that a `hold` keeps."""
+    """Removed artifacts within the grace period, or kept by `hold`."""
     num_in_use: int = 0
-    """Removed artifacts of which something is mounted here or used by others."""
+    """Removed artifacts with objects that are mounted here or used by others."""
     problems: list[str] = field(default_factory=list)
     """What was not done and why, one line each."""
 
-    def attempt(self, name: str, step: Callable[[], object]) -> None:
-        """Do one step; an error of it is a problem, and the next one is done."""
+    def try_step(self, name: str, step: Callable[[], object]) -> None:
+        """Run a step; its error is recorded as a problem."""
         try:
             step()
         except BootseerError as error:
@@ -62,11 +62,11 @@ def prune(
     hold: Callable[[], bool] = lambda: False,
     leftovers: Callable[[Listing[D], Pruned], None] = lambda listing, done: None,
 ) -> Pruned:
-    """Delete what nothing needs any more.
+    """Delete what is no longer needed.
 
-    `in_use` are digests or identities of what is mounted here, `also_used` yields content names that artifacts of other
-    kinds need, `hold` says that nothing may be deleted now, `leftovers` deletes what else belongs to no artifact.
-    Raises what stores raise when they do not list.
+    `in_use`: digests or identities mounted here. `also_used` yields names of objects that artifacts of other kinds
+    need, `hold` tells that nothing may be deleted now, `leftovers` deletes other data that belongs to no artifact.
+    Raises the store's errors when listing fails.
     """
     done = Pruned()
     pruning = _Pruning(catalog, now_s, done)
@@ -74,30 +74,30 @@ def prune(
     for document in listing.documents:
         if expired(document):
             key = catalog.kind.key(document)
-            done.attempt(key, partial(pruning.expire, key))
+            done.try_step(key, partial(pruning.expire, key))
     if done.expired:
         listing = catalog.all()
     tombstones = pruning.tombstones()
     mounted = [tombstone for tombstone in tombstones if tombstone.identity in in_use or tombstone.digest in in_use]
-    ripe = [tombstone for tombstone in tombstones if tombstone not in mounted and now_s - tombstone.removed_s > grace_s]
-    if ripe and hold():
-        ripe = []
+    due = [tombstone for tombstone in tombstones if tombstone not in mounted and now_s - tombstone.removed_s > grace_s]
+    if due and hold():
+        due = []
     done.num_in_use = len(mounted)
-    done.num_waiting = len(tombstones) - len(ripe) - len(mounted)
-    if ripe and listing.unread:
+    done.num_waiting = len(tombstones) - len(due) - len(mounted)
+    if due and listing.unread:
         done.problems.append(
-            f"nothing was deleted, since not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
+            f"nothing was deleted, because not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
         )
-    elif ripe:
+    elif due:
         try:
             others = set(also_used())
         except BootseerError as error:
-            done.problems.append(f"nothing was deleted, since it is not known what else is used: {error}")
+            done.problems.append(f"nothing was deleted, because it is unknown what else is used: {error}")
         else:
-            waiting = [tombstone for tombstone in tombstones if tombstone not in ripe]
+            waiting = [tombstone for tombstone in tombstones if tombstone not in due]
             used = {stored.name for document in listing.documents for stored in document.objects}
             used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
-            pruning.delete_tombstones(pruning.delete_objects(ripe, used, others))
+            pruning.delete_tombstones(pruning.delete_objects(due, used, others))
     leftovers(listing, done)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
     return done
@@ -113,12 +113,13 @@ class _Pruning(Generic[D]):
         if self.catalog.remove(key, self.now_s) is not None:
             self.done.expired.append(key)
 
-    def delete_objects(self, ripe: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
-        """Delete what the ripe tombstones name and nothing uses; those that are not needed any more."""
+    def delete_objects(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
+        """Delete the objects of due tombstones that nothing uses. Returns the tombstones that are not needed any
+        more."""
         catalog, done = self.catalog, self.done
         deleted = done.deleted
-        emptied = []
-        for tombstone in ripe:
+        unneeded = []
+        for tombstone in due:
             try:
                 for stored in tombstone.objects:
                     if stored.name not in used | others | deleted:
@@ -130,25 +131,25 @@ class _Pruning(Generic[D]):
                 continue
             theirs = tuple(stored for stored in tombstone.objects if stored.name in others)
             if not theirs:
-                emptied.append(tombstone)
+                unneeded.append(tombstone)
                 continue
-            # The others know nothing of us: the tombstone remembers what was theirs, too.
+            # Other kinds do not know our tombstones: this one remembers the objects that they use.
             done.num_in_use += 1
             if len(theirs) < len(tombstone.objects):
-                done.attempt(tombstone.key, partial(catalog.write_tombstone, replace(tombstone, objects=theirs)))
+                done.try_step(tombstone.key, partial(catalog.write_tombstone, replace(tombstone, objects=theirs)))
         for document in catalog.all().documents if deleted else ():
             if not deleted.isdisjoint(stored.name for stored in document.objects):
-                done.attempt(catalog.kind.key(document), partial(catalog.store.delete, document.name))
-        return emptied
+                done.try_step(catalog.kind.key(document), partial(catalog.store.delete, document.name))
+        return unneeded
 
-    def delete_tombstones(self, emptied: Iterable[Tombstone]) -> None:
+    def delete_tombstones(self, unneeded: Iterable[Tombstone]) -> None:
         catalog, done = self.catalog, self.done
         listing = catalog.all()
         alive = {document.digest for document in listing.documents}
-        for tombstone in emptied:
+        for tombstone in unneeded:
             if tombstone.digest not in alive and not listing.unread:
-                done.attempt(tombstone.digest, partial(self._delete_hot_sets, tombstone.digest))
-            done.attempt(tombstone.key, partial(catalog.store.delete, catalog.kind.trash + tombstone.name))
+                done.try_step(tombstone.digest, partial(self._delete_hot_sets, tombstone.digest))
+            done.try_step(tombstone.key, partial(catalog.store.delete, catalog.kind.trash + tombstone.name))
 
     def _delete_hot_sets(self, digest: str) -> None:
         from bootseer.artifact.hotsets import hotset_name
@@ -162,17 +163,17 @@ class _Pruning(Generic[D]):
         for number, stored in enumerate(catalog.store.list(catalog.kind.trash)):
             if number >= _MAX_TOMBSTONES:
                 done.problems.append(
-                    f"more than {_MAX_TOMBSTONES} removed {catalog.kind.noun}s: the rest is left to the next time"
+                    f"more than {_MAX_TOMBSTONES} removed {catalog.kind.noun}s: the rest is left for the next run"
                 )
                 break
             try:
                 tombstone = catalog.read_tombstone(stored.name)
                 if tombstone.removed_s > now_s + GRACE_S:
-                    # A clock was wrong. From today on it is counted anew, or it would lie here for years.
+                    # Written with a wrong clock: restart the grace period, or it would stay for years.
                     tombstone = replace(tombstone, removed_s=now_s)
                     catalog.write_tombstone(tombstone)
             except NotFoundError:
-                continue  # another node prunes
+                continue  # another node prunes too
             except BootseerError as error:
                 done.problems.append(f"{stored.name}: {error}")
             else:

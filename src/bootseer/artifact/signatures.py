@@ -1,11 +1,11 @@
 """Signatures of documents and hot sets in stores: made when they are written, verified before they are used.
 
-A signed object is a DSSE envelope: payload and signatures (ed25519) in one object, so that both are replaced in one
-step. What is signed is the payload with the object's name, so that no signed object can stand for another one. The
-format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0029-signatures.md.
+A signed object is a DSSE envelope: payload and ed25519 signatures in one object, so that both are replaced atomically.
+The signature covers the object's name too, so that no signed object can be substituted for another one. The format is
+in docs/formats/signed-object.md, the reasons in docs/adr/0029-signatures.md.
 
-Keys are files in PEM, as `openssl genpkey -algorithm ed25519` makes them. They are read when they are needed, also in
-child processes, so that no secret is held or passed on.
+Keys are PEM files, as made by `openssl genpkey -algorithm ed25519`. They are read when needed, also in child processes,
+so that no secret is held in memory or passed on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 TYPE = "application/vnd.bootseer.object.v1; name="
-"""What is signed is of this type; the object's name follows."""
+"""The DSSE payload type; the object's name follows."""
 MAX_SIGNATURES = 16
 _MAX_TEXT = 512
 _BEGIN = b'{"payload":"'
@@ -38,26 +38,26 @@ _MAKE = "openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubo
 
 
 def stored_limit(payload_bytes: int) -> int:
-    """Size in bytes of the largest object, signed or not, whose payload has at most so many bytes."""
+    """The size of the largest object, signed or not, with a payload of at most `payload_bytes`."""
     return payload_bytes * 4 // 3 + (MAX_SIGNATURES + 1) * 2 * _MAX_TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """What is signed, and whose signatures are required. By default nothing is, and signatures are not looked at."""
+    """The keys to sign with, and the keys whose signatures are required. By default nothing is signed or verified."""
 
     signing: tuple[str, ...] = ()
-    """Files of private keys: what is written is signed with each of them."""
+    """Private key files: what is written is signed with each of them."""
     trusted: str = ""
-    """File or folder of public keys: what is read must be signed with one of them. Empty: need not be signed."""
+    """A file or folder of public keys: what is read must be signed with one of them. Empty: no signature required."""
 
     @property
     def may_publish(self) -> bool:
-        """Whether those who require what is required here could use what is written."""
+        """Whether nodes with the same requirement would accept what is written here."""
         return bool(self.signing) or not self.trusted
 
     def check(self) -> None:
-        """Raise `UsageError` unless all keys can be used, and what is signed here would be accepted here."""
+        """Raise `UsageError` unless all keys are usable and this node would accept its own signatures."""
         trusted = _public_keys(self.trusted) if self.trusted else {}
         own = {key_id(_private_key(path).public_key()) for path in self.signing}
         if trusted and own and own.isdisjoint(trusted):
@@ -67,7 +67,7 @@ class Signatures:
             )
 
     def seal(self, name: str, payload: bytes) -> bytes:
-        """The object of this name as it is stored: the payload itself where there is no key to sign it."""
+        """The object to store under `name`: an envelope, or the payload itself without a signing key."""
         if not self.signing:
             return payload
         kind = TYPE + name
@@ -80,10 +80,10 @@ class Signatures:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
     def open(self, name: str, data: bytes, where: str, *, reuse: bool = False) -> bytes:
-        """The payload of an object that a store has under this name. `where` is the store, for messages.
+        """Verify the object stored under `name`; returns its payload. `where` is the store, for messages.
 
-        `reuse`: it becomes part of what is signed here, so that it must be signed where that is, with a trusted key or
-        one of those that sign here. Raises `SignatureError` where no signature counts, `CorruptError` for no envelope.
+        `reuse`: the payload becomes part of what is signed here, so if we sign, it must be signed by a trusted key or
+        one of our own. Raises `SignatureError` without a valid signature, `CorruptError` for a malformed envelope.
         """
         required = bool(self.trusted or (reuse and self.signing))
         if not is_signed(data):
@@ -92,7 +92,7 @@ class Signatures:
             return data
         payload, kind, rows = _parse(data, f"{where}: {name}")
         if kind != TYPE + name:
-            raise SignatureError(f"{where}: {name} is not what was signed: that is {kind.removeprefix(TYPE)[:200]!r}")
+            raise SignatureError(f"{where}: {name} holds another signed object: {kind.removeprefix(TYPE)[:200]!r}")
         if required:
             keys = _public_keys(self.trusted) if self.trusted else {}
             if reuse:
@@ -106,12 +106,12 @@ UNSIGNED = Signatures()
 
 
 def is_signed(data: bytes) -> bool:
-    """Whether an object is an envelope; nothing is said about its signatures."""
+    """Whether an object is an envelope; its signatures are not checked."""
     return data.startswith(_BEGIN)
 
 
 def key_id(key: Ed25519PublicKey) -> str:
-    """What a key is called: the SHA-256 of its public half in DER."""
+    """The id of a key: the SHA-256 of its public half in DER."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
@@ -144,7 +144,7 @@ def _decoded(text: Any) -> bytes:
 
 
 def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed25519PublicKey], where: str) -> None:
-    """One good signature is enough: others may be there for those who trust other keys."""
+    """One valid signature is sufficient: others may be for readers that trust other keys."""
     from cryptography.exceptions import InvalidSignature
 
     known = [(keys[name], signature) for name, signature in rows if name in keys]
@@ -161,7 +161,7 @@ def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed2551
 
 
 def _library() -> Any:
-    """The modules of the library that we need. Any: types would cost its import where there is no signature."""
+    """The modules of `cryptography` that we need. Any: its types would cost the import where nothing is signed."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -174,7 +174,7 @@ def _private_key(path: str) -> Ed25519PrivateKey:
     serialization, ed25519 = _library()
     try:
         key = serialization.load_pem_private_key(_read(Path(path), 0o077, "may be read by others", "600"), None)
-    except (ValueError, TypeError) as error:  # another format; a password is wanted
+    except (ValueError, TypeError) as error:  # another format, or encrypted with a password
         raise UsageError(f"{path}: not a private key without a password, in PEM", hint=_MAKE) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise UsageError(f"{path}: not an ed25519 key", hint=_MAKE)
@@ -183,14 +183,14 @@ def _private_key(path: str) -> Ed25519PrivateKey:
 
 
 def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
-    """The keys in a file, or in the files of a folder that end in `.pem`, by their ids."""
+    """The keys in a file, or in the `.pem` files of a folder, by id."""
     serialization, ed25519 = _library()
     path = Path(place)
     found = {}
     is_folder = os.path.isdir(path)  # noqa: PTH112 - Path raises for a link that the kernel does not follow
     if is_folder and path.stat().st_mode & 0o022:
         raise UsageError(f"{path}: this folder of keys may be written by others", hint=f"chmod go-w {path}")
-    if os.path.lexists(path):  # else reading it says so
+    if os.path.lexists(path):  # otherwise reading it reports the error
         folder = path if is_folder else path.parent
         os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder", shared=True))
     for file in sorted(path.glob("*.pem")) if is_folder else [path]:
@@ -209,9 +209,9 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
 
 def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
     try:
-        # In a folder like /tmp any user may have put it there, or the link to it, which the kernel may not follow then.
+        # In a shared folder like /tmp any user may have created the file, or a symbolic link to it.
         _check_owner(path, path.lstat())
-        # Not blocking: what is named may be a pipe.
+        # Non-blocking: the path may be a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

@@ -1,13 +1,12 @@
-"""Trees that are written out as files, for machines that can mount them in no other way: each once on this node.
+"""Trees unpacked to files, for machines that cannot mount them in any other way: each once on this node.
 
-    <cache>/unpacked/<name>             the tree; it appears by a rename, when all of it is on the disk
-    <cache>/unpacked/<name>.new         being written, or what a killed process left
-    <cache>/unpacked/<name>.lock        locked while a process writes or deletes; its time is that of the last use
+    <cache>/unpacked/<name>             the tree; renamed to this name when it is complete and synced
+    <cache>/unpacked/<name>.new         being written, or left by a killed process
+    <cache>/unpacked/<name>.lock        flocked while a process writes or deletes; mtime: last use
 
-The name tells the block files that were written out, and the files' owner where not every file's own could be
-kept. It is not the digest of the image or snapshot: which block files belong to that is said by a document, and two
-documents may say different things.
-A finished tree is never written to: changes are put on top, or into a copy.
+The name is derived from the identities of the unpacked block files, and from the owner where files cannot have their
+own owners. The image's digest is not used: documents map it to block files, and two documents may differ.
+A complete tree is never modified: changes go into an overlay or a copy.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owners
 
 UNPACKED = "unpacked"
-"""Key of a mount's details: the name of the tree that it uses."""
+"""Key in a mount's details: the name of its unpacked tree."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
 
 
-def name_of(identities: Sequence[str]) -> str:
-    """The name of a tree of these block files, bottom first, as this process may write it."""
+def tree_name(identities: Sequence[str]) -> str:
+    """The name of the tree of these block files, bottom first, with the owners that this process can set."""
     owners = num_owners()
     name = hashlib.sha256(" ".join(identities).encode()).hexdigest()
     return f"sha256-{name}" + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
 
 
-def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path], None]) -> Path:
-    """The tree of these block files; where it is not there, `write` writes it into a folder that it makes.
+def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], None]) -> Path:
+    """The tree of these block files; if it is missing, `write` creates it in the folder that it is given.
 
-    Raises `PermanentError` when the disk cannot hold it, `TransientError` when another process writes it for too long.
+    Raises `PermanentError` when the disk is full, `TransientError` when another process takes too long to write it.
     """
-    tree = own_folder(unpacked_folder(cache)) / name_of(identities)
+    tree = own_folder(unpacked_folder(cache)) / tree_name(identities)
     with _locked(tree, _LOCK_S):
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
@@ -64,10 +63,10 @@ def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path]
     return tree
 
 
-def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float, needed: str = "") -> list[str]:
-    """Delete the trees that no mount uses and that were not asked for for `idle_s` seconds; returns their names.
+def delete_idle_trees(cache: Path, runtime: Runtime, *, idle_s: float, needed: str = "") -> list[str]:
+    """Delete trees that no mount uses and that were not used for `idle_s` seconds; returns their names.
 
-    The one of the name `needed` stays.
+    The tree `needed` stays.
     """
     folder = own_folder(unpacked_folder(cache), make=False)
     if not folder.is_dir():
@@ -75,7 +74,7 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float, needed: st
     deleted = []
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
-        # The lock's time is read before the lock is taken, which sets it.
+        # Read the mtime before taking the lock, which updates it.
         if tree.name == needed or time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
             continue
         with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
@@ -89,22 +88,22 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float, needed: st
 
 
 def _is_used(tree: Path, runtime: Runtime) -> bool:
-    """Whether a mount uses the tree, or one may that is just being made."""
-    if runtime.is_mounting():  # first: the record comes when this is over
+    """Whether a mount, possibly one in the making, uses the tree."""
+    if runtime.is_mounting():  # checked first: the mount may be recorded while we look at the records
         return True
     return any(state.details.get(UNPACKED) == tree.name and runtime.health(state) != "gone" for state in runtime.all())
 
 
 @contextlib.contextmanager
 def _locked(tree: Path, deadline_s: float) -> Iterator[None]:
-    """One process at a time; the lock falls with its holder. Notes the use."""
+    """Serialize writing and deleting; notes the use. The lock is released when its holder dies."""
     with locks.flocked(tree.with_name(f"{tree.name}.lock"), deadline_s=deadline_s) as lock:
         os.utime(lock)
         yield
 
 
 def _sync(folder: Path) -> None:
-    """Have everything on the disk before the name says that it is whole: a crash must not leave files of zeros."""
+    """Sync the file system before the rename: a machine crash must not leave a complete tree with files of zeros."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(opened) < 0:
@@ -114,7 +113,7 @@ def _sync(folder: Path) -> None:
 
 
 def delete_tree(folder: Path) -> None:
-    """Delete a tree, also where its own folders forbid it. Nothing happens when it is not there."""
+    """Delete a tree, also with read-only folders. Nothing happens when it does not exist."""
     if not folder.exists():
         return
     folder.chmod(0o700)
@@ -127,7 +126,7 @@ def delete_tree(folder: Path) -> None:
 
 
 def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data; the rest of its `size` bytes are holes."""
+    """The data ranges of a sparse file of `size` bytes."""
     at = 0
     while at < size:
         try:
@@ -135,14 +134,14 @@ def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            return  # a hole up to the end
+            return  # a hole up to the end of the file
         at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
         if begin < at:
             yield begin, at
 
 
 def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
-    """A new file of this content; zeros become holes."""
+    """Create a sparse file with this content: pieces of zeros become holes."""
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(opened, "wb", buffering=0) as file:
         for piece in pieces:
@@ -156,16 +155,16 @@ def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
 
 
 class AttributeWriter:
-    """Gives files the attributes that this process may set: all as root, times and modes otherwise."""
+    """Sets the file attributes that this process may set: all as root, otherwise times and modes."""
 
     def __init__(self, needed: tuple[bytes, ...] = ()) -> None:
-        """`needed`: extended attributes whose names begin so must not be missing where a file system has none."""
+        """`needed`: name prefixes of extended attributes that must not be skipped if the file system has none."""
         self.privileged = is_host() and may_mount()
         self._num_owners = num_owners()
         self._needed = needed
 
     def write(self, path: bytes, of: Attributes | Inode, xattrs: Mapping[bytes, bytes]) -> None:
-        """In this order: a new owner takes away set-user bits and capabilities, and the time is last."""
+        """Order matters: chown clears set-user bits and capabilities, and the time must be set last."""
         if self._num_owners:
             uid, gid = (number if number < self._num_owners else 0 for number in (of.uid, of.gid))
             os.lchown(path, uid, gid)

@@ -1,18 +1,18 @@
-"""The workload key: which starts of an image read the same blocks, so that the record of one serves the others.
+"""The workload key: which starts of an image read the same blocks, so that one's record serves the others.
 
 A hot set belongs to an image and a workload. Two starts have the same workload when they run the same program in the
-same way, whatever values its options have. The rule, on the words of the command:
+same way, whatever the values of its options. The rule, on the words of the command:
 
 - The program counts by its base name without version digits (`/usr/bin/python3.11` is `python`).
-- So do plain words directly behind a program, script or module (`accelerate launch`, `mytool train`): at most two, of
-  letters, `-` and `_` alone.
+- Plain words directly behind a program, script or module count too (`accelerate launch`, `mytool train`): at most two,
+  of letters, `-` and `_` only.
 - `-m MODULE` counts, and every word that is the name of a script (`train.py`), with the folder above it and digits
   in that folder as `#` (`job-123/train.py` is `job-#/train.py`).
 - `-c TEXT` counts: of a shell's text the commands in it, by the same rule; any other text as it stands.
 - Nothing else does: options, their values, paths of data and outputs, `NAME=value` words.
 
-The setup key (what was installed in front of the command) and the role (torchelastic's ROLE_NAME) count as they are.
-The image's digest is not part of it: it is the other half of a hot set's name.
+The setup key (what was installed before the command) and the role (torchelastic's ROLE_NAME) count as they are. The
+image's digest is the other half of a hot set's name.
 
 Decides and touches nothing.
 """
@@ -39,10 +39,10 @@ _PUNCTUATION = ";|&()<>"
 
 
 def workload_key(command: Sequence[str], *, setup: str = "", role: str = "") -> str:
-    """A name for the workload of this command: readable in front, 12 hex digits behind; safe in the names of objects.
+    """The workload of this command: a readable name and 12 hex digits, safe in object names.
 
-    `setup` is a digest of what was installed in front of the command, `role` tells kinds of processes of one job
-    apart. Both are empty where there is none.
+    `setup` is a digest of what was installed before the command, `role` the kind of process within the job. Both may
+    be empty.
     """
     parts = list(_parts(command, 0))
     text = "\0".join([_VERSION, setup, role, *parts])
@@ -51,7 +51,7 @@ def workload_key(command: Sequence[str], *, setup: str = "", role: str = "") -> 
 
 
 def _parts(words: Sequence[str], depth: int) -> Iterator[str]:
-    """What of one command counts, in order."""
+    """The parts of a command that count, in order."""
     words = [*words]
     while words and _ASSIGNMENT.fullmatch(words[0]):
         words.pop(0)
@@ -94,7 +94,7 @@ def _script(word: str) -> str:
 
 
 def _text(program: str, text: str, depth: int) -> Iterator[str]:
-    """What counts of the text behind `-c`."""
+    """The parts of the text behind `-c` that count."""
     if not _is_shell(program) or depth >= _MAX_DEPTH:
         yield f"text {text}"
         return
@@ -102,7 +102,7 @@ def _text(program: str, text: str, depth: int) -> Iterator[str]:
         lexer = shlex.shlex(text.replace("\n", " ; "), posix=True, punctuation_chars=_PUNCTUATION)
         lexer.whitespace_split = True
         words = list(lexer)
-    except ValueError:  # an open quote: the shell will complain, we need not
+    except ValueError:  # an unclosed quote: the shell will report it
         yield f"text {text}"
         return
     command: list[str] = []
@@ -115,7 +115,7 @@ def _text(program: str, text: str, depth: int) -> Iterator[str]:
 
 
 def _label(parts: Sequence[str]) -> str:
-    """The part that tells most to a reader: the last script or module, else the first program."""
+    """The readable part: the last script or module, else the first program."""
     kinds = [part.partition(" ")[::2] for part in parts]
     scripts = [name for kind, name in kinds if kind in ("script", "module")]
     programs = [name for kind, name in kinds if kind == "program"]
@@ -125,6 +125,6 @@ def _label(parts: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"
 
 
-def publishes(node: str, num_nodes: int | None) -> bool:
-    """Whether this node of a job publishes: about four of them do, so that a large job does not flood the store."""
+def is_publisher(node: str, num_nodes: int | None) -> bool:
+    """Whether this node of a job publishes its record: about four nodes do, to limit the load on the store."""
     return zlib.crc32(node.encode()) % max((num_nodes or 1) // _PUBLISHERS, 1) == 0

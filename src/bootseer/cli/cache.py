@@ -112,17 +112,17 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
+    from bootseer.artifact.cache_space import unmount_idle
     from bootseer.artifact.places import runtime_root
-    from bootseer.artifact.room import release
-    from bootseer.artifact.unpacked import release_unpacked
+    from bootseer.artifact.unpacked import delete_idle_trees
     from bootseer.mounts.state import Runtime
 
     cache = _cache(folder)
     if not dry_run:
         # Layers that stay mounted for the next start keep their files.
         runtime = Runtime(runtime_root(os.environ, os.getuid()))
-        release(runtime, cache, idle_s=0)
-        release_unpacked(cache.root.parent, runtime, idle_s=0)
+        unmount_idle(runtime, cache, idle_s=0)
+        delete_idle_trees(cache.root.parent, runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
     kept = f", {len(pruned.in_use)} files are in use" if pruned.in_use else ""

@@ -330,6 +330,6 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
 
 
 def _mounted(runtime: Runtime) -> set[str]:
-    from bootseer.mounts.kept import kept
+    from bootseer.mounts.shared_layers import mounted_layers
 
-    return {layer for state in runtime.all() for layer in state.layers} | set(kept(runtime))
+    return {layer for state in runtime.all() for layer in state.layers} | set(mounted_layers(runtime))

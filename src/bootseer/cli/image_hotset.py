@@ -49,7 +49,7 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
     """List the hot sets of the image REF."""
     with ExitStack() as stack:
         found, sets = _open(stack, reference, store, plain_http)
-        rows = [_row(hot_set, found) for name in sets.names() if (hot_set := sets.load(name)) is not None]
+        rows = [_row(hot_set, found) for name in sets.workloads() if (hot_set := sets.load(name)) is not None]
     right = ("runs", "blocks", "stored", "last coverage")
     sets_shown = table("workload", *right, "", right=right)
     for row in rows:
@@ -83,7 +83,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
                 raise UsageError(f"{path}: {error.strerror}", hint="name a file that `hotset export` wrote") from error
             if given.image != found.document.digest:
                 raise UsageError(f"{path}: of the image {given.image}", hint=f"{reference} is {found.document.digest}")
-            merged = sets.add(given)
+            merged = sets.add_set(given)
             if not sets.publish(merged):
                 raise PermanentError(f"{path}: merged on this node, and not published")
             rows.append(_row(merged, found))
@@ -105,7 +105,7 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
     with ExitStack() as stack:
         _, sets = _open(stack, reference, store, plain_http)
         hot_set = sets.load(workload)
-        known = sets.names() if hot_set is None else []
+        known = sets.workloads() if hot_set is None else []
     if hot_set is None:
         raise UsageError(f"no hot set {workload!r}", hint=f"there are: {', '.join(known) or 'none'}")
     try:

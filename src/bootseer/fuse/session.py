@@ -219,7 +219,7 @@ class Session:
         if self._ended.is_set() and self._handler.max_threads == 1:
             self._stopped.wait(JOIN_S)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Unmount lazily: it is out of sight at once, and ends with its last user."""
         if not self._ended.is_set():
             attach.detach(self.target, lazy=True)
@@ -391,11 +391,11 @@ class Session:
 def mount(
     tree: Tree,
     target: Path,
-    *,
     label: str = "bootseer",
     on_error: OnError = lambda message: None,
-    helper: bool | None = None,
     device: int | None = None,
+    *,
+    helper: bool | None = None,
 ) -> Session:
     """Show a read-only `tree` on the folder `target`; it answers when this returns.
 
@@ -426,16 +426,6 @@ def mount_writable(
     """
     device = attach.attach(target, label=label, helper=helper, writable=not read_only, shared=shared)
     return _started(Session(FileRequests(files), target, device, on_error), READ_AHEAD_KIB)
-
-
-def showing(tree: Tree) -> Callable[[Path, str, OnError, int | None], Session]:
-    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label, a callback for faults, and the
-    descriptor of a mount that is there already."""
-
-    def show(target: Path, label: str, on_error: OnError, device: int | None = None) -> Session:
-        return mount(tree, target, label=label, on_error=on_error, device=device)
-
-    return show
 
 
 def _started(session: Session, read_ahead_kib: int) -> Session:

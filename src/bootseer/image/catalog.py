@@ -84,7 +84,7 @@ def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) 
 
     Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
     """
-    return images_in(store, signatures=signatures).opened(digest, read_stored(store, digest))
+    return images_in(store, signatures=signatures).parse_stored(digest, read_stored(store, digest))
 
 
 def read_stored(store: Store, digest: str) -> bytes:
@@ -167,10 +167,10 @@ def prune(
         alive = conversions(store, now_s)
         for stored in list(store.list(_LEASES)):
             if stored.name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1) not in alive:
-                done.attempt(stored.name, partial(store.delete, stored.name))
+                done.try_step(stored.name, partial(store.delete, stored.name))
         for stored in list(store.list(_LAYERS)) if done.deleted else ():
             if _is_gone(store, stored.name, done.deleted):
-                done.attempt(stored.name, partial(store.delete, stored.name))
+                done.try_step(stored.name, partial(store.delete, stored.name))
 
     return prune_artifacts(
         catalog,

@@ -167,7 +167,7 @@ def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callabl
         try:
             if os.geteuid() == 0:
                 kernel.unshare_mounts()
-                kernel.move(kernel.clone(hosts), SYSTEM.resolve())
+                kernel.attach(kernel.clone_mount(hosts), SYSTEM.resolve())
                 return
         except (BootseerError, OSError) as error:
             say(f"the names of the job's nodes are left to DNS: {error}")

@@ -187,7 +187,7 @@ def _mounts(kind: str, runtime: Runtime) -> Iterator[tuple[str, str]]:
     for state in runtime.all():
         status: Mapping[str, Any] = {}
         with contextlib.suppress(BootseerError):
-            status = control.ask(runtime.folder(state), "status") if state.daemon is not None else {}
+            status = control.send_request(runtime.folder(state), "status") if state.daemon is not None else {}
         rows.append(
             {"id": state.id, "what": state.what, "target": state.target, "health": runtime.health(state), **status}
         )

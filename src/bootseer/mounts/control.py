@@ -1,7 +1,4 @@
-"""Control socket of a mount daemon: one JSON line as a request, one JSON line as the response, over a Unix socket.
-
-The socket lies in a folder that only its user may enter.
-"""
+"""Control socket of a mount daemon: one JSON line as request, one as response, over a Unix socket in a 0700 folder."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from bootseer.mounts.process import json_lines
 NAME = "control"
 LOG = "log"
 FILES = "files"
-"""What else lies in the folder: the daemon's log, and its mount point."""
+"""Other names in the daemon's folder: its log, and its mount point."""
 _MAX_LINE = 65_536
-_PATIENCE_S = 2.0
-"""How long the daemon waits for a whole question, and for its answer to be taken: it answers one at a time."""
+_CLIENT_TIMEOUT_S = 2.0
+"""Limit for receiving a request and for sending its response: the daemon serves one client at a time."""
 Answer = dict[str, object]
 
 
 @contextlib.contextmanager
 def socket_path(folder: Path, name: str = NAME) -> Iterator[str]:
-    """The path of a socket in `folder`, in a form that fits into the 108 bytes of a socket address."""
+    """A path of a socket in `folder` that fits into the 108 bytes of a socket address, however long `folder` is."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{handle}/{name}"
@@ -37,7 +34,7 @@ def socket_path(folder: Path, name: str = NAME) -> Iterator[str]:
 
 
 def listen(folder: Path) -> socket.socket:
-    """A listening socket in `folder`, in the place of one that a dead daemon left."""
+    """Listen on the socket of `folder`, replacing one that a dead daemon left."""
     with contextlib.suppress(FileNotFoundError):
         (folder / NAME).unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -52,42 +49,44 @@ def listen(folder: Path) -> socket.socket:
     return listener
 
 
-def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
-    """Take one connection and answer its question. Raises neither for the other side's doing nor for `answer`'s."""
+def serve_one(listener: socket.socket, handle: Callable[[str], Answer]) -> None:
+    """Accept one connection and answer its request. Errors of the client and of `handle` go into the response."""
     try:
         link, _ = listener.accept()
     except OSError:
         return
     with link:
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + _CLIENT_TIMEOUT_S
         try:
-            question = str(next(json_lines(link.fileno(), until, max_bytes=_MAX_LINE))["do"])
+            request = str(next(json_lines(link.fileno(), until, max_bytes=_MAX_LINE))["do"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):
-            line = _encoded({"error": "malformed request"})
+            response = _encode({"error": "malformed request"})
         else:
-            line = _answered(answer, question)
+            response = _response(handle, request)
         with contextlib.suppress(OSError):
-            link.settimeout(_PATIENCE_S)
-            link.sendall(line)
+            link.settimeout(_CLIENT_TIMEOUT_S)
+            link.sendall(response)
 
 
-def _answered(answer: Callable[[str], Answer], question: str) -> bytes:
+def _response(handle: Callable[[str], Answer], request: str) -> bytes:
     try:
-        return _encoded(answer(question))
+        return _encode(handle(request))
     except BootseerError as error:
-        return _encoded({"error": str(error)})
-    except Exception as error:  # a question that goes wrong must not end what others read from
-        return _encoded({"error": f"{type(error).__name__}: {error}"})
+        return _encode({"error": str(error)})
+    except Exception as error:  # a failed request must not end the daemon that others read from
+        return _encode({"error": f"{type(error).__name__}: {error}"})
 
 
-def _encoded(reply: Answer) -> bytes:
-    return json.dumps(reply).encode() + b"\n"
+def _encode(message: Answer) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def ask(folder: Path, request: str, *, timeout_s: float = 5.0, waiting: Callable[[], None] = lambda: None) -> Answer:
-    """Ask the daemon of `folder`. `waiting` is called twice a second until it answers.
+def send_request(
+    folder: Path, request: str, *, timeout_s: float = 5.0, waiting: Callable[[], None] = lambda: None
+) -> Answer:
+    """The response of the daemon of `folder`. `waiting` is called twice a second until it comes.
 
-    Raises `NotFoundError` when none answers, `TransientError` after `timeout_s`, `PermanentError` for a refusal.
+    Raises `NotFoundError` when no daemon listens, `TransientError` after `timeout_s`, `PermanentError` for a refusal.
     """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with link:
@@ -96,7 +95,7 @@ def ask(folder: Path, request: str, *, timeout_s: float = 5.0, waiting: Callable
         try:
             with socket_path(folder) as path:
                 link.connect(path)
-            link.sendall(_encoded({"do": request}))
+            link.sendall(_encode({"do": request}))
             reply = next(json_lines(link.fileno(), until, waiting))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error

@@ -1,7 +1,7 @@
-"""The kernel's mount interface: fsopen(2) and its siblings, bind mounts, mount namespaces, and the table of mounts.
+"""The kernel's mount interface: fsopen(2) and related calls, bind mounts, mount namespaces, and the mount table.
 
-The newer calls are used because they tell in words why a mount failed, take one option at a time instead of a page
-for all, and give a descriptor of a mount that is not attached to any folder yet. Linux 5.2 or newer.
+The new calls report in words why a mount failed, take options one at a time instead of one page for all, and return a
+descriptor of a detached mount. Linux 5.2 or newer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MAX_STRING = 255
 libc.syscall.restype = ctypes.c_long
 
 
-def create(kind: str, options: Iterable[tuple[str, str | None]], *, attributes: int = 0) -> int:
-    """Make a mount of file system `kind` that is attached nowhere; returns its descriptor.
+def create_mount(kind: str, options: Iterable[tuple[str, str | None]], *, attributes: int = 0) -> int:
+    """Create a detached mount of file system type `kind`; returns its descriptor.
 
-    An option without a value is a flag. `attributes` are MS_RDONLY, MS_NOSUID, MS_NODEV.
+    An option without a value is a flag. `attributes`: MS_RDONLY, MS_NOSUID, MS_NODEV.
     """
     context = _call(f"mount {kind}", _FSOPEN, ctypes.c_char_p(kind.encode()), _FSOPEN_CLOEXEC)
     try:
@@ -56,14 +56,14 @@ def create(kind: str, options: Iterable[tuple[str, str | None]], *, attributes: 
         os.close(context)
 
 
-def clone(path: Path, *, recursive: bool = False) -> int:
-    """A copy of the mount at `path`, attached nowhere (what a bind mount is); `recursive` with all mounts below it."""
+def clone_mount(path: Path, *, recursive: bool = False) -> int:
+    """A detached copy of the mount at `path` (for a bind mount); `recursive` includes all mounts below it."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE | _AT_NO_AUTOMOUNT if recursive else 0)
     return _call(f"bind {path}", _OPEN_TREE, _AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), flags)
 
 
-def move(mount: int, target: Path) -> None:
-    """Attach a mount to the folder `target`, and close its descriptor in any case."""
+def attach(mount: int, target: Path) -> None:
+    """Attach a detached mount to the folder `target`. Closes its descriptor in any case."""
     try:
         path = ctypes.c_char_p(os.fsencode(target))
         _call(f"mount on {target}", _MOVE_MOUNT, mount, ctypes.c_char_p(b""), _AT_FDCWD, path, _MOVE_FROM_EMPTY_PATH)
@@ -72,9 +72,9 @@ def move(mount: int, target: Path) -> None:
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Unmount what lies on top of `target`. Nothing happens when nothing is mounted there.
+    """Unmount the topmost mount on `target`; nothing happens when there is none.
 
-    Raises `TransientError` while it is in use. With `lazy` it disappears at once and ends with its last user.
+    Raises `TransientError` while it is in use. With `lazy` it is detached at once and ends with its last user.
     """
     _LOG.debug("unmount %s%s", target, " lazily" if lazy else "")
     try:
@@ -85,18 +85,18 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 
 def is_mount(target: Path) -> bool:
-    """Whether something is mounted on `target` in this process's namespace. Does not touch it: it may be dead."""
+    """Whether something is mounted on `target` in this mount namespace. Does not access it: the mount may hang."""
     return str(Path(os.path.realpath(target.parent), target.name)) in mount_points()
 
 
 def mount_points() -> list[str]:
-    return [_plain(line.split(b" ", 5)[4]) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
+    return [_unescape(line.split(b" ", 5)[4]) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
 
 
 def unshare_mounts() -> None:
-    """Give this process mounts of its own: what it mounts from now on ends with its last process, even by kill -9.
+    """Give this process its own mount namespace: mounts made in it end with its last process, even after kill -9.
 
-    What others mount later still shows up here. Call it before any thread starts: only the calling one moves.
+    Later mounts of the host still propagate into it. Call it before any thread starts: it affects the calling one only.
     """
     check(libc.unshare(_CLONE_NEWNS), "make a mount namespace")
     check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "keep mounts to ourselves")
@@ -107,9 +107,9 @@ def make_read_only(target: Path) -> None:
 
 
 def restrict(target: Path, attributes: int, *, allow: int = 0) -> None:
-    """Forbid what the attributes say for the mount on `target`: `MS_RDONLY`, `MS_NOSUID`, `MS_NODEV`, `MS_NOEXEC`.
+    """Set attributes on the mount at `target`: `MS_RDONLY`, `MS_NOSUID`, `MS_NODEV`, `MS_NOEXEC`.
 
-    What `allow` says is no longer forbidden.
+    The attributes in `allow` are cleared.
     """
     changes = (ctypes.c_uint64 * 4)(attributes, allow, 0, 0)
     path = ctypes.c_char_p(os.fsencode(target))
@@ -118,20 +118,20 @@ def restrict(target: Path, attributes: int, *, allow: int = 0) -> None:
 
 
 def change_root(folder: Path) -> None:
-    """Make a mount the root of this mount namespace; everything that is not below it is gone from here."""
+    """Make the mount `folder` the root of this mount namespace; the old root is unmounted."""
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise PermanentError(f"change the root: the system call's number on {os.uname().machine} is not known")
     os.chdir(folder)
     dot = ctypes.c_char_p(b".")
     _call(f"change the root to {folder}", number, dot, dot)
-    # The old root lies on top of the new one now.
+    # pivot_root(".", "."): the old root is now stacked on the new one.
     check(libc.umount2(dot, MNT_DETACH), "leave the old root")
     os.chdir("/")
 
 
-def own_working_folder() -> None:
-    """Let this thread change its working folder without changing that of the others."""
+def unshare_working_folder() -> None:
+    """Let this thread change its working folder independently of the other threads."""
     check(libc.unshare(_CLONE_FS), "leave the shared working folder")
 
 
@@ -145,11 +145,11 @@ def _configure(context: int, command: int, key: bytes | None, value: bytes | Non
     result = libc.syscall(ctypes.c_long(_FSCONFIG), context, command, ctypes.c_char_p(key), ctypes.c_char_p(value), 0)
     if result < 0:
         number = ctypes.get_errno()
-        raise failure(step, number, _explanation(context))
+        raise failure(step, number, _context_log(context))
 
 
-def _explanation(context: int) -> str:
-    """What the kernel wrote into the log of a mount context, in one line."""
+def _context_log(context: int) -> str:
+    """The messages of a mount context as one line."""
     words = []
     with contextlib.suppress(OSError):  # ENODATA when all was read
         while message := os.read(context, 1024):
@@ -159,20 +159,20 @@ def _explanation(context: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of `mountinfo`."""
+    """One line of /proc/self/mountinfo."""
 
     id: int
     parent: int
     device: str
     """`major:minor`."""
     root: str
-    """What of its file system is shown: `/` unless it is a bind mount."""
+    """The part of its file system that is mounted: `/` unless it is a bind mount."""
     path: str
-    """Where it is mounted, as seen from the process's root."""
+    """The mount point, relative to the process's root."""
     options: frozenset[str]
-    """Of the mount (`ro`, `nosuid`) and of its file system (`ro`)."""
+    """Options of the mount (`ro`, `nosuid`), and `ro` of its file system."""
     kind: str
-    """Of its file system: `ext4`, `fuse.sshfs`."""
+    """Type of the file system: `ext4`, `fuse.sshfs`."""
 
     @property
     def read_only(self) -> bool:
@@ -184,7 +184,7 @@ def mount_table() -> list[Mount]:
 
 
 def parse(line: bytes) -> Mount:
-    """One line; fields without a fixed number end with a dash."""
+    """Parse one line of mountinfo. The optional fields end with a dash."""
     left, _, right = line.partition(b" - ")
     number, parent, device, root, path, options = left.split(b" ")[:6]
     kind, _, rest = right.partition(b" ")
@@ -194,21 +194,21 @@ def parse(line: bytes) -> Mount:
         int(number),
         int(parent),
         device.decode(),
-        _plain(root),
-        _plain(path),
+        _unescape(root),
+        _unescape(path),
         frozenset(map(os.fsdecode, words)),
         os.fsdecode(kind),
     )
 
 
-def _plain(word: bytes) -> str:
-    """Blanks and the like are written as \\ooo."""
+def _unescape(word: bytes) -> str:
+    """Decode blanks and other characters that mountinfo writes as \\ooo."""
     return os.fsdecode(word.decode("unicode_escape").encode("latin-1") if b"\\" in word else word)
 
 
 def visible(rows: Sequence[Mount]) -> list[Mount]:
-    """The mounts that paths reach, the root first and each before those below it: of mounts on one place the top one,
-    and none below a place that was mounted over later. Empty when the process's root is not mounted (a chroot)."""
+    """The mounts that paths can reach, the root first and parents before children: only the topmost of stacked mounts,
+    and none below a path that was mounted over later. Empty when the process's root is not a mount (a chroot)."""
     children: dict[int, list[Mount]] = {}
     for row in rows:
         children.setdefault(row.parent, []).append(row)
@@ -231,20 +231,20 @@ def _covered(path: str, places: Iterable[str]) -> bool:
 
 
 def depth(path: str) -> int:
-    """How many names a normal absolute path has."""
+    """The number of components of a normalized absolute path."""
     return 0 if path == "/" else path.count("/")
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether `path` is something inside `folder`; both absolute and normal."""
+    """Whether `path` lies inside `folder`; both are absolute and normalized."""
     return path != folder and path.startswith(folder if folder == "/" else f"{folder}/")
 
 
 def is_mounted_anywhere(part: str) -> bool:
-    """Whether a process that we may look at has a mount, in whatever namespace, whose description has this part."""
+    """Whether any visible process, in any mount namespace, has a mount whose description contains `part`."""
     wanted = os.fsencode(part)
     seen = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208 - paths of each of a thousand processes cost more than the look
+    for name in os.listdir("/proc"):  # noqa: PTH208 - faster than Path objects for a thousand processes
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Mount the layers of an image: each an EROFS file, all together an overlay."""
+"""Mount the layers of an image: each is an EROFS file, all together an overlay."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from bootseer.mounts import kernel
 
 _LOG = logger(__name__)
 MAX_LAYERS = 500
-"""What overlayfs takes."""
+"""The limit of overlayfs."""
 _OF_LAYERS = MS_RDONLY | MS_NOSUID | MS_NODEV
-"""Every user of the host may look into a layer. An overlay of layers has attributes of its own."""
+"""Every user of the host may read a layer's mount. An overlay of layers has its own attributes."""
 
 _LOOP_CONTROL = Path("/dev/loop-control")
 _LOOP_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
@@ -36,22 +36,26 @@ _PLAIN = re.compile(rb"[A-Za-z0-9_./+=@%~-]+")
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
-    """Mount the EROFS file `path` on `target`, read-only, without its devices and set-uid programs.
+    """Mount the EROFS file `path` on `target`, read-only, nodev and nosuid.
 
-    Straight from the file where the kernel can (6.12), else through a loop device; `loop` forces one or the other.
+    Directly from the file where the kernel can (6.12), else through a loop device; `loop` forces one or the other.
     """
     if not loop:
         try:
-            kernel.move(kernel.create("erofs", [("source", str(path)), ("ro", None)], attributes=_OF_LAYERS), target)
+            kernel.attach(
+                kernel.create_mount("erofs", [("source", str(path)), ("ro", None)], attributes=_OF_LAYERS), target
+            )
             return
         except BootseerError as error:
             _LOG.info("%s cannot be mounted as a file: %s", path, error)
-            # ENOTBLK: this kernel requires a block device. All else would fail with one too.
+            # ENOTBLK: this kernel requires a block device. Every other error would come with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
                 raise _named(error, path) from error.__cause__
     device, held = _attach_loop(path)
     try:
-        kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=_OF_LAYERS), target)
+        kernel.attach(
+            kernel.create_mount("erofs", [("source", str(device)), ("ro", None)], attributes=_OF_LAYERS), target
+        )
     except BootseerError as error:
         raise _named(error, path) from error.__cause__
     finally:
@@ -59,7 +63,7 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
 
 
 def _named(error: BootseerError, path: Path) -> BootseerError:
-    """To be raised from the cause of `error`, which keeps the number."""
+    """`error` with `path` in front; raise it from the cause of `error`, which holds the errno."""
     return type(error)(f"{path}: {error}")
 
 
@@ -74,20 +78,19 @@ def mount_overlay(
     volatile: bool = False,
     one_option: bool = True,
 ) -> None:
-    """Mount folders on top of each other: the first of `lowers` is the lowest.
+    """Stack folders with overlayfs: the first of `lowers` is the lowest.
 
-    With `upper` and `work` (empty, same file system) it is writable, else read-only. A single layer without `upper`
-    is bound instead, as overlayfs needs two: deletions in it, which delete nothing, then show as devices 0/0.
-    `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `volatile`: the end of the mount does
-    not wait until the whole disk of `upper` is written, nor does any fsync in it. `one_option` says to use the form of
-    Linux 6.7 (one option for each layer) where the kernel has it.
+    Writable with `upper` and `work` (an empty folder on the same file system), else read-only. overlayfs needs two
+    layers, so a single one without `upper` is bind mounted: its whiteouts, which hide nothing, show as devices 0/0.
+    `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `volatile`: neither unmount nor fsync
+    sync the file system of `upper`. `one_option`: one mount option per layer (Linux 6.7) where the kernel has it.
     """
     if not 1 <= len(lowers) <= MAX_LAYERS:
         raise UsageError(f"{len(lowers)} layers", hint=f"overlayfs takes 1 to {MAX_LAYERS}")
     if (upper is None) != (work is None):
         raise UsageError("an overlay takes upper and work folders together or neither")
     if upper is None and len(lowers) == 1:
-        kernel.move(kernel.clone(lowers[0]), target)
+        kernel.attach(kernel.clone_mount(lowers[0]), target)
         kernel.restrict(target, attributes | MS_RDONLY, allow=MS_NOSUID & ~attributes)
         return
     attributes |= 0 if upper else MS_RDONLY
@@ -99,23 +102,23 @@ def mount_overlay(
             options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
             options += [(name, None) for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
             try:
-                kernel.move(kernel.create("overlay", options, attributes=attributes), target)
+                kernel.attach(kernel.create_mount("overlay", options, attributes=attributes), target)
                 return
             except BootseerError as error:
-                # EINVAL already at the first layer: an older kernel does not know the option.
+                # EINVAL at the first layer: an older kernel does not have the option.
                 if number_of(error) != errno.EINVAL or "option lowerdir+" not in str(error):
                     raise
         _mount_in_one_page(top_first, target, upper, work, attributes, userxattr=userxattr)
 
 
 def copy_attributes(source: Path | str, upper: Path) -> None:
-    """An overlay's root looks as its upper folder: let that look as `source`, as far as this user may."""
+    """Copy owner, mode, times and xattrs of `source` to `upper`, as far as permitted: an overlay's root shows these."""
     status = os.stat(source)  # noqa: PTH116
     with contextlib.suppress(PermissionError):
         os.chown(upper, status.st_uid, status.st_gid)
     for name in os.listxattr(os.fsencode(source)):
         if not os.fsencode(name).startswith((b"trusted.overlay.", b"user.overlay.")):
-            with contextlib.suppress(OSError):  # of a security module, or not for every user, or not here
+            with contextlib.suppress(OSError):  # of a security module, forbidden for this user, or not supported
                 os.setxattr(upper, name, os.getxattr(source, name))
     upper.chmod(stat.S_IMODE(status.st_mode))
     os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -123,12 +126,12 @@ def copy_attributes(source: Path | str, upper: Path) -> None:
 
 @contextlib.contextmanager
 def short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
-    """Names that fit into one mount option: a folder's own path, or its descriptor's in /proc."""
+    """Names that fit into one mount option: a folder's path, or the path of a descriptor in /proc."""
     names, opened = [], []
     try:
         for folder in folders:
             name = str(folder.absolute())
-            # Backslashes, commas and colons mean something in some options of some kernels.
+            # Backslashes, commas and colons have a meaning in the options of some kernels.
             if len(os.fsencode(name)) > kernel.MAX_STRING or not _PLAIN.fullmatch(os.fsencode(name)):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
                 name = f"/proc/self/fd/{opened[-1]}"
@@ -150,13 +153,13 @@ def _mount_in_one_page(
     *,
     userxattr: bool,
 ) -> None:
-    """All layers in the one page of options that mount(2) takes: by names of a few letters in a folder of our own."""
+    """Pass all layers in the one page of options of mount(2): by short symbolic links in a temporary folder."""
     failed: list[BaseException] = []
 
     def from_folder(folder: str) -> None:
         try:
-            # The working folder belongs to all threads of a process, unless a thread asks for its own.
-            kernel.own_working_folder()
+            # The working folder is shared by all threads of a process, unless a thread unshares it.
+            kernel.unshare_working_folder()
             os.chdir(folder)
             options = "lowerdir=" + ":".join(str(number) for number in range(len(top_first)))
             if upper is not None and work is not None:
@@ -183,7 +186,7 @@ def _mount_in_one_page(
 
 
 def _attach_loop(path: Path) -> tuple[Path, int]:
-    """Tie `path` to a free loop device, read-only. The device frees itself when its last user is gone.
+    """Attach `path` read-only to a free loop device, which is released with its last user.
 
     Returns the device and a descriptor that keeps it until it is mounted.
     """
@@ -199,11 +202,11 @@ def _attach_loop(path: Path) -> tuple[Path, int]:
             try:
                 return device, _configure_loop(device, backing)
             except OSError as error:
-                if error.errno != errno.EBUSY:  # EBUSY: it was taken between the two calls
+                if error.errno != errno.EBUSY:  # EBUSY: another process took it between the two calls
                     raise
         raise TransientError(f"no loop device was free for {path} in {_ATTEMPTS} attempts")
     except OSError as error:
-        raise syscalls.failure(f"tie {path} to a loop device", error.errno or errno.EIO) from error
+        raise syscalls.failure(f"attach {path} to a loop device", error.errno or errno.EIO) from error
     finally:
         os.close(control)
         if backing >= 0:

@@ -1,8 +1,8 @@
-"""A mount namespace that this process makes, holds and sends children into, without living in it itself.
+"""A mount namespace that this process creates, keeps open and sends children into, without entering it itself.
 
-A helper child makes the namespace and all mounts in it, and ends; descriptors hold the result. Nothing shows on the
-host at any time, and all of it is gone with the last descriptor and the last process inside, by kill -9 too. Make it
-while this process has one thread, as the helper is forked.
+A forked helper creates the namespace and its mounts and exits; file descriptors keep the result alive. Nothing is
+visible on the host, and everything disappears with the last descriptor and the last process inside, also after kill -9.
+Because of the fork, create it while this process has one thread.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _MAPPED, _NOT_MAPPED = b"y", b"n"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a helper child tells of the mounts that it made."""
+    """What the helper reports about the mounts that it made."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Anything that JSON can say."""
+    """Any JSON values."""
     folders: Mapping[str, int] = field(default_factory=dict)
-    """Descriptors of folders, such as of mounts that are attached nowhere, which the parent is to hold as well."""
+    """Folder descriptors (for example detached mounts) that the parent keeps open too."""
 
 
 class Namespace:
-    """Hold it as long as children are to be sent in. A context manager."""
+    """Open as long as children are to enter it. A context manager."""
 
     def __init__(self, held: Mapping[str, int], folders: Mapping[str, int], facts: Mapping[str, Any]) -> None:
         self._held = dict(held)
@@ -52,33 +52,33 @@ class Namespace:
         """What `build` returned."""
 
     @classmethod
-    def made(cls, build: Callable[[], Built | None], *, user: bool = False, deadline_s: float = 30.0) -> Namespace:
-        """Run `build` in a child with mounts of its own and keep them; `user` makes it root of a user namespace first.
+    def create(cls, build: Callable[[], Built | None], *, user: bool = False, deadline_s: float = 30.0) -> Namespace:
+        """Run `build` in a child with its own mount namespace and keep that; `user`: in a new user namespace, as root.
 
-        In a user namespace root keeps all ids where the kernel lets it, other users have their own alone. Mounts that
-        the host makes later below copies of its mounts still appear. Raises what `build` raised, where that is no
-        BootSeer error `PermanentError`; `TransientError` after `deadline_s` seconds.
+        In a user namespace root keeps all ids where the kernel allows it; other users have their own id only. Mounts
+        that the host makes later below copies of its mounts still propagate. Raises what `build` raised (as
+        `PermanentError` unless it is a BootSeer error), and `TransientError` after `deadline_s` seconds.
         """
-        answer, tell = os.pipe2(os.O_CLOEXEC)
-        stay, release = os.pipe2(os.O_CLOEXEC)
+        answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
+        release_read, release_write = os.pipe2(os.O_CLOEXEC)
         parent = os.getpid()
         try:
             helper = os.fork()
             if helper == 0:
-                os.close(release)
-                _help(build, parent, tell, stay, user=user)
+                os.close(release_write)
+                _run_helper(build, parent, answer_write, release_read, user=user)
         finally:
-            os.close(tell)
-            os.close(stay)
+            os.close(answer_write)
+            os.close(release_read)
         try:
-            lines = json_lines(answer, time.monotonic() + deadline_s)
+            lines = json_lines(answer_read, time.monotonic() + deadline_s)
             if user:
                 _next(lines)
-                os.write(release, _MAPPED if user_namespace.map_all(helper) else _NOT_MAPPED)
+                os.write(release_write, _MAPPED if user_namespace.map_all(helper) else _NOT_MAPPED)
             return cls._of(helper, _next(lines), user=user)
         finally:
-            os.close(answer)
-            os.close(release)
+            os.close(answer_read)
+            os.close(release_write)
             end_child(helper)
 
     @classmethod
@@ -87,40 +87,39 @@ class Namespace:
         folders: dict[str, int] = {}
         try:
             for name in ("mnt", "user") if user else ("mnt",):
-                held[name] = _hold(f"/proc/{helper}/ns/{name}", os.O_RDONLY)
-            held["root"] = _hold(f"/proc/{helper}/root", os.O_PATH | os.O_DIRECTORY)
+                held[name] = _open_above_stdio(f"/proc/{helper}/ns/{name}", os.O_RDONLY)
+            held["root"] = _open_above_stdio(f"/proc/{helper}/root", os.O_PATH | os.O_DIRECTORY)
             for name, number in message["folders"].items():
-                folders[name] = _hold(f"/proc/{helper}/fd/{number}", os.O_PATH | os.O_DIRECTORY)
+                folders[name] = _open_above_stdio(f"/proc/{helper}/fd/{number}", os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
             for number in (*held.values(), *folders.values()):
                 os.close(number)
-            raise PermanentError(f"hold a mount namespace: {error}") from error
+            raise PermanentError(f"open a mount namespace: {error}") from error
         return cls(held, folders, message["facts"])
 
     @property
     def root(self) -> Path:
-        """The namespace's root, for other processes of this user too. Absolute symbolic links in it still lead to the
-        reader's own root."""
-        return _by_number(self._held["root"])
+        """The namespace's root folder, also for other processes of this user. Absolute symbolic links in it resolve
+        against the reader's own root."""
+        return _fd_path(self._held["root"])
 
     def folder(self, name: str) -> Path:
-        """A folder that `build` handed over."""
-        return _by_number(self._folders[name])
+        """A folder that `build` returned."""
+        return _fd_path(self._folders[name])
 
     def enter(self) -> None:
-        """Move this process, which must have one thread, into the namespace: for children between fork and exec.
+        """Move this single-threaded process into the namespace: for children between fork and exec.
 
-        It keeps its working folder by name, and its user and group: in a user namespace they are called what they were.
-        The kernel forgets a death signal on the way, so ask for it later (`process.die_with`).
-        Raises `OSError`.
+        It keeps its working folder by name, and its user and group ids, also in a user namespace. setns(2) clears the
+        parent-death signal, so call `process.die_with` afterwards. Raises `OSError`.
         """
         uid, gid = os.geteuid(), os.getegid()
         place = _working_folder()
         here = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             if "user" in self._held:
-                _called("enter the user namespace", libc.setns(self._held["user"], _NEWUSER))
-            _called("enter the mount namespace", libc.setns(self._held["mnt"], _NEWNS))
+                _check_result("enter the user namespace", libc.setns(self._held["user"], _NEWUSER))
+            _check_result("enter the mount namespace", libc.setns(self._held["mnt"], _NEWNS))
             if place is None:
                 os.fchdir(here)
             else:
@@ -128,10 +127,10 @@ class Namespace:
         finally:
             os.close(here)
         if "user" in self._held and uid != 0:
-            _take_names(uid, gid)
+            _map_own_ids(uid, gid)
 
     def close(self) -> None:
-        """Let go. The mounts end when the last process inside does."""
+        """Close the descriptors. The mounts end with the last process inside."""
         while self._held:
             os.close(self._held.popitem()[1])
         while self._folders:
@@ -149,13 +148,13 @@ class Namespace:
 def overlay_in_place(
     target: Path, lowers: list[Path], *, upper: Path | None = None, work: Path | None = None, userxattr: bool = False
 ) -> tuple[str, ...]:
-    """Mount an overlay on the folder `target` and let what is mounted below it shine through, as before.
+    """Mount an overlay on the folder `target`; mounts below it are moved onto the overlay.
 
-    It has no devices; what the mount that it covers forbids (set-uid programs) stays forbidden. What is written to
-    `upper` need not survive a crash of the machine: without that, the end of the mount would write the whole disk back.
+    Devices are disabled, and so is what the covered mount forbids (set-uid programs). `upper` is mounted volatile (not
+    crash-safe): otherwise unmounting would sync the whole file system of `upper`.
 
     `lowers` with the lowest first; `target` itself may be one of them. Call it in `build`. Returns a line for each
-    mount that could not be kept, because the new folder has no place for it or it may not be copied.
+    mount that could not be kept: its folder does not exist in the overlay, or it may not be cloned.
     """
     place = os.path.realpath(target)
     inside = [row.path for row in visible(mount_table()) if is_below(row.path, place)]
@@ -164,7 +163,7 @@ def overlay_in_place(
     for path in inside:
         if not any(is_below(path, above) for above, _ in copies):
             try:
-                copies.append((path, kernel.clone(Path(path), recursive=True)))
+                copies.append((path, kernel.clone_mount(Path(path), recursive=True)))
             except BootseerError as error:
                 notes.append(f"the mount {path} cannot be kept: {error}")
     try:
@@ -175,7 +174,7 @@ def overlay_in_place(
         while copies:
             path, copy = copies.pop(0)
             try:
-                kernel.move(copy, Path(path))
+                kernel.attach(copy, Path(path))
             except BootseerError as error:
                 notes.append(f"the mount {path} cannot be kept: {error}")
     finally:
@@ -184,30 +183,31 @@ def overlay_in_place(
     return tuple(notes)
 
 
-def _help(build: Callable[[], Built | None], parent: int, tell: int, stay: int, *, user: bool) -> NoReturn:
-    """In the child: make the namespace, tell, and stay until the parent holds it."""
+def _run_helper(
+    build: Callable[[], Built | None], parent: int, answer_write: int, release_read: int, *, user: bool
+) -> NoReturn:
+    """In the child: create the namespace, report it, and stay alive until the parent has opened it."""
     try:
         if user:
-            user_namespace.enter_new(functools.partial(_ask_for_ids, tell, stay))
+            user_namespace.enter_new(functools.partial(_ask_for_ids, answer_write, release_read))
         else:
             kernel.unshare_mounts()
         die_with(parent)
         built = build() or Built()
-        said: dict[str, Any] = {"facts": dict(built.facts), "folders": dict(built.folders)}
-        _write(tell, said)
-        os.read(stay, 1)
-    except BaseException as error:  # nothing may unwind into the parent's code
+        _write(answer_write, {"facts": dict(built.facts), "folders": dict(built.folders)})
+        os.read(release_read, 1)
+    except BaseException as error:  # must not continue in the parent's code
         own = isinstance(error, BootseerError)
         number = number_of(error) if isinstance(error, BootseerError) else getattr(error, "errno", None) or 0
         message = str(error) if own else f"{type(error).__name__}: {error}"
-        _write(tell, {"kind": type(error).__name__, "error": message, "number": number})
+        _write(answer_write, {"kind": type(error).__name__, "error": message, "number": number})
     finally:
         os._exit(0)
 
 
-def _ask_for_ids(tell: int, stay: int) -> bool:
-    _write(tell, {"unshared": True})
-    return os.read(stay, 1) == _MAPPED
+def _ask_for_ids(answer_write: int, release_read: int) -> bool:
+    _write(answer_write, {"unshared": True})
+    return os.read(release_read, 1) == _MAPPED
 
 
 def _write(pipe: int, message: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ def _write(pipe: int, message: Mapping[str, Any]) -> None:
 
 
 def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
-    """One line of the helper. Its error is raised."""
+    """The helper's next message. Raises the error that it reports."""
     try:
         message: Mapping[str, Any] = next(lines)
     except TimeoutError:
@@ -231,8 +231,8 @@ def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
     return message
 
 
-def _hold(path: str, flags: int) -> int:
-    """A descriptor that does not take the place of a standard stream which we were started without."""
+def _open_above_stdio(path: str, flags: int) -> int:
+    """Open `path` with a number above 2, also when this process was started without its standard streams."""
     number = os.open(path, flags | os.O_CLOEXEC)
     try:
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -240,26 +240,26 @@ def _hold(path: str, flags: int) -> int:
         os.close(number)
 
 
-def _by_number(number: int) -> Path:
+def _fd_path(number: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{number}")
 
 
 def _working_folder() -> str | None:
-    """None when it is deleted: then nothing can be made in it, and the folder itself is as good as its name was."""
+    """The path of the working folder; None when it is deleted."""
     try:
         return os.getcwd()  # noqa: PTH109 - after a fork, before an exec
     except FileNotFoundError:
         return None
 
 
-def _take_names(uid: int, gid: int) -> None:
-    """Call root of the user namespace, which is we, by our own numbers again."""
-    _called("make a user namespace", libc.unshare(_NEWUSER))
+def _map_own_ids(uid: int, gid: int) -> None:
+    """In a nested user namespace, map root of the outer one (this process) back to its own ids."""
+    _check_result("make a user namespace", libc.unshare(_NEWUSER))
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} 0 1"), ("gid_map", f"{gid} 0 1")):
         Path("/proc/self", name).write_text(line)
 
 
-def _called(step: str, result: int) -> None:
+def _check_result(step: str, result: int) -> None:
     if result < 0:
         number = ctypes.get_errno() or errno.EINVAL
         raise OSError(number, os.strerror(number), step)

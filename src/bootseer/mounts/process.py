@@ -1,7 +1,5 @@
-"""A process that can be recognised later: its number alone may belong to another one by then.
-
-And the other way round: a process that ends with the one that started it, children whose end is waited for, and what
-other processes write into pipes and sockets.
+"""Processes: identity that survives reuse of pids, parent-death signals, bounded waits for children, and messages as
+JSON lines over pipes and sockets.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ _MAX_LINE = 1 << 20
 
 
 def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | None:
-    """Kill a child, unless it ends by itself (`kill=False`), and wait for it: its wait status.
+    """Kill a child (unless `kill=False`) and reap it: its wait status.
 
-    None when it has not ended within `timeout_s` seconds: one that hangs in a system call, such as in a dead mount,
-    does not even die of SIGKILL until the call returns. It is left behind then. None too when it was waited for
-    elsewhere, as process 1 does for all.
+    None when it has not ended within `timeout_s` seconds: a child in an uninterruptible system call, for example in a
+    dead mount, does not react even to SIGKILL and is left behind. None also when it was reaped elsewhere.
     """
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         handle = os.pidfd_open(pid)
@@ -47,22 +44,22 @@ def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | N
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the process `parent`, which started this one, ends: for children behind a fork.
+    """Ask the kernel to kill this forked child when its `parent` ends.
 
-    The kernel forgets it where a process changes its rights or enters a namespace: call it later than that.
+    The kernel clears this on a change of credentials or namespaces: call it after those.
     """
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # the parent ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def json_lines(
     fd: int, until: float, waiting: Callable[[], None] = lambda: None, max_bytes: int = _MAX_LINE
 ) -> Iterator[Any]:
-    """What another process writes into a pipe or socket, one JSON value per line, until it closes its end.
+    """Read JSON values, one per line, from a pipe or socket until its other end is closed.
 
-    `waiting` is called twice a second. Raises `TimeoutError` after `until` (of the monotonic clock), however slowly a
-    line comes, `ValueError` for a malformed or longer line, `OSError`, and what `waiting` raises.
+    `waiting` is called twice a second. `until` (monotonic clock) limits the whole exchange. Raises `TimeoutError`,
+    `ValueError` for a malformed line or one above `max_bytes`, `OSError`, and what `waiting` raises.
     """
     data, poll = b"", select.poll()
     poll.register(fd, select.POLLIN)
@@ -82,30 +79,30 @@ def json_lines(
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """`started` is the start time in clock ticks since the machine's boot."""
+    """A pid and its start time, in clock ticks since boot: together unique, where a pid alone may be reused."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has this number now; None when there is none or it has ended."""
+        """The running process with this pid; None when there is none or it is a zombie."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
         except OSError:
             return None
-        # The name in parentheses may hold anything, so that counting begins behind it.
+        # The process name in parentheses may contain anything: fields are counted from its end.
         fields = stat.rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Whether this process, not a later one of the same pid, still runs."""
         return ProcessId.of(self.pid) == self
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         with contextlib.suppress(ProcessLookupError):
-            # The descriptor pins the number between the look and the signal.
+            # The pidfd refers to one process: no other one can get the signal if the pid is reused meanwhile.
             handle = os.pidfd_open(self.pid)
             try:
                 if self.alive:

@@ -1,15 +1,14 @@
-"""Restart a mount daemon that died under its mount, so that readers wait for a moment instead of getting I/O errors.
+"""Restart a mount daemon that died under its mount: readers wait for a moment instead of getting I/O errors.
 
-The process that `daemon` forks does not serve itself: it forks the one that does, keeps a copy of its FUSE descriptor,
-and waits. As long as any process has the descriptor open, the kernel keeps the mount and lets its readers wait. When
-the serving process is killed (out of memory, a fault in a library, by hand), the next one is forked with the same
-descriptor: everything it needs is imported, and of the dead one it uses only what is on the disk. Requests that the
-dead one had taken and not answered are lost, and the kernel would wait for their answers for ever: it is asked to send
-them again (FUSE_NOTIFY_RESEND, Linux 6.9). Where it cannot, and when a daemon dies again and again, readers get I/O
-errors.
+The process that `daemon` forks does not serve. It forks the one that does, keeps a copy of its FUSE descriptor, and
+waits. As long as any process has the descriptor open, the kernel keeps the mount, and readers block. When the serving
+process is killed (out of memory, a crash in a library, by hand), a new one is forked with the same descriptor: all code
+is imported already, and of the dead process only files on the disk are used. Requests that it had read and not answered
+would block their callers for ever: the kernel is asked to send them again (FUSE_NOTIFY_RESEND, Linux 6.9). On older
+kernels, and when the daemon keeps dying, readers get I/O errors.
 
-Only trees that do not change are served on: their inodes are numbers that every process gives to the same files, and
-they have neither open files nor unwritten data.
+Only for immutable trees: every process assigns the same inode numbers to them, and they have neither open file handles
+nor unwritten data, so that a new process can continue where the dead one stopped.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from bootseer.mounts.serve import DaemonSpec, catch_signals, protect_from_oom, s
 
 _LOG = logs.logger(__name__)
 _DEATHS, _WITHIN_S = 3, 60.0
-"""A daemon that dies so often has a lasting reason: readers should get errors."""
+"""After so many deaths within so many seconds the cause is taken for permanent: readers get errors."""
 _REOPEN_S = 20.0
 _READY: Final = b"m"
 
 
-def serve_on(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
-    """Serve a mount from child processes, one after the other as they are killed; the exit code of the last one.
+def serve_with_restarts(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
+    """Serve a mount from child processes, a new one for each that is killed; the exit code of the last one.
 
-    Ends with its child when that ends by itself, and kills it by its own end. Call it in a process with one thread.
+    Returns when a child exits by itself; when this process is killed, so is the child. Requires a single thread.
     """
     logs.set_up(os.environ, file=spec.folder / LOG)
     wake = catch_signals()
     protect_from_oom()
-    gc.freeze()  # a collection in one of the processes would copy the pages that they share
+    gc.freeze()  # a garbage collection in either process would copy the memory pages that they share
     device: int | None = None
     deaths: deque[float] = deque(maxlen=_DEATHS)
     restarts = 0
@@ -59,38 +58,37 @@ def serve_on(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
             os._exit(_serve(spec, report, lifeline, theirs, device, restarts))
         theirs.close()
         if report >= 0:
-            os.close(report)  # from now on the child's: its end must be heard on the pipe
+            os.close(report)  # only the child keeps it: its death must show as end-of-file on the pipe
             report = -1
         with ours:
-            device, status, is_asked_to_end = _watch(child, ours, wake, device)
-        if is_asked_to_end or not os.WIFSIGNALED(status) or device is None:
+            device, status, stop_requested = _watch(child, ours, wake, device)
+        if stop_requested or not os.WIFSIGNALED(status) or device is None:
             return os.waitstatus_to_exitcode(status) & 0xFF
         now = time.monotonic()
         deaths.append(now)
         died = f"the process that serves {spec.label} was killed by signal {os.WTERMSIG(status)}"
         if len(deaths) == _DEATHS and now - deaths[0] < _WITHIN_S:
-            _LOG.error("%s, the %d. time in %g s: its readers get errors", died, _DEATHS, now - deaths[0])
+            _LOG.error("%s, death %d in %g s: its readers get errors", died, _DEATHS, now - deaths[0])
             return 1
-        _LOG.warning("%s: it is started again", died)
+        _LOG.warning("%s: restarting it", died)
         restarts += 1
 
 
 def _serve(
     spec: DaemonSpec, report: int, lifeline: int | None, link: socket.socket, device: int | None, restarts: int
 ) -> int:
-    if restarts:  # readers wait: one that hangs while it opens the store is a death too. `serve` calls it off
+    if restarts:  # readers are blocked: hanging while the store is opened counts as a death. `serve` cancels the timer
         signal.setitimer(signal.ITIMER_REAL, _REOPEN_S)
 
-    def keep(mounted: int) -> None:
+    def send_device(mounted: int) -> None:
         socket.send_fds(link, [_READY], [mounted])
 
-    return serve(spec, report, lifeline, keep=keep, device=device, restarts=restarts)
+    return serve(spec, report, lifeline, on_mounted=send_device, device=device, restarts=restarts)
 
 
 def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | None) -> tuple[int | None, int, bool]:
-    """Until the child has ended: the FUSE descriptor, once there is one, the child's wait status, and whether a signal
-    came that ends a daemon."""
-    is_asked_to_end = False
+    """Wait for the child to end: the FUSE descriptor, if there is one, its wait status, and whether it was asked to."""
+    stop_requested = False
     handle = os.pidfd_open(child)
     watched: list[int | socket.socket] = [handle, link, wake]
     try:
@@ -98,16 +96,16 @@ def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | N
             readable = select.select(watched, [], [])[0]
             if wake in readable:
                 wake.recv(64)
-                is_asked_to_end = True
+                stop_requested = True
                 os.kill(child, signal.SIGTERM)
             if link in readable:
                 watched.remove(link)
-                with contextlib.suppress(OSError):  # it died between the two
+                with contextlib.suppress(OSError):  # the child died in between
                     _, numbers, _, _ = socket.recv_fds(link, 1, 1)
-                    signal.setitimer(signal.ITIMER_REAL, 0)  # it serves: the start's time limit is over
+                    signal.setitimer(signal.ITIMER_REAL, 0)  # it serves: cancel the time limit of the start
                     if device is None and numbers:
                         device = numbers[0]
             if handle in readable:
-                return device, os.waitpid(child, 0)[1], is_asked_to_end
+                return device, os.waitpid(child, 0)[1], stop_requested
     finally:
         os.close(handle)

@@ -1,7 +1,7 @@
-"""The life of a mount daemon: open, mount, tell, answer questions, end.
+"""The main loop of a mount daemon: open, mount, report, answer control requests, end.
 
-The main thread waits for questions, signals, the end of the mount and the end of the startup; FUSE requests and
-fetching have threads of their own. Runs in the process that `daemon` forked, and never returns to its caller's code.
+The main thread waits for control requests, signals, the unmount and the end of the recording; FUSE requests and
+fetching have their own threads. Runs in the process that `daemon` forked and never returns to its caller's code.
 """
 
 from __future__ import annotations
@@ -29,75 +29,75 @@ from bootseer.mounts.control import FILES, LOG
 
 OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
-"""The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""
+"""How long the thread that answers the kernel may wait for another thread to release the interpreter lock."""
 _OOM_SCORE = "-500"
-"""The kernel's choice when memory runs out should be a process whose end does not break all readers of an image."""
+"""When memory runs out, the kernel should kill processes that do not break all readers of an image."""
 _BUSY_S = 2.0
-"""The kernel lets go of files a moment after their last use, so that "busy" counts only after a while."""
+"""The kernel releases files a moment after their last use: EBUSY counts only after this."""
 _HAND_OVER_S = 10.0
-"""How long the end waits for the record to be handed over. It stays on the disk in any case."""
+"""How long shutdown waits for the record to be handed over. It stays on the disk in any case."""
 _LOG = logs.logger(__name__)
 
 
 class Recorder(Protocol):
-    """What writes down the needs of a startup."""
+    """Records the block needs of a startup."""
 
     def end(self) -> None:
         """The startup is over: no later need belongs to it."""
 
     def close(self) -> None:
-        """Write what is left, and hand the record over."""
+        """Write what is pending, and hand the record over."""
 
 
 class Source(Protocol):
-    """What the daemon's files come from."""
+    """What the daemon serves from."""
 
     def close(self) -> None:
         """Stop all work."""
 
 
-Show = Callable[[Path, str, OnError, int | None], Session]
-"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults. With the FUSE
-descriptor of a mount whose daemon died it goes on answering there."""
+Mount = Callable[[Path, str, OnError, int | None], Session]
+"""Mounts what is served: on a folder, with a label for the mount table, and a callback for errors. Given the FUSE
+descriptor of a mount whose daemon died, it continues serving that one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the daemon made for itself: nothing of it exists in the process that started it."""
+    """What `DaemonSpec.open` made inside the daemon."""
 
     source: Source
-    show: Show
+    mount: Mount
     recorder: Recorder | None = None
     status: Callable[[], dict[str, object]] = dict
     """Figures for `status`."""
-    begin: Callable[[], None] = lambda: None
-    """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
-    end: Callable[[], dict[str, object]] = dict
-    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for the caller."""
-    began: Callable[[], None] = lambda: None
-    """Runs when the end of the startup is reported."""
+    run_background: Callable[[], None] = lambda: None
+    """Called on its own thread once the mount answers: load the hot set, prefetch, stream the rest."""
+    finish_writes: Callable[[], dict[str, object]] = dict
+    """Called when the mount is gone, before `source` is closed: finish pending writes. Returns figures."""
+    on_startup_end: Callable[[], None] = lambda: None
+    """Called when the end of the startup is reported."""
     stop_prefetch: Callable[[], None] = lambda: None
-    """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
+    """Called on a lazy unmount: from now on fetch only what readers ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonSpec:
-    """What a daemon is to do."""
+    """What a daemon serves, and how."""
 
     folder: Path
-    """A folder of its own, 0700: the mount point `files`, the socket `control`, the file `log`."""
+    """Its own folder, 0700: the mount point `files`, the socket `control`, the file `log`."""
     open: Callable[[OnError], Served]
-    """Runs in the daemon and opens stores, cache and fetcher; the callable takes lines for the log."""
+    """Called in the daemon: opens stores, cache and fetcher. The argument logs a line."""
     label: str = "bootseer"
-    """Shown in the table of mounts."""
+    """Shown in the mount table."""
     window_s: float = 120.0
     """The record ends after so many seconds, unless the end of the startup is reported earlier."""
     at: Path | None = None
     """Where to mount instead of `files`: for users that cannot mount anything on top of it."""
     lifeline: bool = False
-    """Whether the daemon ends when the process that started it does, however it ends."""
+    """Whether the daemon ends with the process that started it, however that ends."""
     reopen: Callable[[OnError], Served] | None = None
-    """`open` for a daemon that takes the place of a killed one (see `recovery`); None: the mount ends with it."""
+    """`open` for a restarted daemon (see `recovery`); None: no restarts, the mount ends with the daemon."""
 
 
 def serve(
@@ -105,20 +105,20 @@ def serve(
     report: int,
     lifeline: int | None,
     *,
-    keep: Callable[[int], None] = lambda device: None,
+    on_mounted: Callable[[int], None] = lambda device: None,
     device: int | None = None,
     restarts: int = 0,
 ) -> int:
-    """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows.
+    """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed after the report.
 
-    `keep` gets the FUSE descriptor of the mount. After so many `restarts`, `device` is that of the daemon before, and
-    nothing waits for a report.
+    `on_mounted` gets the FUSE descriptor of the mount. With `restarts` above 0, `device` is the descriptor of the dead
+    daemon, and no parent waits for a report.
     """
     logs.set_up(os.environ, file=spec.folder / LOG)
     log = _LOG.warning
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     protect_from_oom()
-    # Each open file takes some, and the usual limit of 1024 is one for programs that use select.
+    # Each open file takes some descriptors; the usual soft limit of 1024 is for programs that use select().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -127,8 +127,8 @@ def serve(
         served = (spec.reopen or spec.open)(log) if restarts else spec.open(log)
         try:
             listener = control.listen(spec.folder)
-            mounted = served.show(spec.at or spec.folder / FILES, spec.label, log, device)
-            keep(mounted.device)
+            session = served.mount(spec.at or spec.folder / FILES, spec.label, log, device)
+            on_mounted(session.device)
         except BaseException:
             served.source.close()
             raise
@@ -138,32 +138,32 @@ def serve(
             report_error(report, error)
         return 1
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
-    life = _Life(spec, served, mounted, listener, log, restarts)
+    daemon = _MountDaemon(spec, served, session, listener, log, restarts)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if not restarts:
-        is_connected = tell(report, {"ready": True})
+        is_connected = send_message(report, {"ready": True})
         os.close(report)
         if not is_connected:
             log("the process that started this one was killed")
-            return life.end()
-    return life.run(wake, lifeline)
+            return daemon.unmount_and_finish()
+    return daemon.run(wake, lifeline)
 
 
 def protect_from_oom() -> None:
-    """Have the kernel rather kill others when memory runs out."""
+    """Make this process an unlikely choice of the kernel's OOM killer."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def report_error(pipe: int, error: BaseException) -> None:
-    """Tell the parent why there will be no mount."""
+    """Report to the parent why there will be no mount."""
     own = isinstance(error, BootseerError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    tell(pipe, {"kind": type(error).__name__, "error": message})
+    send_message(pipe, {"kind": type(error).__name__, "error": message})
 
 
-def tell(pipe: int, message: dict[str, object]) -> bool:
-    """Write a line to the process that waits for the daemon. False when it was killed meanwhile."""
+def send_message(pipe: int, message: dict[str, object]) -> bool:
+    """Write a JSON line to the process that waits for the daemon. False when it is gone."""
     try:
         os.write(pipe, json.dumps(message).encode() + b"\n")
     except OSError:
@@ -172,27 +172,27 @@ def tell(pipe: int, message: dict[str, object]) -> bool:
 
 
 def catch_signals() -> socket.socket:
-    """Signals arrive as bytes on the returned socket, so that no handler interrupts anything."""
+    """Signals arrive as bytes on the returned socket: no handler interrupts other code."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    # A terminal or a broken pipe must not end what others read from.
+    # Neither a closed terminal nor a broken pipe may end what others read from.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     return ours
 
 
-class _Life:
-    """State of a serving daemon; all of it belongs to the main thread."""
+class _MountDaemon:
+    """State of a serving daemon; owned by the main thread."""
 
     def __init__(
         self,
         spec: DaemonSpec,
         served: Served,
-        mounted: Session,
+        session: Session,
         listener: socket.socket,
         log: OnError,
         restarts: int,
@@ -200,73 +200,71 @@ class _Life:
         self._spec = spec
         self._restarts = restarts
         self._served = served
-        self._session = mounted
+        self._session = session
         self._listener = listener
         self._log = log
         self._started = time.monotonic()
         self._recording = served.recorder is not None
         self._stopping = False
-        self._left = False
-        self._ended: control.Answer | None = None
+        self._detached = False
+        self._write_result: control.Answer | None = None
         self._handing_over: threading.Thread | None = None
 
     def run(self, wake: socket.socket, lifeline: int | None) -> int:
-        ended, tell_ended = socket.socketpair()
-        threading.Thread(target=self._watch, args=(tell_ended,), name="watch", daemon=True).start()
-        threading.Thread(target=self._begin, name="begin", daemon=True).start()
-        watched: list[socket.socket | int] = [wake, ended, self._listener, *([] if lifeline is None else [lifeline])]
+        unmounted, notify_unmounted = socket.socketpair()
+        threading.Thread(target=self._wait_unmounted, args=(notify_unmounted,), name="watch", daemon=True).start()
+        threading.Thread(target=self._run_background, name="background", daemon=True).start()
+        watched: list[socket.socket | int] = [
+            wake, unmounted, self._listener, *([] if lifeline is None else [lifeline])
+        ]  # fmt: skip
         while not self._stopping:
             left = self._spec.window_s - (time.monotonic() - self._started) if self._recording else None
             readable = select.select(watched, [], [], None if left is None else max(0.0, left))[0]
-            if ended in readable:
+            if unmounted in readable:
                 break
             if wake in readable or (lifeline is not None and lifeline in readable):
-                self._log("asked to end by a signal" if wake in readable else "the process that we serve has ended")
+                self._log("stopped by a signal" if wake in readable else "the process that started this one has ended")
                 self._unmount(force=True)
                 break
             if self._listener in readable:
-                control.serve_one(self._listener, self._answer)
+                control.serve_one(self._listener, self._handle)
             if self._recording and time.monotonic() - self._started >= self._spec.window_s:
                 self._end_recording()
         return self._finish()
 
-    def end(self) -> int:
-        """Unmount whatever happens, and end."""
+    def unmount_and_finish(self) -> int:
+        """Unmount by force, and end."""
         self._unmount(force=True)
         return self._finish()
 
-    def _watch(self, tell: socket.socket) -> None:
+    def _wait_unmounted(self, notify: socket.socket) -> None:
         self._session.wait()
-        tell.send(b"x")
+        notify.send(b"x")
 
-    def _begin(self) -> None:
+    def _run_background(self) -> None:
         try:
-            self._served.begin()
+            self._served.run_background()
         except BootseerError as error:
             self._log(str(error))
-        except Exception as error:  # without a hot set the mount is slower, and works
+        except Exception as error:  # without prefetching the mount works, only slower
             self._log(f"cannot prefetch: {type(error).__name__}: {error}")
 
-    def _answer(self, question: str) -> control.Answer:
-        match question:
+    def _handle(self, request: str) -> control.Answer:
+        match request:
             case "status":
                 return self._status()
             case "began":
-                self._served.began()
+                self._served.on_startup_end()
                 self._end_recording()
                 return {"recording": False}
             case "leave":
-                self._leave()
+                self._detach()
                 return {"left": True}
-            case "stop":
-                self._unmount(force=False)
+            case "stop" | "end":
+                self._unmount(force=request == "end")
                 self._stopping = True
-                return {"stopped": True, **self._end_service()}
-            case "end":
-                self._unmount(force=True)
-                self._stopping = True
-                return {"stopped": True, **self._end_service()}
-        raise PermanentError(f"{question[:64]!r} is not a request that a mount daemon knows")
+                return {"stopped": True, **self._finish_writes()}
+        raise PermanentError(f"unknown request {request[:64]!r}")
 
     def _status(self) -> control.Answer:
         return {
@@ -287,11 +285,11 @@ class _Life:
             return
         self._recording = False
         recorder.end()
-        # Merging talks to a store: questions are answered meanwhile.
+        # Merging accesses a store: control requests are answered meanwhile.
         thread = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no room for another thread; the record lies on the disk still
+        except RuntimeError as error:  # no thread can be started; the record stays on the disk
             self._log(f"the record was not handed over: {error}")
         else:
             self._handing_over = thread
@@ -299,20 +297,20 @@ class _Life:
     def _hand_over(self, recorder: Recorder) -> None:
         try:
             recorder.close()
-        except Exception as error:  # the record lies on the disk still; the mount goes on
+        except Exception as error:  # the record stays on the disk; the mount goes on
             self._log(f"the record was not handed over: {type(error).__name__}: {error}")
 
-    def _leave(self) -> None:
-        """Unmount lazily, and end with the last user of the mount."""
-        if not self._left:
-            self._left = True
+    def _detach(self) -> None:
+        """Unmount lazily; the daemon ends with the last user of the mount."""
+        if not self._detached:
+            self._detached = True
             self._served.stop_prefetch()
             self._end_recording()
-            self._session.leave()
+            self._session.detach()
 
     def _unmount(self, *, force: bool) -> None:
-        """Unmount; after a moment's patience by force, or not at all."""
-        if self._left:  # users that are left get errors when this process ends
+        """Unmount, with retries while it is busy; after `_BUSY_S` by force, or raise `TransientError`."""
+        if self._detached:  # remaining users get errors when this process ends
             return
         end = time.monotonic() + _BUSY_S
         while True:
@@ -330,19 +328,19 @@ class _Life:
         with contextlib.suppress(BootseerError):
             self._session.close(force=True)
 
-    def _end_service(self) -> control.Answer:
-        """Finish what was written, once."""
-        if self._ended is None:
+    def _finish_writes(self) -> control.Answer:
+        """Finish pending writes, once."""
+        if self._write_result is None:
             try:
-                self._ended = self._served.end()
-            except Exception as error:  # whatever is left undone, the process has to end
-                self._log(f"ended badly: {type(error).__name__}: {error}")
-                self._ended = {}
-        return self._ended
+                self._write_result = self._served.finish_writes()
+            except Exception as error:  # the process has to end in any case
+                self._log(f"pending writes failed: {type(error).__name__}: {error}")
+                self._write_result = {}
+        return self._write_result
 
     def _finish(self) -> int:
         self._end_recording()
-        self._end_service()
+        self._finish_writes()
         self._served.source.close()
         if self._handing_over is not None:
             self._handing_over.join(_HAND_OVER_S)

@@ -1,11 +1,11 @@
-"""What is mounted on this node: one folder and one JSON file per mount under the runtime folder.
+"""The mounts of this node: one folder and one JSON file per mount below the runtime folder.
 
-    <runtime>/mounts/<id>/mount.json    what was mounted where, by which daemon
+    <runtime>/mounts/<id>/mount.json    what is mounted where, by which daemon
     <runtime>/mounts/<id>/...           mount points, control socket and log of that mount
-    <runtime>/layers/...                see `kept`
+    <runtime>/layers/...                see `shared_layers`
 
-The kernel has the last word on what is mounted and which process lives; these files only say where to look, so that a
-mount whose maker was killed can be found, used and taken away.
+The kernel is the authority on mounts and processes; these files only say where to look, so that a mount can be found,
+used and removed after the process that made it was killed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Health = Literal["mounted", "daemon dead", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class MountState:
-    """One mount. `target` is what the user sees, an absolute path."""
+    """One mount. `target` is the absolute path that the user sees."""
 
     id: str
     target: str
     what: str
     """Name of the image, snapshot or checkpoint, for people."""
     boot: str
-    """The kernel's name of the boot in which it was made."""
+    """The boot id of the kernel under which it was made."""
     layers: tuple[str, ...] = ()
-    """Identities of the block files that it is made of."""
+    """Identities of its block files."""
     daemon: ProcessId | None = None
     owner: ProcessId | None = None
-    """The process in whose own namespace it is mounted, and with which it ends; None for one that all can see."""
+    """The process in whose mount namespace it is, and with which it ends; None for one visible to all processes."""
     made_s: float = 0.0
     """Seconds since 1970."""
     details: Mapping[str, str] = field(default_factory=dict)
@@ -65,20 +65,20 @@ class _Versioned(msgspec.Struct):
 
 
 class Runtime:
-    """The runtime folder. It lies on a file system that is empty after a boot, if possible."""
+    """The runtime folder, preferably on a file system that is emptied at boot."""
 
     def __init__(self, root: Path) -> None:
-        """Make the folder if it is missing. Raises `PermanentError` when that fails, or other users can change it."""
-        # Without links, as the kernel writes it in the table of mounts.
+        """Create the folder if it is missing. Raises `PermanentError` when that fails, or other users can change it."""
+        # Resolved, as the kernel writes paths in the mount table.
         self.root = _trusted(root)
         self.mounts = _trusted(self.root / "mounts")
         self.layers = _trusted(self.root / "layers")
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def new_folder(self) -> Path:
-        """A folder for a mount to be; its name is the mount's id. Nothing counts as mounted before `write`.
+        """Create the folder of a new mount; its name is the mount's id. It counts as a mount after `write`.
 
-        Raises `PermanentError` when the runtime folder is full or cannot be written to.
+        Raises `PermanentError` when the runtime folder is full or read-only.
         """
         while True:
             folder = self.mounts / secrets.token_hex(6)
@@ -100,20 +100,20 @@ class Runtime:
         return "" if state.daemon is None else str(self.folder(state) / LOG)
 
     def write(self, state: MountState) -> None:
-        """Write down a mount, or what changed of it."""
+        """Create or update the record of a mount."""
         path = self.folder(state) / _RECORD
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"schema": SCHEMA, **asdict(state)}) + "\n")
         new.replace(path)
 
     def all(self) -> Iterator[MountState]:
-        """All mounts that were written down, dead or alive. What cannot be read is not a mount."""
+        """All recorded mounts, dead or alive. Invalid records are skipped."""
         for folder in sorted(self.mounts.iterdir()):
             with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 yield _read(folder)
 
     def is_mounting(self) -> bool:
-        """Whether a process may be just mounting: what it uses stands in no record yet, and must not be taken away."""
+        """Whether a process may be mounting right now: what it uses is in no record yet and must not be removed."""
         for folder in self.mounts.iterdir():
             with contextlib.suppress(OSError):
                 if _is_unrecorded(folder) and not _is_abandoned(folder):
@@ -121,14 +121,14 @@ class Runtime:
         return False
 
     def find(self, target: Path) -> MountState | None:
-        """The mount at `target`; the newest when there were several."""
-        wanted = os.path.abspath(target)  # noqa: PTH100 - resolving links would touch a mount that may be dead
+        """The mount at `target`; the newest of several."""
+        wanted = os.path.abspath(target)  # noqa: PTH100 - resolving links would access a mount that may hang
         found = [state for state in self.all() if state.target == wanted]
         alive = [state for state in found if self.health(state) != "gone"]
         return max(alive or found, key=lambda state: state.made_s, default=None)
 
     def health(self, state: MountState) -> Health:
-        """Whether it is there. Does not touch the mount, so that a dead one holds nothing up."""
+        """Whether the mount exists. Does not access it, so that a dead one cannot block."""
         if state.boot != self.boot:
             return "gone"
         daemon_lives = state.daemon is None or state.daemon.alive
@@ -141,40 +141,40 @@ class Runtime:
         return "mounted" if daemon_lives else "daemon dead"
 
     def remove(self, state: MountState) -> None:
-        """Forget a mount: end what its folder still has mounted, and delete the folder."""
-        self.clear(self.folder(state))
+        """Delete a mount's record and folder, and unmount what is still mounted in it."""
+        self.remove_folder(self.folder(state))
 
-    def clear(self, folder: Path) -> None:
-        """Unmount everything in a folder of `new_folder`, the last mounted first, and delete what the mounts left.
+    def remove_folder(self, folder: Path) -> None:
+        """Unmount everything in a folder of `new_folder`, the last mounted first, and delete it.
 
-        Only files and empty folders are deleted, one by one: nothing that is still mounted can be hit.
+        Deletes only files and empty folders, one by one: the content of a remaining mount cannot be hit.
         """
         prefix = f"{folder}/"
         for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
             kernel.unmount(Path(point), lazy=True)
         _delete(folder)
 
-    def clean(self) -> list[MountState]:
-        """Forget all mounts that are gone, with what they left behind; returns them.
+    def remove_stale(self) -> list[MountState]:
+        """Remove the records and folders of all mounts that are gone; returns these mounts.
 
-        A mount whose daemon is dead but which is still there is left alone: the user may want to know. Folders without
-        a record belong to a process that is just mounting; after ten minutes they are what a killed process left.
+        A mount that exists and whose daemon is dead is left alone: the user may want to know. A folder without a record
+        belongs to a process that is mounting; after ten minutes it is taken for the rest of a killed one.
         """
-        cleaned = []
+        removed = []
         for state in list(self.all()):
             if self.health(state) == "gone" and (state.daemon is None or not state.daemon.alive):
                 with contextlib.suppress(BootseerError, OSError):
                     self.remove(state)
-                    _LOG.info("mount %s at %s is gone: forgotten", state.id, state.target)
-                    cleaned.append(state)
+                    _LOG.info("mount %s at %s is gone: record removed", state.id, state.target)
+                    removed.append(state)
         for folder in self.mounts.iterdir():
             with contextlib.suppress(BootseerError, OSError):
                 if _is_unrecorded(folder) and _is_abandoned(folder):
                     with contextlib.suppress(BootseerError):
-                        control.ask(folder, "stop")
-                    self.clear(folder)
+                        control.send_request(folder, "stop")
+                    self.remove_folder(folder)
                     _LOG.info("%s was left by a process that died: removed", folder)
-        return cleaned
+        return removed
 
 
 def _trusted(folder: Path) -> Path:
@@ -194,7 +194,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> MountState:
-    # What another user wrote names processes to be ended and folders to be deleted.
+    # Owner and type are checked: a forged record would name processes to be killed and folders to be deleted.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(folder / _RECORD, flags), "rb") as file:
         status = os.fstat(file.fileno())
@@ -209,7 +209,7 @@ def _read(folder: Path) -> MountState:
 
 
 def _delete(folder: Path) -> None:
-    """What another process deletes at the same time, because it unmounts the same, is gone too."""
+    """Delete the folder. Files that another process deletes at the same time, for the same unmount, may be missing."""
     with contextlib.suppress(FileNotFoundError):
         device = folder.stat().st_dev
         for path, folders, files in os.walk(folder, topdown=False):

@@ -1,14 +1,13 @@
 """What lazy mounts show through FUSE: block files as they are, or the file trees inside EROFS block files.
 
-`LazyFiles` is one folder with a file per block file: the kernel mounts EROFS from these, so that it alone knows names
-and inodes, and asks here for blocks only. Where the kernel cannot mount EROFS, `MergedTree` shows several layers as one
-tree, as an overlay of them would: one tree costs one request for a name, where an overlay of FUSE trees asks each
-layer, and it can be shown where nothing but FUSE can be mounted. `layer_tree` shows one layer with its deletions and
-opaque folders, for an overlay in a user namespace.
+`LazyFiles` is one folder with a file per block file. The kernel mounts EROFS from these, so it handles names and inodes
+itself and requests only blocks. Where the kernel cannot mount EROFS, `MergedTree` shows several layers as one tree, as
+overlayfs would: a lookup costs one request instead of one per layer, and nothing but FUSE needs to be mounted.
+`layer_tree` shows one layer with its whiteouts and opaque folders, for an overlay in a user namespace.
 
-Of EROFS files all metadata and all folders are read before the mount, because none of a tree's methods may wait; the
-contents of files are read when they are asked for. Owners that the reader's user namespace does not have would make
-files inaccessible, so that they are replaced.
+All metadata and folders of EROFS files are read before the mount, because methods of a tree must not block; file
+contents are read on demand. Owners that the reader's user namespace does not map would make files inaccessible, so they
+are replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _KINDS = {
 
 
 class LazyFile(NamedTuple):
-    """A file as it is shown: `number` is the source's."""
+    """A file as it is shown: `number` is its number in the fetcher."""
 
     name: str
     size_bytes: int
@@ -59,7 +58,7 @@ class LazyFile(NamedTuple):
 
 
 class LazyFiles:
-    """A tree of one folder. Immutable, so that any thread may ask."""
+    """A tree of one folder. Immutable: safe for any thread."""
 
     def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
         self._source = source
@@ -101,7 +100,7 @@ class LazyFiles:
 def start_read(
     source: Fetcher, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
 ) -> Cancel | None:
-    """Begin a read whose failure is an I/O error for the reader and a line in the log."""
+    """Begin a read. A failure is EIO for the reader and a line in the log."""
 
     def done(result: Data | BootseerError) -> None:
         if isinstance(result, BootseerError):
@@ -114,11 +113,11 @@ def start_read(
     return None if ticket is None else ticket.cancel
 
 
-class FilesTree:
-    """The tree of one image. Inode 1 is its root; the others are its own numbers, moved out of the way of 1."""
+class ErofsTree:
+    """The tree of one EROFS image. Inode 1 is its root; other inodes are the image's own, offset by 2."""
 
     def __init__(self, source: Fetcher, file: LazyFile, on_error: OnError) -> None:
-        """Read the metadata, and wait for it. Raises `CorruptError` for what is not an image of ours."""
+        """Read all metadata, blocking. Raises `CorruptError` for an invalid image."""
         self._source = source
         self._file = file
         self._on_error = on_error
@@ -135,7 +134,7 @@ class FilesTree:
         self._first = first
         self._num_owners = num_owners()
         self._owner, self._group = os.geteuid(), os.getegid()
-        self._folders: dict[int, bytes] = {}  # blocks of folders that lie outside the metadata area
+        self._folders: dict[int, bytes] = {}  # blocks of folders outside the metadata area, by offset
         self._reader = ErofsReader(self._read_metadata)
         self._root = self._reader.root().number
         self._num_files = Superblock.parse(first).inodes
@@ -150,7 +149,7 @@ class FilesTree:
 
     def entries(self, inode: int) -> Sequence[Entry]:
         return [
-            Entry(entry.name, self._outer(entry.number), _KINDS.get(entry.kind, 0))
+            Entry(entry.name, self._tree_inode(entry.number), _KINDS.get(entry.kind, 0))
             for entry in self._reader.entries(self._inode(inode))
         ]
 
@@ -171,7 +170,7 @@ class FilesTree:
         if not stat.S_ISREG(found.mode):
             raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
-            raise CorruptError(f"{self._file.name}: the content of inode {found.number} lies among the metadata")
+            raise CorruptError(f"{self._file.name}: inode {found.number} has inline data, which is not supported")
         at = found.place * BLOCK + offset
         return start_read(self._source, self._file.number, at, length, reply, self._on_error)
 
@@ -191,15 +190,15 @@ class FilesTree:
                     seen.add(entry.number)
                     waiting.append(entry.number)
 
-    def _inode(self, outer: int) -> Inode:
-        return self._reader.inode(self._root if outer == 1 else outer - 2)
+    def _inode(self, tree_inode: int) -> Inode:
+        return self._reader.inode(self._root if tree_inode == 1 else tree_inode - 2)
 
-    def _outer(self, number: int) -> int:
+    def _tree_inode(self, number: int) -> int:
         return 1 if number == self._root else number + 2
 
     def _attributes_of(self, inode: Inode) -> Attributes:
         return Attributes(
-            self._outer(inode.number),
+            self._tree_inode(inode.number),
             inode.mode,
             inode.size,
             inode.nlink,
@@ -213,7 +212,7 @@ class FilesTree:
         if offset + length <= BLOCK:
             return self._first[offset : offset + length]
         if offset < self._meta_at:
-            # The reader asks for folders in whole blocks, but for the end of the last one.
+            # ErofsReader reads folders in whole blocks, except for the end of the last one.
             block = self._folders.get(offset)
             if block is None or length > BLOCK:
                 raise CorruptError(f"{self._file.name}: metadata outside its area")
@@ -221,35 +220,35 @@ class FilesTree:
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
 
-def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
-    """The tree of the only file of `files`, its overlay marks as overlays in user namespaces read them."""
+def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> ErofsTree:
+    """The tree of the only file in `files`, with overlay xattrs in the form that user namespaces use."""
     if len(files) != 1:
-        raise UsageError(f"{len(files)} layers", hint="one is shown as it is; several are merged")
-    return FilesTree(source, files[0], on_error)
+        raise UsageError(f"{len(files)} layers", hint="a single one is shown as it is; several are merged")
+    return ErofsTree(source, files[0], on_error)
 
 
 class MergedTree:
-    """The tree of an image; the first of `files` is its lowest layer. Marks of overlayfs are obeyed and not shown.
+    """The merged tree of an image; the first of `files` is its lowest layer. Whiteouts and opaque marks take effect.
 
-    A file's number is made of its layer's and of its number there. Only folders that several layers have are counted as
-    they are found; they live as long as the tree. All methods run on the session's one thread.
+    An inode number encodes the layer and the inode there. Only merged folders are numbered in order of discovery; their
+    numbers live as long as the tree. All methods run on the session's one thread.
     """
 
     def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
-        """Read the metadata of all layers, and wait for it. Raises `CorruptError` for what is not a layer."""
+        """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")
-        self._layers = [FilesTree(source, file, on_error) for file in reversed(files)]
+        self._layers = [ErofsTree(source, file, on_error) for file in reversed(files)]
         self._merged: dict[int, tuple[Part, ...]] = {}
         self._numbers: dict[tuple[Part, ...], int] = {}
-        self._root = self._folder_parts([(layer, 1) for layer in range(len(self._layers))])
+        self._root = self._visible_parts([(layer, 1) for layer in range(len(self._layers))])
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
-        parts = self._child(self._parts(parent), name)
-        return self._shown(parts) if parts else None
+        parts = self._child_parts(self._parts(parent), name)
+        return self._attributes_of(parts) if parts else None
 
     def attributes(self, inode: int) -> Attributes:
-        return self._shown(self._parts(inode))
+        return self._attributes_of(self._parts(inode))
 
     def entries(self, inode: int) -> Sequence[Entry]:
         parts, seen, found = self._parts(inode), set(), []
@@ -259,10 +258,10 @@ class MergedTree:
                     continue
                 seen.add(entry.name)
                 here: tuple[Part, ...] = ((layer, entry.inode),)
-                if stat.S_ISDIR(entry.mode) or stat.S_ISCHR(entry.mode):  # it may merge, or be a deletion
-                    here = self._child(parts, entry.name)
+                if stat.S_ISDIR(entry.mode) or stat.S_ISCHR(entry.mode):  # may be merged, or a whiteout
+                    here = self._child_parts(parts, entry.name)
                 if here:
-                    found.append(Entry(entry.name, self._number(here), entry.mode))
+                    found.append(Entry(entry.name, self._inode_of(here), entry.mode))
         return found
 
     def readlink(self, inode: int) -> bytes:
@@ -282,8 +281,8 @@ class MergedTree:
         layer, number = self._parts(inode)[0]
         return self._layers[layer].read(number, offset, length, reply)
 
-    def _child(self, parents: Sequence[Part], name: bytes) -> tuple[Part, ...]:
-        """What shows under a name: a file, or a folder with those that it merges with; nothing when it is deleted."""
+    def _child_parts(self, parents: Sequence[Part], name: bytes) -> tuple[Part, ...]:
+        """What a name shows: a file, or a folder with those that it merges with; empty when it is deleted."""
         found: list[Part] = []
         for layer, number in parents:
             child = self._layers[layer].lookup(number, name)
@@ -292,14 +291,14 @@ class MergedTree:
             if stat.S_ISDIR(child.mode):
                 found.append((layer, child.inode))
                 continue
-            deletion = stat.S_ISCHR(child.mode) and child.rdev == 0
-            if not found and not deletion:
+            is_whiteout = stat.S_ISCHR(child.mode) and child.rdev == 0
+            if not found and not is_whiteout:
                 return ((layer, child.inode),)
             break
-        return self._folder_parts(found) if found else ()
+        return self._visible_parts(found) if found else ()
 
-    def _folder_parts(self, folders: Sequence[Part]) -> tuple[Part, ...]:
-        """The folders down to the first one that hides what is below it."""
+    def _visible_parts(self, folders: Sequence[Part]) -> tuple[Part, ...]:
+        """The folders from the top down to the first opaque one."""
         for place, (layer, number) in enumerate(folders):
             if self._layers[layer].xattrs(number).get(_OPAQUE) == b"y":
                 return tuple(folders[: place + 1])
@@ -313,7 +312,7 @@ class MergedTree:
         number, layer = divmod(inode, len(self._layers))
         return ((layer, number),)
 
-    def _number(self, parts: tuple[Part, ...]) -> int:
+    def _inode_of(self, parts: tuple[Part, ...]) -> int:
         if parts == self._root:
             return 1
         if len(parts) == 1:
@@ -323,6 +322,6 @@ class MergedTree:
         self._merged[inode] = parts
         return inode
 
-    def _shown(self, parts: tuple[Part, ...]) -> Attributes:
+    def _attributes_of(self, parts: tuple[Part, ...]) -> Attributes:
         layer, number = parts[0]
-        return replace(self._layers[layer].attributes(number), inode=self._number(parts))
+        return replace(self._layers[layer].attributes(number), inode=self._inode_of(parts))

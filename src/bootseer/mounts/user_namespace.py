@@ -1,7 +1,7 @@
-"""User namespaces: what this process may do, and how one without root comes to mounts of its own.
+"""User namespaces: which mounts this process may make, and how an unprivileged process gets its own.
 
-In a user namespace of its own a process is root, over mounts that no other process sees and over files of its own user.
-It has one user there: everything that belongs to it outside belongs to root inside.
+In its own user namespace a process is root over a private mount namespace and over files of its own user, which is
+mapped to root; no other user exists there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THREADS_END_S = 1.0
 
 
 def may_mount() -> bool:
-    """Whether mount(2) is open to this process: on the host, or in the user namespace that it is in."""
+    """Whether this process has CAP_SYS_ADMIN: on the host, or in its user namespace."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
@@ -31,17 +31,17 @@ def may_mount() -> bool:
 
 
 def is_host() -> bool:
-    """Whether this is the host's user namespace, or one that has all its ids."""
+    """Whether this is the initial user namespace, or one with all ids mapped."""
     return _mapped("uid_map") == ALL_IDS
 
 
 def num_owners() -> int:
-    """How many owners files of ours can have, counted from id 0: all for root, none but ourselves (0) for others."""
+    """How many file owners this process can set, counted from id 0; 0 for unprivileged processes (their own only)."""
     return min(_mapped("uid_map"), _mapped("gid_map")) if os.geteuid() == 0 else 0
 
 
 def _mapped(name: str) -> int:
-    """How many ids this namespace has, from 0 on without a gap."""
+    """How many ids this namespace maps, contiguously from 0."""
     rows = sorted(tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines())
     end = 0
     for inside, _, count in rows:
@@ -51,25 +51,24 @@ def _mapped(name: str) -> int:
 
 
 def enter() -> None:
-    """Become root of a new user namespace with mounts of its own; nothing happens where mounting is open already.
+    """Become root of a new user and mount namespace, unless this process may mount already. Irreversible.
 
-    Only a process of one thread may; threads that are just ending are waited for. Raises `AccessError` where it is
-    forbidden. There is no way back.
+    Requires a single thread (ending threads are waited for). Raises `AccessError` where it is forbidden.
     """
     if not may_mount():
         enter_new()
 
 
 def enter_new(map_ids: Callable[[], bool] = lambda: False) -> None:
-    """The same where mounting is open already: from now on only what belongs to this user can be changed.
+    """As `enter`, unconditionally: afterwards only this user's files can be changed.
 
-    `map_ids` asks a process outside for `map_all`, and tells whether that gave this one all ids.
+    `map_ids` asks a process outside to call `map_all`, and returns whether all ids were mapped.
     """
     uid, gid = os.geteuid(), os.getegid()
     try:
         _unshare()
         if not map_ids():
-            # Without this no map of groups may be written: it keeps groups that take rights away.
+            # Required before an unprivileged gid_map: setgroups could otherwise drop groups that deny access.
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
@@ -79,9 +78,9 @@ def enter_new(map_ids: Callable[[], bool] = lambda: False) -> None:
 
 
 def map_all(pid: int) -> bool:
-    """Give a process in a new user namespace, which is a child of ours, all ids that we have, under the same numbers.
+    """Map all our ids one to one into the new user namespace of a child process.
 
-    Root may, also without the right to mount, as in most containers. False where it may not: nothing is mapped then.
+    Possible for root, also without CAP_SYS_ADMIN as in most containers; False where not, and then nothing is mapped.
     """
     if os.geteuid() != 0:
         return False
@@ -101,7 +100,7 @@ def _unshare() -> None:
             check(libc.unshare(_CLONE_NEWUSER), "make a user namespace")
             return
         except BootseerError as error:
-            # EINVAL: a second thread. Joined ones are still there for a moment.
+            # EINVAL: there is a second thread. The kernel counts joined threads for a moment longer.
             if number_of(error) != errno.EINVAL or time.monotonic() > end:
                 raise
         time.sleep(0.001)

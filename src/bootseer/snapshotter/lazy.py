@@ -191,7 +191,7 @@ class LazyImages:
         state = self._mounted(digest)
         if state is not None and state.daemon is not None:
             with contextlib.suppress(BootseerError):
-                Daemon(self._runtime.folder(state), state.daemon).began()
+                Daemon(self._runtime.folder(state), state.daemon).end_startup()
 
     def _mounted(self, digest: str) -> MountState | None:
         state = self._runtime.find(self._folder / digest)

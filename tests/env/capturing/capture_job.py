@@ -58,7 +58,7 @@ def main() -> None:
     if may_mount():
         kernel.unshare_mounts()
         for place, folder in spec["binds"].items():
-            kernel.move(kernel.clone(Path(folder)), Path(place))
+            kernel.attach(kernel.clone_mount(Path(folder)), Path(place))
         os.chdir(spec["cwd"])
     said: list[str] = []
     captures = Path(spec["captures"])

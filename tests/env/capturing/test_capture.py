@@ -258,8 +258,8 @@ def test_a_plain_user_captures_home_and_keeps_the_name(machine: Machine) -> None
 
     def become() -> None:
         kernel.unshare_mounts()
-        kernel.move(kernel.clone(machine.home), Path("/home"))
-        kernel.move(kernel.create("tmpfs", [("source", "out of reach")]), closed / "disk")
+        kernel.attach(kernel.clone_mount(machine.home), Path("/home"))
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "out of reach")]), closed / "disk")
         os.chdir("/home/user")
         rights()
 
@@ -334,7 +334,7 @@ def test_upper_layers_go_elsewhere_where_the_disk_takes_none(machine: Machine) -
 def test_a_full_upper_layer_is_told(machine: Machine) -> None:
     disk = machine.folder / "disk"
     disk.mkdir()
-    kernel.move(kernel.create("tmpfs", [("source", "test"), ("size", "20m")]), disk)
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("size", "20m")]), disk)
     try:
         ended = machine.capture("head -c 30m /dev/zero > big", captures=str(disk / "captures"))
     finally:
@@ -406,7 +406,7 @@ def test_folders_that_a_plain_user_may_not_look_into_are_no_hindrance(machine: M
 
     def become() -> None:
         kernel.unshare_mounts()
-        kernel.move(kernel.clone(machine.home), Path("/home"))
+        kernel.attach(kernel.clone_mount(machine.home), Path("/home"))
         os.chdir("/home/user")
         rights()
 

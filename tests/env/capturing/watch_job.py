@@ -36,7 +36,7 @@ def main() -> None:
         check(libc.unshare(_CLONE_NEWUTS), "own host name")
         check(libc.mount(None, b"/", None, _MS_REC | _MS_SHARED, None), "share mounts")
         for place, folder in spec["binds"].items():
-            kernel.move(kernel.clone(Path(folder)), Path(place))
+            kernel.attach(kernel.clone_mount(Path(folder)), Path(place))
         os.chdir(spec["cwd"])
     beside(spec.get("prepare", ""))
     with open_capture(Path(spec["captures"]), way=spec["way"], env=spec["env"], own=spec["own"]) as capture:

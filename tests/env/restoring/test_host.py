@@ -157,7 +157,7 @@ def test_mounts_of_the_machine_below_a_root_stay_visible_and_writable(
 ) -> None:
     for place in (venv / "data", venv / "data" / "deeper"):
         place.mkdir(parents=True)
-        kernel.move(kernel.create("tmpfs", [("source", "test")]), place)
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test")]), place)
     view = show(setup.at, venv)
     run_in(view.enter, f"echo 1 > {venv}/data/a; echo 2 > {venv}/data/deeper/b; {venv}/bin/tool")
     assert (venv / "data" / "a").read_text() == "1\n"
@@ -168,7 +168,7 @@ def test_what_the_snapshot_has_below_a_mount_of_the_machine_shows_there(
     setup: Setup, venv: Path, show: Show, said: list[str]
 ) -> None:
     (venv / "lib").mkdir(parents=True)
-    kernel.move(kernel.create("tmpfs", [("source", "test")]), venv / "lib")
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test")]), venv / "lib")
     (venv / "lib" / "of-the-machine").touch()
     view = show(setup.at, venv)
     assert run_in(view.enter, f"ls {venv}/lib; echo new > {venv}/lib/written").split() == [
@@ -265,7 +265,7 @@ def test_what_a_process_that_outlives_the_job_writes_is_kept_by_the_next_run(
 
 def test_what_is_forbidden_for_the_machines_files_is_for_the_snapshots(setup: Setup, venv: Path, show: Show) -> None:
     venv.mkdir()
-    kernel.move(kernel.create("tmpfs", [("source", "test")], attributes=MS_NOSUID), venv)
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test")], attributes=MS_NOSUID), venv)
     view = show(setup.at, venv)
     assert os.statvfs(view.root / str(venv).lstrip("/")).f_flag & os.ST_NOSUID
     assert run_in(view.enter, f"{venv}/bin/tool") == "tool\n"

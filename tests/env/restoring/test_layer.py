@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
-from bootseer.artifact.room import release
-from bootseer.artifact.unpacked import release_unpacked
+from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
@@ -84,9 +84,9 @@ def test_what_is_read_is_fetched_and_the_next_start_knows_it(bring: BringIt, set
     first = bring(workload="w")
     assert first.facts["mode"] == "lazy"
     first.at("/opt/env/hot").read_bytes()
-    numbers = first.began()
+    numbers = first.end_startup()
     assert SIZE <= numbers["demand_bytes"] < 1.7 * SIZE  # type: ignore[operator]
-    first.keep_record()
+    first.wait_for_record()
     first.close()
     second = bring(workload="w", cache=tmp_path / "another")
     assert second.facts["mode"] == "hot"
@@ -103,16 +103,16 @@ def test_one_mount_serves_all_starts_and_survives_them(
     runtime = Runtime(tmp_path / "runtime")
     cache = Cache(blocks_folder(tmp_path / "cache"))
     first.close()
-    assert release(runtime, cache, idle_s=0) == []
+    assert unmount_idle(runtime, cache, idle_s=0) == []
     second.close()
     assert kernel.is_mount(first.path)
-    assert release(runtime, cache, idle_s=0) == [document.file.identity]
+    assert unmount_idle(runtime, cache, idle_s=0) == [document.file.identity]
 
 
 def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
-    kernel.move(kernel.create("tmpfs", [("source", "test"), ("size", "14m"), ("mode", "700")]), cache)
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("size", "14m"), ("mode", "700")]), cache)
     try:
         layer = bring(loading="pull")
         layer.close()
@@ -152,9 +152,9 @@ def test_where_nothing_is_mounted_the_files_are_written_out_and_that_is_said(
     check_tree(layer, setup)
     assert layer.at("/opt/env/hot").stat().st_mtime_ns == bring(loading="pull").at("/opt/env/hot").stat().st_mtime_ns
     runtime = Runtime(tmp_path / "runtime")
-    assert release_unpacked(tmp_path / "cache", runtime, idle_s=0) == []
+    assert delete_idle_trees(tmp_path / "cache", runtime, idle_s=0) == []
     layer.close()
-    assert release_unpacked(tmp_path / "cache", runtime, idle_s=0) == [layer.path.name]
+    assert delete_idle_trees(tmp_path / "cache", runtime, idle_s=0) == [layer.path.name]
 
 
 @pytest.mark.fuse

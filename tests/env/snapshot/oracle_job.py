@@ -31,7 +31,7 @@ def main() -> None:
     folder, env = Path(spec["folder"]), spec["env"]
     # Captures leave temporary folders alone: the test's folder is shown elsewhere.
     kernel.unshare_mounts()
-    kernel.move(kernel.clone(Path(spec["work"])), Path(PLACE))
+    kernel.attach(kernel.clone_mount(Path(spec["work"])), Path(PLACE))
     python = interpreter.ask(spec["python"], env, runner())
     before = installed(python.folders)
     tree = folder / "tree"

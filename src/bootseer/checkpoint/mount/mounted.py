@@ -77,7 +77,7 @@ class MountedCheckpoint:
         daemon = self._daemon()
         if daemon is None:
             raise NotFoundError(f"the daemon that serves {self.target} does not run")
-        daemon.began()
+        daemon.end_startup()
         return daemon.status()
 
     def _daemon(self) -> Daemon | None:
@@ -105,7 +105,7 @@ class MountedCheckpoint:
             if kernel.is_mount(self.target):
                 detach(self.target, force=True)
         elif force:
-            reply = daemon.end(timeout_s=END_S, waiting=waiting)
+            reply = daemon.stop(timeout_s=END_S, force=True, waiting=waiting)
         else:
             try:
                 reply = daemon.stop(timeout_s=END_S, waiting=waiting)
@@ -164,7 +164,7 @@ def mount_checkpoint(
         **({} if memory_bytes is None else {"memory_bytes": memory_bytes}),
     )
     record = runtime_of(runtime)
-    record.clean()
+    record.remove_stale()
     if target is not None:
         _make_room(record, request, target)
     folder = record.new_folder()
@@ -175,7 +175,7 @@ def mount_checkpoint(
         with contextlib.suppress(BootseerError, OSError):
             if kernel.is_mount(target or folder / FILES):
                 detach(target or folder / FILES, force=True)
-            record.clear(folder)
+            record.remove_folder(folder)
         raise
     state = MountState(
         id=folder.name,
@@ -189,7 +189,7 @@ def mount_checkpoint(
     try:
         record.write(state)
     except BaseException:
-        daemon.end(timeout_s=END_S)
+        daemon.stop(timeout_s=END_S, force=True)
         raise
     return MountedCheckpoint(record, state)
 
@@ -198,9 +198,9 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
     """Show a folder of this machine on `target` too, until it is unmounted. One that a killed process has left there is
     taken away first. Only root may. Raises as `mount_checkpoint` does."""
     record = runtime_of(runtime)
-    record.clean()
+    record.remove_stale()
     _make_room(record, MountRequest(uri=str(folder)), target)
-    mount = kernel.clone(folder, recursive=True)
+    mount = kernel.clone_mount(folder, recursive=True)
     state = MountState(
         id=record.new_folder().name,
         target=str(target),
@@ -213,7 +213,7 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
     shown = MountedCheckpoint(record, state)
     try:
         record.write(state)
-        kernel.move(mount, target)
+        kernel.attach(mount, target)
     except BaseException:
         shown.unmount()
         raise

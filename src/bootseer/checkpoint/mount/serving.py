@@ -245,14 +245,14 @@ class Serving:
         keep_freed_memory()
         source = _MountedPlace(self.request, on_error)
 
-        def show(target: Path, label: str, on_error: OnError, device: int | None) -> Session:
+        def mount(target: Path, label: str, on_error: OnError, device: int | None) -> Session:
             how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
             return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
 
         startup = source.startup
         if startup is None:
-            return Served(source, show, status=source.status, end=source.end)
-        return Served(source, show, startup, source.status, startup.begin, source.end)
+            return Served(source, mount, status=source.status, finish_writes=source.end)
+        return Served(source, mount, startup, source.status, startup.begin, source.end)
 
 
 def _ignore(path: str, offset: int, length: int) -> None:

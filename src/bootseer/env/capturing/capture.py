@@ -139,7 +139,7 @@ def open_overlay(
         )
         try:
             build = functools.partial(overlay.build_user if user else overlay.build_root, plan)
-            namespace = Namespace.made(build, user=user)
+            namespace = Namespace.create(build, user=user)
             return OverlayCapture(way, namespace, own, plan, exclusions, made)
         except BootseerError as error:
             own.remove()

@@ -186,12 +186,12 @@ def build_root(plan: Plan) -> Built:
                     continue
                 except BootseerError as error:
                     work.notes.append(f"{path} is not captured: {error}")
-            attach.append((path, kernel.clone(Path(path), recursive=mount is None or not takes_overlay(mount))))
+            attach.append((path, kernel.clone_mount(Path(path), recursive=mount is None or not takes_overlay(mount))))
         except BootseerError as error:
             work.notes.append(f"{path} is not shown: {error}")
     attach += _inside(work, rows)
     tree = plan.folder / TREE
-    kernel.move(root, tree)
+    kernel.attach(root, tree)
     _attach(work, attach, str(tree))
     _hide(plan, str(tree))
     kernel.change_root(tree)
@@ -204,7 +204,7 @@ def build_user(plan: Plan) -> Built:
     work = _begin(plan)
     real = existing(plan.real)
     others = {row.path for row in rows if not takes_overlay(row)}
-    attach = [(path, kernel.clone(Path(path), recursive=True)) for path in real if path not in others]
+    attach = [(path, kernel.clone_mount(Path(path), recursive=True)) for path in real if path not in others]
     made: list[tuple[str, int]] = []
     for point in user_points(plan.candidates, rows, real):
         try:
@@ -234,7 +234,7 @@ def _inside(work: _Work, rows: Sequence[Mount]) -> list[tuple[str, int]]:
             attach.append((point, work.overlay(point, _attributes(mount))))
             again = [*(row.path for row in rows), *map(os.path.realpath, work.plan.real)]
             below = topmost(path for path in again if is_below(path, point) and os.path.exists(path))  # noqa: PTH110
-            attach += [(path, kernel.clone(Path(path), recursive=True)) for path in below]
+            attach += [(path, kernel.clone_mount(Path(path), recursive=True)) for path in below]
         except BootseerError as error:
             work.notes.append(f"{point} is not captured: {error}")
     return attach
@@ -248,9 +248,9 @@ def _begin(plan: Plan) -> _Work:
         return _Work(plan, plan.folder)
     options = [("source", "bootseer"), ("size", str(plan.memory_bytes)), ("mode", "0700")]
     place = plan.folder / TREE
-    held = kernel.create("tmpfs", options)
+    held = kernel.create_mount("tmpfs", options)
     kept = os.dup(held)
-    kernel.move(held, place)
+    kernel.attach(held, place)
     return _Work(plan, place, folders={"memory": kept})
 
 
@@ -270,11 +270,11 @@ def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr:
             options.append(("userxattr", None))
         try:
             # A capture that the machine does not survive is of no use: nothing needs to reach the disk.
-            return kernel.create("overlay", [*options, ("volatile", None)], attributes=attributes)
+            return kernel.create_mount("overlay", [*options, ("volatile", None)], attributes=attributes)
         except BootseerError as error:
             if number_of(error) != errno.EINVAL:
                 raise
-            return kernel.create("overlay", options, attributes=attributes)
+            return kernel.create_mount("overlay", options, attributes=attributes)
 
 
 def _attributes(mount: Mount) -> int:
@@ -284,14 +284,14 @@ def _attributes(mount: Mount) -> int:
 def _attach(work: _Work, mounts: Sequence[tuple[str, int]], below: str) -> None:
     for path, mount in mounts:
         try:
-            kernel.move(mount, Path(below + path))
+            kernel.attach(mount, Path(below + path))
         except BootseerError as error:
             work.notes.append(f"{path} is not shown: {error}")
 
 
 def _hide(plan: Plan, below: str) -> None:
     """No process inside may reach upper layers, of this capture and others: changing them has no defined result."""
-    empty = kernel.clone(plan.folder / EMPTY)
+    empty = kernel.clone_mount(plan.folder / EMPTY)
     place = Path(below + os.path.realpath(plan.folder.parent))
-    kernel.move(empty, place)
+    kernel.attach(empty, place)
     kernel.make_read_only(place)

@@ -90,12 +90,12 @@ def prune(
         if not listing.unread:
             with_documents = {document.key for document in listing.documents}
             for key in catalog.keys_with("quarantine") - with_documents - leases:
-                done.attempt(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
+                done.try_step(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
         for key in leases:
             name = f"{FOLDER}{key}/lease"
             record = look(catalog.store, name).record
             if record is not None and now_s - record.since_s > _STALE_LEASE_S:
-                done.attempt(key, partial(catalog.store.delete, name))
+                done.try_step(key, partial(catalog.store.delete, name))
 
     return prune_artifacts(
         catalog,

@@ -87,7 +87,7 @@ def show_on_host(
         with points.locked():
             ours = {root: points.make(root, where) for root in roots}
             build = _Building(where, ours, folder, userxattr=user or not is_host())
-            namespace = Namespace.made(build, user=user)
+            namespace = Namespace.create(build, user=user)
     except BaseException as error:
         folder.close(lambda line: None)
         points.take_away()
@@ -120,7 +120,7 @@ class _Building:
                 # EINVAL: the disk of the changes cannot be an upper layer, as that of a container itself or NFS.
                 if memory is not None or number_of(error) not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                kernel.move(kernel.create("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
+                kernel.attach(kernel.create_mount("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
                 memory = os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 notes.append(f"what the job changes in the environment is held in memory: {error}")
                 notes += self._show(root, memory, alone=ours)
@@ -129,12 +129,12 @@ class _Building:
 
     def _show(self, root: str, memory: int | None, *, alone: bool) -> list[str]:
         """One root, and what the snapshot has below mounts that lie in it."""
-        machine = [(path, kernel.clone(Path(path))) for path in _OF_THE_MACHINE if _is_file_in(path, root)]
+        machine = [(path, kernel.clone_mount(Path(path))) for path in _OF_THE_MACHINE if _is_file_in(path, root)]
         try:
             notes = [*self._overlay(root, alone=alone)]
             for path, mount in machine:
                 with contextlib.suppress(BootseerError):  # the setup deleted it; then it stays deleted
-                    kernel.move(os.dup(mount), Path(path))
+                    kernel.attach(os.dup(mount), Path(path))
         finally:
             for _, mount in machine:
                 os.close(mount)

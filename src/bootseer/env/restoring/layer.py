@@ -23,16 +23,16 @@ from bootseer.artifact.mounting import LazyMount, MountHandle
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.places import environments_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
-from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
+from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import BootseerError
-from bootseer.mounts import kept, kernel, user_namespace
+from bootseer.mounts import kernel, shared_layers, user_namespace
 from bootseer.mounts.control import FILES
 from bootseer.mounts.daemon import Daemon
-from bootseer.mounts.ladder import Way
 from bootseer.mounts.layers import mount_erofs
+from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.store.open import open_store
@@ -88,7 +88,7 @@ class Layer(MountHandle):
         if self._daemon is not None:
             # Lazily: a namespace that is just ending may have a copy of the mount.
             kernel.unmount(self._runtime.folder(self._state) / _POINT, lazy=True)
-            if self._daemon.process.alive and not self._daemon.leave(force=self._lifeline):
+            if self._daemon.process.alive and not self._daemon.detach(force=self._lifeline):
                 return
         self._runtime.remove(self._state)
 
@@ -150,30 +150,30 @@ class _LayerMount(LazyMount):
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid())
 
-    def show_files(self) -> tuple[Way, Path]:
+    def mount_files(self) -> tuple[MountMethod, Path]:
         if self._unpack:
             return self._unpacked("nothing can be mounted over the files of this machine")
         try:
             if _is_root():
-                return Way.EROFS_FILE, self._mounted()
-            return Way.FUSE_TREE, self._served()
+                return MountMethod.EROFS_FILE, self._mounted()
+            return MountMethod.FUSE_TREE, self._served()
         except (BootseerError, OSError) as error:
             if isinstance(error, CacheFull):
                 raise
-            self.undo()
+            self.unmount_files()
             self.layers.stop_daemon()
             return self._unpacked(str(error))
 
     def _mounted(self) -> Path:
         """By the kernel, from the cache's file or the daemon's."""
         layers = self.layers
-        layers.lazily()
+        layers.serve_lazily()
         if layers.daemon is not None:
             try:
                 return self._mount_tree()
             except BootseerError as error:
-                self.undo()
-                layers.fetch_after(error)
+                self.unmount_files()
+                layers.pull_after_failure(error)
         return self._mount_tree()
 
     def _mount_tree(self) -> Path:
@@ -181,8 +181,8 @@ class _LayerMount(LazyMount):
         (one,) = layers.stack
         with layers.stage("mount"):
             if layers.daemon is None:
-                pin = partial(one.file.pin, kept.PIN)
-                return kept.keep(self.runtime, one.index.identity, one.file.path, pin)
+                pin = partial(one.file.pin, shared_layers.PIN)
+                return shared_layers.mount_shared(self.runtime, one.index.identity, one.file.path, pin)
             point = layers.folder / _POINT
             point.mkdir(exist_ok=True)
             mount_erofs(layers.folder / FILES / one.index.identity, point)
@@ -192,26 +192,26 @@ class _LayerMount(LazyMount):
         """By a daemon, file by file."""
         from bootseer.mounts.trees import layer_tree
 
-        self.layers.as_tree(layer_tree, None)
+        self.layers.serve_tree(layer_tree, None)
         return self.layers.folder / FILES
 
-    def _unpacked(self, reason: str) -> tuple[Way, Path]:
+    def _unpacked(self, reason: str) -> tuple[MountMethod, Path]:
         from bootseer.env.restoring.unpack import unpack_layer
         from bootseer.erofs.reader import ErofsReader
 
         layers = self.layers
         (one,) = layers.stack
         layers.say(f"the environment is written out: {reason}")
-        layers.all_of_it(reason)
+        layers.pull_all(reason)
 
         def write(folder: Path) -> None:
             unpack_layer(ErofsReader(one.file.read), folder, threads=len(os.sched_getaffinity(0)))
 
         with layers.stage("unpack"):
-            tree = keep_unpacked(self.options.cache, [one.index.identity], write)
+            tree = unpack_once(self.options.cache, [one.index.identity], write)
         self.details[UNPACKED] = tree.name
-        return Way.UNPACK, tree
+        return MountMethod.UNPACK, tree
 
-    def undo(self) -> None:
+    def unmount_files(self) -> None:
         with contextlib.suppress(BootseerError):
             kernel.unmount(self.layers.folder / _POINT, lazy=True)

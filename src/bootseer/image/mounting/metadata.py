@@ -69,7 +69,7 @@ class Metadata:
         with contextlib.suppress(BootseerError):
             return read_document(self._kept.store, digest, signatures)
         data = read_stored(store, digest)
-        document = images_in(store, signatures=signatures).opened(digest, data)
+        document = images_in(store, signatures=signatures).parse_stored(digest, data)
         self._kept.keep(document.name, data)
         return document
 

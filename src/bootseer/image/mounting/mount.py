@@ -20,7 +20,7 @@ from pathlib import Path
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
-from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
+from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
@@ -31,7 +31,7 @@ from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.mounts import user_namespace
 from bootseer.mounts.control import FILES
-from bootseer.mounts.ladder import Choice, Facts, Way
+from bootseer.mounts.method import Choice, Facts, MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState
 
@@ -135,13 +135,13 @@ class _ImageMount(LazyMount):
             lifeline=self.lifeline,
         )
 
-    def undo(self) -> None:
+    def unmount_files(self) -> None:
         show.undo(self.layers.folder, self._target)
 
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
 
-    def show_files(self) -> tuple[Way, Path]:
+    def mount_files(self) -> tuple[MountMethod, Path]:
         """Go the best way; when it fails, the next one."""
         facts = self._facts
         private = self.layers.lifeline
@@ -150,24 +150,24 @@ class _ImageMount(LazyMount):
             if reason := ways.told(choice):
                 self.layers.say(f"the image is shown {reason}")
             try:
-                if choice.way is Way.UNPACK:
+                if choice.method is MountMethod.UNPACK:
                     self._unpack(reason)
-                elif choice.way is Way.FUSE_TREE:
+                elif choice.method is MountMethod.FUSE_TREE:
                     self._show_tree()
                 else:
-                    self._show_layers(loop=choice.way is Way.EROFS_LOOP)
+                    self._show_layers(loop=choice.method is MountMethod.EROFS_LOOP)
                 self.choice = choice
-                return choice.way, self._target
+                return choice.method, self._target
             except _WayFailed as error:
-                self.undo()
+                self.unmount_files()
                 self.layers.check_origin()
                 self.layers.stop_daemon()
-                facts = ways.after_failure(facts, choice.way, str(error), private=private)
+                facts = ways.after_failure(facts, choice.method, str(error), private=private)
 
     def _show_layers(self, *, loop: bool) -> None:
         """The kernel mounts each layer."""
         layers = self.layers
-        layers.lazily()
+        layers.serve_lazily()
 
         def mount() -> None:
             with layers.stage("mount"):
@@ -179,12 +179,12 @@ class _ImageMount(LazyMount):
                 mount()
                 return
             except BootseerError as error:
-                self.undo()
+                self.unmount_files()
                 if not loop and number_of(error) == errno.ENOTBLK:
                     # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
                     raise _WayFailed(str(error)) from error
                 try:
-                    layers.fetch_after(error)
+                    layers.pull_after_failure(error)
                 except CacheFull as full:
                     raise _WayFailed(f"{error}; {full}") from full
         with _failing():
@@ -199,27 +199,27 @@ class _ImageMount(LazyMount):
             user_namespace.enter()
         with _failing():
             if user_namespace.may_mount():
-                layers.as_tree(MergedTree, None)
+                layers.serve_tree(MergedTree, None)
                 with layers.stage("mount"):
                     show.mount_over(layers.folder / FILES, self._above, self._target, self._writable, self._attributes)
             else:
                 if self._above:
                     raise PermanentError("without the right to mount, nothing can lie on top of the image")
                 self._target.mkdir(parents=True, exist_ok=True)
-                layers.as_tree(MergedTree, self._target)
+                layers.serve_tree(MergedTree, self._target)
 
     def _unpack(self, reason: str) -> None:
         """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers
-        layers.all_of_it(f"it is shown {reason}")
+        layers.pull_all(f"it is shown {reason}")
 
         def write(folder: Path) -> None:
             unpack_layers(layers.stack, folder)
 
         with layers.stage("unpack"):
-            tree = keep_unpacked(self.options.cache, [layer.index.identity for layer in layers.stack], write)
+            tree = unpack_once(self.options.cache, [layer.index.identity for layer in layers.stack], write)
         if layers.lifeline:
             user_namespace.enter()
         try:
@@ -230,7 +230,7 @@ class _ImageMount(LazyMount):
             if self._writable is None or self._above:
                 raise
             layers.say(f"no overlay: {error}; this container gets a copy of its own")
-            self.undo()
+            self.unmount_files()
             with layers.stage("unpack"):
                 show.mount_copy(write, self._target, self._writable, self._attributes)
 

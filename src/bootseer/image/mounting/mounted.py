@@ -89,7 +89,7 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
             kernel.unmount(Path(point), lazy=True)
-        Daemon(folder, state.daemon).leave(force=force)
+        Daemon(folder, state.daemon).detach(force=force)
     if state.daemon is None or not state.daemon.alive:  # else a later mount deletes what is left
         runtime.remove(state)
 

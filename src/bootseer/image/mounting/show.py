@@ -10,7 +10,7 @@ from pathlib import Path
 from bootseer.artifact.loading import CachedLayer
 from bootseer.errors import BootseerError
 from bootseer.io.tasks import Tasks
-from bootseer.mounts import kept, kernel, layers
+from bootseer.mounts import kernel, layers, shared_layers
 from bootseer.mounts.control import FILES
 from bootseer.mounts.state import Runtime
 
@@ -49,7 +49,7 @@ def mount_copy(write: Callable[[Path], None], target: Path, writable: Path, attr
     """Let `write` make a tree for this mount alone and show that: where not even an overlay can be mounted."""
     target.mkdir(parents=True, exist_ok=True)
     write(writable / _COPY)
-    kernel.move(kernel.clone(writable / _COPY), target)
+    kernel.attach(kernel.clone_mount(writable / _COPY), target)
     kernel.restrict(target, attributes)
 
 
@@ -68,7 +68,7 @@ def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bo
     """Where a layer is mounted: shared when it is complete, by the daemon's file when not."""
     identity, file = layer.index.identity, layer.file
     if file.trusted:
-        return kept.keep(runtime, identity, file.path, lambda: file.pin(kept.PIN), loop=loop)
+        return shared_layers.mount_shared(runtime, identity, file.path, lambda: file.pin(shared_layers.PIN), loop=loop)
     point = folder / _LAYERS / identity
     point.mkdir(parents=True, exist_ok=True)
     layers.mount_erofs(folder / FILES / identity, point, loop=loop)

@@ -19,7 +19,7 @@ from bootseer.machine import kernel
 from bootseer.machine.check import Check
 from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_version
 from bootseer.mounts import user_namespace
-from bootseer.mounts.ladder import Choice, Facts, Way, choose
+from bootseer.mounts.method import Choice, Facts, MountMethod, choose
 
 CHECK = "lazy images"
 """What the doctor's line is called."""
@@ -27,7 +27,7 @@ NO_ROOT = "it needs root with CAP_SYS_ADMIN"
 _IN_NAMESPACE = "root of a user namespace may not mount EROFS"
 _OLD_KERNEL = "this kernel mounts EROFS from block devices only, before Linux 6.12"
 _NO_EROFS = "the kernel has no EROFS"
-_FAILED = {Way.EROFS_FILE: "erofs_file", Way.EROFS_LOOP: "loop", Way.FUSE_TREE: "fuse"}
+_FAILED = {MountMethod.EROFS_FILE: "erofs_file", MountMethod.EROFS_LOOP: "loop", MountMethod.FUSE_TREE: "fuse"}
 
 
 def first_look(*, private: bool) -> Facts:
@@ -97,7 +97,7 @@ def _write_image(path: Path) -> None:
         file.write(head)
 
 
-def after_failure(facts: Facts, way: Way, reason: str, *, private: bool) -> Facts:
+def after_failure(facts: Facts, way: MountMethod, reason: str, *, private: bool) -> Facts:
     """What is known when this way has failed, whatever the reason was."""
     failed = _FAILED[way]
     found = replace(facts, **{failed: getattr(facts, failed) or reason})
@@ -122,7 +122,7 @@ def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
         )
     if writable:
         raise UsageError("a mount that can be changed needs root", hint="leave out --rw, or bootseer image run")
-    if choice.way is Way.UNPACK:
+    if choice.method is MountMethod.UNPACK:
         raise UsageError(
             f"the image cannot be mounted without root: {facts.fuse}",
             hint="apt-get install fuse3 and make /dev/fuse accessible, or bootseer image run, or mount it as root",
@@ -138,7 +138,7 @@ def told(choice: Choice) -> str:
     for way, reason in choice.refused:
         reasons.setdefault(reason, []).append(way.value)
     refused = "; ".join(f"{' or '.join(ways)}: {reason}" for reason, ways in reasons.items())
-    return f"by {choice.way.value}; not by {refused}"
+    return f"by {choice.method.value}; not by {refused}"
 
 
 def check() -> Check:
@@ -149,10 +149,10 @@ def check() -> Check:
         return Check(name, "missing", "", f"neither root nor user namespaces: {facts.namespace}", "run as root", opens)
     choice = pick(facts, private=True, writable=True)
     reason = told(choice)
-    if choice.way is Way.UNPACK:
-        return Check(name, "limited", choice.way.value, f"{reason}. All is fetched and written out first", "", opens)
+    if choice.method is MountMethod.UNPACK:
+        return Check(name, "limited", choice.method.value, f"{reason}. All is fetched and written out first", "", opens)
     if facts.fuse:
         late = f"without FUSE all is fetched first: {facts.fuse}"
         todo = "modprobe fuse; in a container: --device /dev/fuse"
-        return Check(name, "limited", choice.way.value, late, todo, opens)
-    return Check(name, "limited" if reason else "ok", choice.way.value, reason, "", opens)
+        return Check(name, "limited", choice.method.value, late, todo, opens)
+    return Check(name, "limited" if reason else "ok", choice.method.value, reason, "", opens)

@@ -165,7 +165,7 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
         published = catalog.publish(document, replace=publication.decision.replace)
         local = Local(wanted.cache, lambda line: tell({"say": line}))
         if published:
-            local.keep(document, catalog.sealed(document))
+            local.keep(document, catalog.encode_signed(document))
             if publication.decision.replaces is not None:
                 quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
                 quarantine.rebuilt(document, publication.decision.replaces)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.places import environments_folder
-from bootseer.artifact.workload import publishes, workload_key
+from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision
@@ -141,7 +141,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         cache=wanted.cache,
         runtime=wanted.runtime,
         workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
-        publish=identity is None or publishes(identity.node, identity.num_nodes),
+        publish=identity is None or is_publisher(identity.node, identity.num_nodes),
         plain_http=wanted.plain_http,
         signatures=task.signatures,
         loading=wanted.loading,

@@ -246,7 +246,7 @@ class EnvironmentStart:
             return
         with harmless("problems of the environment are not known"):
             if shown.layer is not None:
-                shown.layer.tell_problems()
+                shown.layer.report_problems()
         with harmless("whether the environment is at fault is not known"):
             if shown.mode == "restored" and code and shown.decision.document is not None:
                 from bootseer.launch.environment.restore import suspect
@@ -264,7 +264,7 @@ class EnvironmentStart:
             return
         if session is not None and session.warm is not None:
             session.warm.record(until)
-        numbers = shown.layer.began() if shown.layer is not None else {}
+        numbers = shown.layer.end_startup() if shown.layer is not None else {}
         if session is not None:
             facts = {
                 "mode": "bypassed" if shown.decision.code == "bypass" else shown.mode,
@@ -278,7 +278,7 @@ class EnvironmentStart:
             }
             session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs=facts)
         if shown.layer is not None:
-            shown.layer.keep_record()
+            shown.layer.wait_for_record()
 
     def release(self) -> None:
         """Nothing is built by this process any more; the one that publishes keeps the lease as long as it works."""

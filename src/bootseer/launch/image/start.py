@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import bootseer
 from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
-from bootseer.artifact.workload import publishes, workload_key
+from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
@@ -108,7 +108,7 @@ class _ImageStart:
             request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
         if session is not None:
             identity = session.tracer.identity
-            request = replace(request, publish=publishes(identity.node, identity.num_nodes))
+            request = replace(request, publish=is_publisher(identity.node, identity.num_nodes))
             if session.warm is not None:
                 request = replace(request, imports=session.warm.shared_path)
         self._request = request
@@ -252,7 +252,7 @@ class _ImageStart:
         self._end.tell(ENDED)
         with harmless("the image's last words are lost"):
             if self._mounted is not None:
-                self._mounted.tell_problems()
+                self._mounted.report_problems()
         with harmless("the environment's last words are lost"):
             if self._environment is not None:
                 self._environment.start.ended(code, seconds)
@@ -266,11 +266,11 @@ class _ImageStart:
             self._environment.start.tell(until)
         if session is not None and session.warm is not None:
             session.warm.record(until)
-        numbers = mounted.began()
+        numbers = mounted.end_startup()
         if session is not None:
             facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
             session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
-        mounted.keep_record()
+        mounted.wait_for_record()
 
     def close(self, code: int) -> None:
         """The command has ended so: remove container, mounts and folders."""

@@ -1,15 +1,15 @@
-"""Layers that stay mounted: each complete layer once per node, shared by all images that have it.
+"""Complete layers that stay mounted, each once per node, shared by all images that contain it.
 
-An EROFS mount has a page cache of its own, so that containers which share the mount share memory, and a second start
-finds its files in it (docs/adr/0010-mounts-and-the-daemon.md has the figures). The mounts need no process, and what a
-killed process leaves behind is used by the next one. An overlay keeps its layers by itself: taking one away here while
-an image uses it makes the next image mount it again, and breaks nothing.
+Containers that share an EROFS mount share its page cache, and the next start finds its files in memory
+(docs/adr/0010-mounts-and-the-daemon.md has the figures). No process serves these mounts, so they survive a killed one
+and are reused. An overlay holds its own references to its layers: unmounting one here while an image uses it is
+harmless, the next image mounts it again.
 
     <runtime>/layers/<identity>         the mount point
-    <runtime>/layers/<identity>.lock    locked while a process mounts or unmounts; its time is that of the last use,
-                                        its text tells which state of which file is mounted
+    <runtime>/layers/<identity>.lock    flock during mount and unmount; mtime: last use; content: which version of
+                                        which file is mounted
 
-The data is pinned in the cache as long as the mount is there.
+The data is pinned in the cache for as long as the mount exists.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _LOCK_S = 20.0
 _IDENTITY = re.compile(r"[0-9a-f]{16,128}")
 
 
-def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *, loop: bool | None = None) -> Path:
-    """Where the layer of this identity is mounted; mounts it from `data` if that is not what is mounted already.
+def mount_shared(
+    runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *, loop: bool | None = None
+) -> Path:
+    """Mount the layer with this identity from `data`, unless exactly that is mounted already; returns the mount point.
 
-    A mount of a file that was replaced or written to since is taken away: it, or the pages that it keeps, may hold
-    other bytes than the verified file. `data` must be complete and trusted. `pin` is called before it is mounted, with
-    no other process mounting it.
-    `loop`: see `mount_erofs`.
+    A mount of a file that was replaced or modified since is unmounted first: the file, or cached pages of it, may
+    differ from the verified content. `data` must be complete and trusted. `pin` is called before mounting, under the
+    lock. `loop`: see `mount_erofs`.
     """
     target = _target(runtime, identity)
     with _locked(runtime, identity) as lock:
@@ -63,37 +64,37 @@ def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *
     return target
 
 
-def kept(runtime: Runtime) -> list[str]:
-    """Identities of the layers that are mounted now."""
+def mounted_layers(runtime: Runtime) -> list[str]:
+    """Identities of the layers that are mounted."""
     prefix = f"{runtime.layers}/"
     return sorted({point.removeprefix(prefix) for point in kernel.mount_points() if point.startswith(prefix)})
 
 
-def release_idle(
+def unmount_idle(
     runtime: Runtime, *, idle_s: float, unpin: Callable[[str], None], needed: Collection[str] = ()
 ) -> list[str]:
-    """Unmount the layers that no mounted image has and that were not used for `idle_s` seconds; returns them.
+    """Unmount layers that no mounted image uses and that were not used for `idle_s` seconds; returns them.
 
-    `unpin` is called with each identity afterwards. Those `needed` stay mounted.
+    Calls `unpin` for each one afterwards. The layers in `needed` stay mounted.
     """
-    runtime.clean()
+    runtime.remove_stale()
     used = {*needed, *(layer for state in runtime.all() for layer in state.layers)}
-    released = []
-    for identity in kept(runtime):
-        # The lock's time is read before the lock is taken, which sets it.
-        if identity in used or _unused_s(runtime, identity) < idle_s:
+    unmounted = []
+    for identity in mounted_layers(runtime):
+        # Read the mtime before taking the lock, which updates it.
+        if identity in used or _idle_s(runtime, identity) < idle_s:
             continue
-        with contextlib.suppress(BootseerError):  # busy: a process has a file of it open
+        with contextlib.suppress(BootseerError):  # busy: a process has a file open
             with _locked(runtime, identity):
-                # A process that asked for it before we had the lock may not have put its image on it yet.
+                # A process that got the layer before we had the lock may not have recorded its image yet.
                 if runtime.is_mounting():
                     continue
                 kernel.unmount(_target(runtime, identity))
                 unpin(identity)
                 _target(runtime, identity).rmdir()
             _LOG.info("layer %s was idle and is unmounted", identity)
-            released.append(identity)
-    return released
+            unmounted.append(identity)
+    return unmounted
 
 
 def _target(runtime: Runtime, identity: str) -> Path:
@@ -106,8 +107,8 @@ def _lock_path(runtime: Runtime, identity: str) -> Path:
     return runtime.layers / f"{identity}.lock"
 
 
-def _unused_s(runtime: Runtime, identity: str) -> float:
-    """For how long a layer was not asked for; for ever, where the file that tells was deleted."""
+def _idle_s(runtime: Runtime, identity: str) -> float:
+    """Seconds since a layer was last used; infinite when its lock file was deleted."""
     try:
         return time.time() - _lock_path(runtime, identity).stat().st_mtime
     except FileNotFoundError:
@@ -116,7 +117,7 @@ def _unused_s(runtime: Runtime, identity: str) -> float:
 
 @contextlib.contextmanager
 def _locked(runtime: Runtime, identity: str) -> Iterator[int]:
-    """One process at a time. Notes the use. Yields the lock's file."""
+    """Serialize mounts and unmounts of a layer, and note the use. Yields the descriptor of the lock file."""
     with locks.flocked(_lock_path(runtime, identity), deadline_s=_LOCK_S) as lock:
         os.utime(lock)
         yield lock

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.room import Room
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.cache.cache import Cache
 from cached import BLOCK, content, index_of, put
 from image_node import Node
@@ -83,9 +83,9 @@ def test_room_is_made_of_what_nobody_uses_and_only_when_that_is_enough(disk: Pat
     old.close()
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(4 << 20))
-    room = Room(cache, pytest.fail)
-    assert not room.make(64 << 20)
+    space = CacheSpace(cache, pytest.fail)
+    assert not space.make_free(64 << 20)
     assert cache.entries()[0].ready_bytes == 600 * BLOCK
-    assert room.make(2 << 20)
+    assert space.make_free(2 << 20)
     usage = os.statvfs(disk)
     assert usage.f_bavail * usage.f_frsize >= 2 << 20

@@ -22,10 +22,10 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.record import read_record
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.session import Session
-from bootseer.mounts.fetched import Fetched, FetchedFile
+from bootseer.mounts.block_files import BlockFileService, ServedFile
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import OnError, Served
-from bootseer.mounts.trees import FilesTree, LazyFile
+from bootseer.mounts.trees import ErofsTree, LazyFile
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from mounts.starting import until
@@ -45,7 +45,7 @@ CONTENT: Content = {
 
 
 @pytest.fixture
-def stored(place: Path) -> FetchedFile:
+def stored(place: Path) -> ServedFile:
     """An image in a store of its own."""
     (place / "store").mkdir()
     store = FileStore(place / "store")
@@ -53,11 +53,11 @@ def stored(place: Path) -> FetchedFile:
         path = write_image(place / "image", CONTENT, opaque=frozenset({b"folder"}))
         writer.write(path.read_bytes())
         file = writer.finish()
-    return FetchedFile("layer", read_index(store, file), str(place / "store"))
+    return ServedFile("layer", read_index(store, file), str(place / "store"))
 
 
-def as_files(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
-    return FilesTree(source, files[0], on_error)
+def as_files(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> ErofsTree:
+    return ErofsTree(source, files[0], on_error)
 
 
 class Shown:
@@ -69,11 +69,11 @@ class Shown:
         self.served: list[Served] = []
         self.sessions: list[Session] = []
 
-    def show(self, what: Fetched) -> Session:
+    def show(self, what: BlockFileService) -> Session:
         self.served.append(what(self.said.append))
         target = self.place / f"shown{len(self.sessions)}"
         target.mkdir()
-        self.sessions.append(self.served[-1].show(target, "bootseer", self.said.append))
+        self.sessions.append(self.served[-1].mount(target, "bootseer", self.said.append))
         return self.sessions[-1]
 
     def close(self) -> None:
@@ -94,9 +94,11 @@ def shown(place: Path) -> Iterator[Shown]:
     shown.close()
 
 
-def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: FetchedFile, shown: Shown) -> None:
+def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: ServedFile, shown: Shown) -> None:
     record, handed = place / "record", []
-    session = shown.show(Fetched((stored,), place / "cache", record=record, hand_over=handed.append, rest=False))
+    session = shown.show(
+        BlockFileService((stored,), place / "cache", record=record, on_record=handed.append, rest=False)
+    )
     (place / "at").mkdir()
     mount_erofs(session.target / "layer", place / "at")
     assert (place / "at" / "big").read_bytes() == BIG
@@ -114,68 +116,70 @@ def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Fetche
     assert shown.said == []
 
 
-def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: FetchedFile, shown: Shown) -> None:
-    first = shown.show(Fetched((stored,), place / "cache", rest=False))
+def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: ServedFile, shown: Shown) -> None:
+    first = shown.show(BlockFileService((stored,), place / "cache", rest=False))
     image = (place / "image").read_bytes()
     assert (first.target / "layer").read_bytes() == image
     first.close()
     shown.served[0].source.close()
     (place / "store").rename(place / "away")
     (place / "store").mkdir()
-    second = shown.show(Fetched((stored,), place / "cache", rest=False))
+    second = shown.show(BlockFileService((stored,), place / "cache", rest=False))
     assert (second.target / "layer").read_bytes() == image
 
 
 def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
-    place: Path, stored: FetchedFile, shown: Shown
+    place: Path, stored: ServedFile, shown: Shown
 ) -> None:
     identity = stored.index.identity
     hot = [("ff" * 32, 0), (identity, 3), (identity, 5), (identity, 1 << 25)]
-    shown.show(Fetched((stored,), place / "cache", hot=lambda: hot, rest=False))
+    shown.show(BlockFileService((stored,), place / "cache", load_hot_blocks=lambda: hot, rest=False))
     served = shown.served[0]
-    threading.Thread(target=served.begin, daemon=True).start()
+    threading.Thread(target=served.run_background, daemon=True).start()
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
 
 
-def test_the_rest_waits_until_training_began(place: Path, stored: FetchedFile, shown: Shown) -> None:
+def test_the_rest_waits_until_training_began(place: Path, stored: ServedFile, shown: Shown) -> None:
     """Nodes of a job read their checkpoints while the rest of the image would take their links."""
     hot = [(stored.index.identity, 3)]
     eager = FetchSettings(silence_s=0.1)
-    shown.show(Fetched((stored,), place / "cache", fetch=eager, hot=lambda: hot, record=place / "record"))
+    shown.show(
+        BlockFileService((stored,), place / "cache", fetch=eager, load_hot_blocks=lambda: hot, record=place / "record")
+    )
     served = shown.served[0]
 
     def ready() -> int:
         return int(served.status()["files"][0]["ready_blocks"])  # type: ignore[index]
 
-    threading.Thread(target=served.begin, daemon=True).start()
+    threading.Thread(target=served.run_background, daemon=True).start()
     until(lambda: ready() == 1, "the hot block is here")
     time.sleep(0.5)
     assert ready() == 1
-    served.began()
+    served.on_startup_end()
     until(lambda: ready() == stored.index.num_blocks, "the rest is here")
 
 
 def test_an_origin_without_the_blocks_means_an_error_and_a_line_in_the_log(
-    place: Path, stored: FetchedFile, shown: Shown
+    place: Path, stored: ServedFile, shown: Shown
 ) -> None:
     (place / "store").rename(place / "away")
     (place / "store").mkdir()
-    session = shown.show(Fetched((stored,), place / "cache", rest=False))
+    session = shown.show(BlockFileService((stored,), place / "cache", rest=False))
     with pytest.raises(OSError, match="Input/output error"):
         (session.target / "layer").read_bytes()
     assert any("sha256:" in line for line in shown.said)
 
 
-def test_a_store_that_cannot_be_opened_is_an_error_of_the_start(place: Path, stored: FetchedFile) -> None:
-    spec = Fetched((FetchedFile("x", stored.index, "nonsense://x"),), place / "cache")
+def test_a_store_that_cannot_be_opened_is_an_error_of_the_start(place: Path, stored: ServedFile) -> None:
+    spec = BlockFileService((ServedFile("x", stored.index, "nonsense://x"),), place / "cache")
     with pytest.raises(BootseerError, match="nonsense"):
         spec(lambda _: None)
 
 
 def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(
-    place: Path, stored: FetchedFile, shown: Shown
+    place: Path, stored: ServedFile, shown: Shown
 ) -> None:
-    what = Fetched(
+    what = BlockFileService(
         (stored,),
         place / "cache",
         rest=False,
@@ -221,9 +225,9 @@ ls "$3/folder" "$3/gone"
 """
 
 
-def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: FetchedFile, shown: Shown) -> None:
+def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: ServedFile, shown: Shown) -> None:
     session = shown.show(
-        Fetched(
+        BlockFileService(
             (stored,),
             place / "cache",
             rest=False,
@@ -252,10 +256,10 @@ def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None
     store = FileStore(place)
     with BlockWriter(store, block_size=65_536) as writer:
         writer.write(b"no image" * 100_000)
-        file = FetchedFile("x", read_index(store, writer.finish()), str(place))
+        file = ServedFile("x", read_index(store, writer.finish()), str(place))
     with pytest.raises(BootseerError, match="EROFS"):
         shown.show(
-            Fetched(
+            BlockFileService(
                 (file,),
                 place / "cache",
                 rest=False,
@@ -270,10 +274,10 @@ from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec
-from bootseer.mounts.fetched import Fetched, FetchedFile
+from bootseer.mounts.block_files import BlockFileService, ServedFile
 place = Path(sys.argv[1])
 index = Index.parse((place / "index").read_bytes())
-what = Fetched((FetchedFile("layer", index, str(place / "store")),), place / "cache", record=place / "record")
+what = BlockFileService((ServedFile("layer", index, str(place / "store")),), place / "cache", record=place / "record")
 daemon = start_daemon(DaemonSpec(place / "daemon", what))
 assert (daemon.files / "layer").read_bytes() == (place / "image").read_bytes()
 status = daemon.status()
@@ -285,7 +289,7 @@ except Exception as error:
 """
 
 
-def test_a_real_daemon_from_store_to_record(place: Path, stored: FetchedFile) -> None:
+def test_a_real_daemon_from_store_to_record(place: Path, stored: ServedFile) -> None:
     (place / "index").write_bytes(stored.index.encode())
     ended = subprocess.run([sys.executable, "-c", REAL, str(place)], capture_output=True, text=True, check=False)
     assert ended.stderr == ""

@@ -1,0 +1,65 @@
+"""Choose how to mount block files on this machine: the methods best first, and why the better ones do not work.
+
+Decides and touches nothing. The facts come from an attempt to mount or from the doctor's probes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MountMethod(Enum):
+    """How layers are shown as one file tree. The value is its name in reports."""
+
+    EROFS_FILE = "EROFS from files"
+    """The kernel mounts EROFS directly from files: complete ones, or those that FUSE serves."""
+    EROFS_LOOP = "EROFS from loop devices"
+    """The same through a loop device, for kernels before 6.12."""
+    FUSE_TREE = "file trees through FUSE"
+    """The daemon serves the merged tree of all layers; an overlay for changes is mounted in a user namespace."""
+    UNPACK = "unpacked files"
+    """Everything is fetched and unpacked into a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What this process can do on this machine: for each capability "", or the reason why it is missing."""
+
+    mount: str = ""
+    """Mount in the initial namespace, as root there."""
+    namespace: str = ""
+    """Create a user namespace, for a container without root."""
+    fuse: str = ""
+    erofs_file: str = ""
+    loop: str = ""
+    overlay: str = ""
+    user_overlay: str = ""
+    """Overlay in a user namespace; the same as `overlay` for root, which needs no namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen method, and each better one with the first capability that it lacks."""
+
+    method: MountMethod
+    refused: tuple[tuple[MountMethod, str], ...]
+
+
+_NEEDS: tuple[tuple[MountMethod, tuple[str, ...]], ...] = (
+    (MountMethod.EROFS_FILE, ("mount", "fuse", "overlay", "erofs_file")),
+    (MountMethod.EROFS_LOOP, ("mount", "fuse", "overlay", "loop")),
+    (MountMethod.FUSE_TREE, ("fuse", "user_overlay")),
+)
+
+
+def choose(facts: Facts, *, complete: bool = False) -> Choice:
+    """The best method. `complete` layers are on the disk already and need no FUSE to serve them."""
+    refused: list[tuple[MountMethod, str]] = []
+    for method, needs in _NEEDS:
+        unneeded = "fuse" if complete and method != MountMethod.FUSE_TREE else ""
+        lacks = [reason for need in needs if need != unneeded and (reason := getattr(facts, need))]
+        if not lacks:
+            return Choice(method, tuple(refused))
+        refused.append((method, lacks[0]))
+    return Choice(MountMethod.UNPACK, tuple(refused))
