@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
 from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
@@ -340,7 +340,7 @@ def test_an_entry_that_is_being_evicted_for_too_long_is_a_clear_error(root, cach
     with (full / "lease").open("rb") as lease:
         fcntl.flock(lease, fcntl.LOCK_EX)
         with pytest.raises(TransientError, match="locked"):
-            Cache(root, CacheSettings(lock_deadline_s=0.05), boot=BOOT).open(index)
+            Cache(root, lock_deadline_s=0.05, boot=BOOT).open(index)
     cache.open(index).close()
 
 
@@ -348,7 +348,7 @@ def test_a_lock_of_the_root_that_is_held_is_a_clear_error(root, cache, index):
     with (root / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TransientError, match=f"process \\[{os.getpid()}\\]"):
-            Cache(root, CacheSettings(lock_deadline_s=0.05), boot=BOOT).open(index)
+            Cache(root, lock_deadline_s=0.05, boot=BOOT).open(index)
 
 
 def test_an_entry_that_cannot_be_repaired_is_given_up(root, index):

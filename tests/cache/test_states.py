@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.cache.states import CLAIMED, MISSING, READY, SYNC, Durable, LiveMap, StatIdentity, durable_bytes
+from bootseer.cache.states import MISSING, READY, SYNC_CLAIM, UNVERIFIED, Durable, LiveMap, StatIdentity, durable_bytes
 from bootseer.io import locks
 
 WHOLE = StatIdentity(1, 2, -3, 4)
 
 
 def states_of(index, *ready):
-    return bytes(CLAIMED if block in ready else MISSING for block in range(index.num_blocks))
+    return bytes(UNVERIFIED if block in ready else MISSING for block in range(index.num_blocks))
 
 
 @pytest.mark.parametrize("whole", [None, WHOLE])
@@ -25,7 +25,7 @@ def test_a_snapshot_comes_back_as_it_was(index, whole):
 
 
 def test_a_snapshot_of_live_states_claims_all_that_is_here(index):
-    assert Durable.from_states(bytes([MISSING, CLAIMED, READY, 77])).states == bytes([0, 1, 1, 1])
+    assert Durable.from_states(bytes([MISSING, UNVERIFIED, READY, 77])).states == bytes([0, 1, 1, 1])
 
 
 def test_each_flipped_bit_and_cut_makes_a_snapshot_unknown(index):
@@ -50,9 +50,9 @@ def test_random_bytes_are_no_snapshot(index, data):
 def test_a_live_map_is_of_one_boot_and_one_file(index, tmp_path):
     LiveMap.create(tmp_path, index, "boot", states_of(index, 4))
     live = LiveMap.open(tmp_path, index, "boot")
-    assert live.get(4) == CLAIMED
+    assert live.get(4) == UNVERIFIED
     assert live.get_all() == states_of(index, 4)
-    assert live.get_all(3, 6) == bytes([MISSING, CLAIMED, MISSING])
+    assert live.get_all(3, 6) == bytes([MISSING, UNVERIFIED, MISSING])
     os.close(live.fd)
     assert LiveMap.open(tmp_path, index, "another boot") is None
 
@@ -83,7 +83,7 @@ def test_each_block_is_claimed_for_itself(two_maps):
     assert not two.try_claim(5)
     assert two.try_claim(6)
     assert two.try_claim(1 << 40)
-    assert two.try_claim(SYNC)
+    assert two.try_claim(SYNC_CLAIM)
     one.release_claim(5)
     assert two.try_claim(5)
 

@@ -153,7 +153,7 @@ def test_many_readers_at_once(mounted: Mount) -> None:
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda name: (session.target / name.decode()).read_bytes(), names))
     assert got == [contents[name] for name in names]
-    assert session.num_waiting == 0
+    assert session.num_pending == 0
     assert len(tree.threads) == 1, "the tree is only ever asked on one thread"
 
 
@@ -179,7 +179,7 @@ def test_a_read_that_waits_holds_up_no_other(mounted: Mount) -> None:
     session = mounted(MemoryTree({b"fast": b"quick", **dict.fromkeys(slow, b"late")}, hold))
     with ThreadPoolExecutor(64) as pool:
         late = [pool.submit((session.target / name.decode()).read_bytes) for name in slow]
-        until(lambda: session.num_waiting == 64, "all slow reads have arrived")
+        until(lambda: session.num_pending == 64, "all slow reads have arrived")
         assert (session.target / "fast").read_bytes() == b"quick"
         assert not any(future.done() for future in late)
         for reply, data in hold.replies:
@@ -197,11 +197,11 @@ def test_a_killed_reader_ends_at_once_and_its_read_is_cancelled(mounted: Mount) 
         "os.preadv(f, [mmap.mmap(-1, 4096)], 0)"
     )
     reader = subprocess.Popen([sys.executable, "-S", "-c", code, str(session.target / "f")])
-    until(lambda: session.num_waiting == 1, "the read has arrived")
+    until(lambda: session.num_pending == 1, "the read has arrived")
     reader.send_signal(signal.SIGKILL)
     assert reader.wait(DEADLINE_S) == -signal.SIGKILL
     until(hold.cancelled.is_set, "the tree heard that nobody waits any more")
-    assert session.num_waiting == 0
+    assert session.num_pending == 0
     hold.replies[0][0](hold.replies[0][1])  # too late, and harmless
     assert (session.target / "g").read_bytes() == b"other"
 
@@ -246,7 +246,7 @@ def test_unmounting_while_somebody_reads(mounted: Mount) -> None:
     session = mounted(MemoryTree({b"f": b"late"}, hold))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit((session.target / "f").read_bytes)
-        until(lambda: session.num_waiting == 1, "the read has arrived")
+        until(lambda: session.num_pending == 1, "the read has arrived")
         with pytest.raises(TransientError):
             session.close()
         session.close(force=True)

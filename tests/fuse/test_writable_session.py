@@ -219,11 +219,11 @@ def test_a_killed_reader_ends_and_its_read_is_called_off(shown: Mount) -> None:
             session.target / "f",
         ]
     )
-    until(lambda: session.num_waiting > 0, "the read has come")
+    until(lambda: session.num_pending > 0, "the read has come")
     child.send_signal(signal.SIGKILL)
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     assert called_off.wait(DEADLINE_S)
-    assert session.num_waiting == 0
+    assert session.num_pending == 0
 
 
 def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:

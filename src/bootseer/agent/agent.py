@@ -25,7 +25,7 @@ from bootseer.agent.held import HeldJobs
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
-from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
@@ -80,7 +80,7 @@ class Agent:
         """Raises `PermanentError` where a folder cannot be made or belongs to another user, `UsageError` for an address
         or token of the service that cannot be used."""
         self.settings = settings
-        self._cache = Cache(blocks_folder(settings.cache), CacheSettings(max_bytes=settings.max_bytes))
+        self._cache = Cache(blocks_folder(settings.cache), max_bytes=settings.max_bytes)
         self._runtime = Runtime(settings.runtime)
         self._began = time.monotonic()
         self._tidied: float | None = None

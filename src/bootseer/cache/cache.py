@@ -1,9 +1,9 @@
-"""The cache of a node: finds, makes, replaces and evicts the entries of cached files.
+"""The cache of a node: finds, creates, replaces and evicts the entries of cached files.
 
-One folder per user and node, on a local disk, used by any number of processes at once. Names in it change only under
-the lock of the root, in single renames; a lease on an entry keeps it from being evicted. Nothing in it is believed: an
-entry with a file that is cut, foreign or of another size is put aside and made anew, and never keeps a job from
-starting. The formats and the order of all steps are in docs/formats/cache.md.
+One folder per user and node on a local disk, used by any number of processes at once. Names in it change only under the
+root lock, by single renames; a lease on an entry prevents its eviction. Nothing in it is trusted: an entry with a
+truncated, foreign or otherwise invalid file is replaced, and never keeps a job from starting. The formats and the order
+of all steps are in docs/formats/cache.md.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
 from bootseer.cache.disk import Damaged, mapped
 from bootseer.cache.entries import Entry
+from bootseer.cache.eviction_plan import Candidate, Step, goal_bytes, plan
 from bootseer.cache.file import CachedFile
-from bootseer.cache.prune import Candidate, Step, Watermarks, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
@@ -31,43 +31,37 @@ from bootseer.logs import logger
 
 _LOG = logger(__name__)
 _POLL_S = 0.005
-_MAX_SPOILED = 5  # Made anew more often than that, something else spoils the entry each time.
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """How a cache behaves."""
-
-    max_bytes: int | None = None
-    """What it may take on the disk; None: all that others leave free."""
-    watermarks: Watermarks = field(default_factory=Watermarks)
-    lock_deadline_s: float = 30.0
-    """How long to wait for other processes. Their locks are short, and fall when they die."""
+_MAX_DAMAGED = 5  # After more replacements in a row, something damages the entry each time.
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `Cache.prune` did, or would do."""
+    """The result of `Cache.prune`, or of a dry run."""
 
     used_bytes: int
-    """What the cache took before."""
+    """Disk usage before."""
     freed_bytes: int
     steps: tuple[Step, ...]
     in_use: tuple[str, ...]
-    """Identities of entries that were left alone because they are in use."""
+    """Identities of entries that were skipped because they are in use."""
 
 
 class Cache:
-    """A folder of cached files. Keeps no state but its path: make as many as you like."""
+    """A folder of cached files. Its only state is the path: create as many instances as needed."""
 
-    def __init__(self, root: Path, settings: CacheSettings | None = None, *, boot: str | None = None) -> None:
-        """Make the folder when there is none. Raises `PermanentError` and `CacheFull`, saying what to do.
+    def __init__(
+        self, root: Path, *, max_bytes: int | None = None, lock_deadline_s: float = 30.0, boot: str | None = None
+    ) -> None:
+        """Create the folder if it is missing. Raises `PermanentError` and `CacheFull`, with advice.
 
-        `boot` names the time since the kernel started; states of another boot are not believed.
+        `max_bytes`: the limit of disk usage; None: all free space. `lock_deadline_s`: how long to wait for other
+        processes, whose locks are short and released when they die. `boot`: the kernel's boot id; block states of
+        another boot are not trusted.
         """
         with mapped("make a cache in", root):
             self.root = trusted_folder(root, otherwise="set BOOTSEER_CACHE to another folder")
-        self._settings = settings or CacheSettings()
+        self._max_bytes = max_bytes
+        self._lock_deadline_s = lock_deadline_s
         self._files = self.root / disk.FILES
         with mapped("make a cache in", self.root):
             self._boot = boot or disk.boot_id()
@@ -75,31 +69,31 @@ class Cache:
                 (self.root / name).mkdir(mode=0o700, exist_ok=True)
 
     def open(self, index: Index) -> CachedFile:
-        """A lease on the file of this index, which is made when it is not here yet.
+        """A lease on the file of this index, which is created if it is missing.
 
-        Raises `CacheFull`, `AccessError`, and `TransientError` when another process evicts the entry for too long.
+        Raises `CacheFull`, `AccessError`, and `TransientError` when another process takes too long to evict the entry.
         """
         cached = self._open(index)
         self._note_use(cached.entry)
         return cached
 
-    def open_here(self, identity: str) -> CachedFile:
-        """Like `open`, of a file that is here already. Raises `NotFoundError` where it is not."""
+    def open_existing(self, identity: str) -> CachedFile:
+        """`open` for a file that is in the cache already. Raises `NotFoundError` if it is not."""
         try:
             return self._open(entries.read_index_of(self._files / identity))
         except Damaged as error:
             raise NotFoundError(f"{self._files / identity}: {error}") from error
 
     def entries(self) -> list[Entry]:
-        """What is here, the most recently used first."""
+        """All entries, the most recently used first."""
         with mapped("read", self._files):
             found = [entries.examine(path, self._boot) for path in self._paths()]
         return sorted((one for one in found if one), key=lambda one: one.last_use, reverse=True)
 
     def recent(self, max_files: int) -> Iterator[tuple[Index, bytes]]:
-        """Indexes of the files that were used last, each with a byte for each block: not zero if it is here.
+        """The most recently used files: each index with a byte per block, nonzero if the block is here.
 
-        Cheaper than `entries`. Entries that are damaged or vanish meanwhile are left out.
+        Cheaper than `entries`. Skips entries that are damaged or disappear meanwhile.
         """
         with mapped("read", self._files):
             paths = sorted(self._paths(), key=entries.last_use, reverse=True)[:max_files]
@@ -115,10 +109,10 @@ class Cache:
         threads: int = 2,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> dict[str, list[int]]:
-        """Compare what is here with its digests and drop what differs: the blocks that were dropped, by identity.
+        """Verify the digests of all blocks here and drop wrong ones; returns the dropped blocks by identity.
 
-        `progress` is called with the identity, the blocks done and the blocks in all of its file. Entries that are
-        damaged as a whole are replaced at their next use, and left out here.
+        `progress` is called with the identity, the blocks done and the total of that file. Damaged entries are skipped:
+        they are replaced at their next use.
         """
         dropped = {}
         chosen = None if identities is None else set(identities)
@@ -133,9 +127,9 @@ class Cache:
         return dropped
 
     def prune(self, to_bytes: int | None = None, *, dry_run: bool = False) -> Pruned:
-        """Evict down to `to_bytes`, or by the watermarks when it is None; `dry_run` only says what it would do.
+        """Evict down to `to_bytes`, or by the watermarks if it is None; `dry_run` only plans.
 
-        Entries in use stay. Damaged entries and leavings of processes that died go in any case.
+        Entries in use stay. Damaged entries and leftovers of dead processes are removed in any case.
         """
         found = self.entries()
         used = sum(one.disk_bytes for one in found)
@@ -166,12 +160,12 @@ class Cache:
 
     def _open(self, index: Index) -> CachedFile:
         entry = self._files / index.identity
-        until = time.monotonic() + self._settings.lock_deadline_s
-        num_spoiled = 0
+        until = time.monotonic() + self._lock_deadline_s
+        num_damaged = 0
         with mapped("open", entry):
             while True:
                 try:
-                    # Held open, so that no other folder can have the same inode number while we judge this one.
+                    # Held open, so that no other folder can get the same inode number while this one is examined.
                     folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
                 except FileNotFoundError:
                     self._create(entry, index)
@@ -182,23 +176,23 @@ class Cache:
                         return cached
                     time.sleep(_POLL_S)
                 except (Damaged, FileNotFoundError, NotADirectoryError):
-                    self._put_aside(entry, folder)
-                    num_spoiled += 1
+                    self._discard_damaged(entry, folder)
+                    num_damaged += 1
                 finally:
                     os.close(folder)
-                if num_spoiled > _MAX_SPOILED:
-                    raise PermanentError(f"{entry} is damaged again and again; check the disk, or give another folder")
+                if num_damaged > _MAX_DAMAGED:
+                    raise PermanentError(f"{entry} is damaged repeatedly; check the disk, or use another folder")
                 if time.monotonic() >= until:
-                    raise TransientError(f"{entry} has been locked for {self._settings.lock_deadline_s:.0f} s")
+                    raise TransientError(f"{entry} has been locked for {self._lock_deadline_s:.0f} s")
 
     def _try_open(self, entry: Path, folder: int, index: Index) -> CachedFile | None:
-        """None when another process evicts the entry at this moment. Raises `Damaged`, `OSError`."""
+        """None while another process evicts the entry. Raises `Damaged`, `OSError`."""
         if not stat.S_ISDIR(os.fstat(folder).st_mode):
             raise Damaged(f"{entry} is not a folder")
         with contextlib.ExitStack() as opened:
             lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
-            # The lock may be one on a folder that was evicted since it was opened.
+            # The folder may have been evicted since it was opened: then this lock protects nothing.
             if not locks.try_flock(lease, shared=True) or not locks.is_same(lease, entry / disk.LEASE):
                 return None
             encoded = index.encode()
@@ -215,9 +209,9 @@ class Cache:
             return cached
 
     def _new_live_map(self, entry: Path, index: Index, data: int) -> LiveMap:
-        """Begin the states of this boot with what an earlier one left."""
+        """Initialize the states of this boot from the snapshot of an earlier one."""
         with self._lock():
-            live = LiveMap.open(entry, index, self._boot)  # another process may have been faster
+            live = LiveMap.open(entry, index, self._boot)  # another process may have created it meanwhile
             if live is not None:
                 return live
             disk.sweep(entry)
@@ -245,7 +239,7 @@ class Cache:
                 for name, size in ((disk.DATA, index.size_bytes), (disk.LEASE, 0)):
                     os.close(disk.open_file(made / name, os.O_RDWR | os.O_CREAT))
                     os.truncate(made / name, size)
-                # A file that is one hole has all its blocks of zeros, and nothing about them needs to be verified.
+                # The file is one hole: its all-zero blocks are present and need no verification.
                 zeros = Durable.of_new(index).states.translate(bytes([0]) + bytes([READY]) * 255)
                 LiveMap.create(made, index, self._boot, zeros)
                 made.rename(entry)
@@ -254,20 +248,20 @@ class Cache:
                 disk.discard(made)
                 raise
 
-    def _put_aside(self, entry: Path, folder: int) -> None:
-        """Make room for a new entry. Processes that still have this one open keep its files."""
+    def _discard_damaged(self, entry: Path, folder: int) -> None:
+        """Remove a damaged entry. Processes that have it open keep its files."""
         with self._lock():
             if not locks.is_same(folder, entry):
-                return  # another process did
+                return  # another process replaced it
             gone = evict.move_to_trash(entry, self.root)
-        _LOG.warning("%s was damaged and is made anew", entry)
+        _LOG.warning("%s was damaged and is replaced", entry)
         disk.discard(gone)
 
     def _lock(self) -> contextlib.AbstractContextManager[int]:
-        return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._settings.lock_deadline_s)
+        return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._lock_deadline_s)
 
     def _note_use(self, entry: Path) -> None:
-        """Two processes may take the same number: then either was last. A full disk keeps no job from starting."""
+        """Two processes may get the same number: then their order is undefined. A full disk prevents no start."""
         counter = self.root / disk.COUNTER
         try:
             number = disk.read_number(counter) + 1
@@ -283,11 +277,11 @@ class Cache:
                     disk.write_number(path, number)
 
     def _goal(self, used: int) -> int | None:
-        limit = self._settings.max_bytes
+        limit = self._max_bytes
         if limit is None:
             with mapped("examine", self.root):
                 limit = used + shutil.disk_usage(self.root).free
-        return goal_bytes(used, limit, self._settings.watermarks)
+        return goal_bytes(used, limit)
 
     def _candidates(self, found: Iterable[Entry]) -> list[Candidate]:
         with mapped("examine", self.root):
@@ -304,7 +298,7 @@ class Cache:
     def _evict(self, step: Step) -> bool:
         entry = self._files / step.identity
         with contextlib.suppress(FileNotFoundError):  # another process evicted it
-            return evict.evict(entry, step, self.root, self._boot, lock_deadline_s=self._settings.lock_deadline_s)
+            return evict.evict(entry, step, self.root, self._boot, lock_deadline_s=self._lock_deadline_s)
         return False
 
 

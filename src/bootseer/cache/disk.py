@@ -1,7 +1,7 @@
-"""The files of a cache on its disk: their names, how they are opened, replaced and punched, and what can go wrong.
+"""The files of a cache on disk: their names, how they are opened, replaced and punched, and their errors.
 
-Files in a cache may be cut, foreign or of another kind, so that each is opened without following links and without
-waiting for the other end of a pipe, and is then checked to be a regular file. The format is docs/formats/cache.md.
+Files in a cache may be truncated, foreign or of another type. Each is opened without following links and without
+blocking on a pipe, and checked to be a regular file. The format is in docs/formats/cache.md.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
 
 
 class CacheFull(TransientError):  # noqa: N818 - a state that callers handle, rather than a mistake
-    """There is no room for this on the disk. What was there before is still there."""
+    """The disk has no space for this. Existing content is unaffected."""
 
 
 class MissingBlocks(BootseerError):  # noqa: N818 - an answer that callers handle: fetch them and read again
-    """These blocks are not in the cache, or were found damaged and are not any more."""
+    """These blocks are not in the cache, or were damaged and have been dropped."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         super().__init__(f"{len(blocks)} blocks are not in the cache, the first of them is {blocks[0]}")
@@ -59,12 +59,12 @@ class MissingBlocks(BootseerError):  # noqa: N818 - an answer that callers handl
 
 
 class Damaged(Exception):  # noqa: N818 - never leaves this package: the entry is replaced
-    """A file of an entry is not what it must be, so that nothing in this entry can be believed."""
+    """A file of an entry is invalid: nothing in the entry can be trusted."""
 
 
 @contextlib.contextmanager
 def mapped(action: str, path: Path) -> Iterator[None]:
-    """Turn `OSError` into an error of ours that says what could not be done, and where."""
+    """Map `OSError` to an error of ours that names the action and the path."""
     try:
         yield
     except OSError as error:
@@ -85,12 +85,12 @@ def is_identity(name: str) -> bool:
 
 
 def boot_id() -> str:
-    """A random name of the time since this machine's kernel started."""
+    """The kernel's random id of the current boot."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Open a file of an entry. Raises `Damaged` when it is not a regular file, and `OSError`."""
+    """Open a file of an entry. Raises `Damaged` if it is not a regular file, and `OSError`."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -104,7 +104,7 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """A whole file of an entry. Raises `Damaged` when it is larger than it can be, and `OSError`."""
+    """Read a whole file of an entry. Raises `Damaged` if it is larger than `max_bytes`, and `OSError`."""
     fd = open_file(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         data = file.read(max_bytes + 1)
@@ -114,9 +114,9 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace a file in one step; with `durable` a crash of the machine leaves the old or the new one, whole.
+    """Replace a file atomically; `durable`: also after a machine crash the file is the old or the new one.
 
-    Raises `OSError`, and leaves nothing behind then.
+    Raises `OSError`, leaving nothing behind.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -136,14 +136,14 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data`, however little the kernel takes at a time. Raises `OSError`."""
+    """Write all of `data`, also if the kernel accepts it in parts. Raises `OSError`."""
     written = os.pwrite(fd, data, offset)
     while written < len(data):
         written += os.pwrite(fd, memoryview(data)[written:], offset + written)
 
 
 def read_number(path: Path) -> int:
-    """A number that `write_number` wrote. Raises `Damaged` and `FileNotFoundError`."""
+    """Read a number written by `write_number`. Raises `Damaged` and `FileNotFoundError`."""
     try:
         return int(read_file(path, _DIGITS))
     except ValueError as error:
@@ -154,14 +154,14 @@ def write_number(path: Path, number: int) -> None:
     """Write a number into a file. Raises `OSError` and `Damaged`."""
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        # In place, and always of the same length: nothing is left behind when the process dies.
+        # In place and of constant length: nothing is left behind if the process dies.
         os.pwrite(fd, b"%0*d" % (_DIGITS, number), 0)
     finally:
         os.close(fd)
 
 
 def sync_path(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a crash of the machine. Raises `OSError`."""
+    """fsync a file, or the names in a folder. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -170,7 +170,7 @@ def sync_path(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder or file that no name leads to any more; what cannot be removed now is for the next `prune`."""
+    """Remove an unreferenced folder or file; what cannot be removed is left to the next `prune`."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -179,16 +179,16 @@ def discard(path: Path) -> None:
 
 
 def sweep(entry: Path) -> None:
-    """Remove what processes left in an entry that died while they replaced a file."""
+    """Remove temporary files of processes that died while they replaced a file of the entry."""
     for path in entry.iterdir():
         if path.name not in _ENTRY:
             discard(path)
 
 
 def can_punch(fd: int) -> bool:
-    """Whether the file system of a file, open for writing, can do it. Raises `OSError`."""
+    """Whether the file system of a writable file supports hole punching. Raises `OSError`."""
     try:
-        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # behind the end there is nothing to lose
+        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # beyond the end: no data is lost
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
             return False
@@ -197,7 +197,7 @@ def can_punch(fd: int) -> bool:
 
 
 def punch(fd: int, offset: int, length: int) -> None:
-    """Make a hole, of whole pages of the file system inside the range. The file keeps its size. Raises `OSError`."""
+    """Punch a hole of the whole pages inside the range. The size stays. Raises `OSError`."""
     if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

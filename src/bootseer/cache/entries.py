@@ -1,9 +1,9 @@
-"""What lies in a cache, for `cache show` and for the choice of what to evict; pins, and how blocks are used.
+"""The entries of a cache, for `cache show` and for planning evictions; pins, and usage flags of blocks.
 
-A lease falls with its process, and a file that the kernel mounts directly has none. A *pin* is a small file in the
-entry that names the boot: it keeps the entry until it is removed or the machine has started again, when the mount is
-gone too. *Use* is a byte per block: whether it is in a hot set, and whether it was read. A hint for eviction:
-written without a sync, and a lost update between two processes only makes a block look colder than it is.
+A lease ends with its process, and a file mounted directly by the kernel has none. A *pin* is a small file in the entry
+with the boot id: it protects the entry until it is removed or the machine reboots, when the mount is gone too. *Use* is
+a byte per block: whether it is in a hot set, and whether it was read. It is a hint for eviction, written without a
+sync; an update lost in a race of two processes only makes a block look colder than it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READ = 2
 _BLOCK = 512  # the unit of st_blocks, whatever the file system
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-# Columns of flags are handled as a whole: entries have hundreds of thousands of blocks, and a node has many entries.
+# Flag columns are processed as whole byte strings: entries have hundreds of thousands of blocks.
 _ANY = bytes(value != 0 for value in range(256))
 _NONE = bytes(value == 0 for value in range(256))
 _HOT = bytes(value & HOT != 0 for value in range(256))
@@ -40,30 +40,30 @@ class Entry:
     identity: str
     path: Path
     disk_bytes: int
-    """What it takes on the disk."""
+    """Disk usage."""
     last_use: int
-    """Counts up with each use of the cache."""
+    """The cache's use counter at the last use."""
     last_used_at: float
-    """The wall clock at that time, for people; s since the epoch. 0: never."""
+    """Wall-clock time of the last use, for display; seconds since 1970, 0: never."""
     leases: tuple[int, ...]
-    """Pids that have it open, as far as they can be known here."""
+    """Pids that have it open, as far as visible here."""
     pins: tuple[str, ...]
     in_use: bool
-    """Leased or pinned, or not to be examined: it is not evicted."""
+    """Leased or pinned, or not examinable: it is not evicted."""
     damaged: bool = False
-    """Nothing can be said of its content: it is replaced at its next use."""
+    """Its content is unknown: it is replaced at its next use."""
     size_bytes: int = 0
     ready_bytes: int = 0
     hot_bytes: int = 0
-    """Those of the ready bytes that are in a hot set."""
+    """Ready bytes that are in a hot set."""
     cold_bytes: int = 0
-    """What can be evicted and is not missed, as far as is known."""
+    """Disk usage of blocks that are not known to be needed."""
     trusted: bool = False
     """See `CachedFile.trusted`."""
 
 
 def examine(path: Path, boot: str) -> Entry | None:
-    """Look at one entry; None when it is gone."""
+    """Examine one entry; None if it is gone."""
     try:
         disk_bytes = sum(file.lstat().st_blocks * _BLOCK for file in path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ def states_of(path: Path, index: Index, boot: str) -> tuple[bytes, bool]:
 
 
 def is_leased(path: Path) -> bool:
-    """Whether a process has an entry open. What cannot be examined is in use."""
+    """Whether a process has the entry open; True if that cannot be determined."""
     try:
         fd = disk.open_file(path / disk.LEASE)
     except (FileNotFoundError, Damaged):
@@ -142,7 +142,7 @@ def is_leased(path: Path) -> bool:
 
 
 def last_use(path: Path) -> tuple[int, float]:
-    """Number and wall clock of an entry's last use; zeros when it is not known."""
+    """Use counter and wall-clock time of the last use; zeros if unknown."""
     file = path / disk.LAST_USE
     try:
         return disk.read_number(file), file.lstat().st_mtime
@@ -155,7 +155,7 @@ def _both(one: bytes, two: bytes) -> bytes:
 
 
 def _bytes_of(index: Index, chosen: bytes) -> int:
-    """Bytes of the file that lie in the chosen blocks: all are full, but for the last one."""
+    """Bytes of the file in the chosen blocks; only the last block may be shorter."""
     if not chosen:
         return 0
     last = index.num_blocks - 1
@@ -163,19 +163,19 @@ def _bytes_of(index: Index, chosen: bytes) -> int:
 
 
 def add_pin(entry: Path, name: str, boot: str) -> None:
-    """Pin an entry that one holds a lease on. Raises `OSError`."""
+    """Pin a leased entry. Raises `OSError`."""
     folder = entry / disk.PINS
     folder.mkdir(mode=0o700, exist_ok=True)
     disk.write_file(folder / _pin_name(name), boot.encode(), durable=False)
 
 
 def remove_pin(entry: Path, name: str) -> None:
-    """Undo `add_pin`. Nothing happens when there is no such pin. Raises `OSError`."""
+    """Undo `add_pin`. Nothing happens if there is no such pin. Raises `OSError`."""
     (entry / disk.PINS / _pin_name(name)).unlink(missing_ok=True)
 
 
 def pins_of(entry: Path, boot: str) -> list[str]:
-    """Names of the pins that hold. One that cannot be read holds: an unknown owner is an owner."""
+    """Names of the valid pins; an unreadable one counts as valid."""
     try:
         paths = sorted((entry / disk.PINS).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -188,7 +188,7 @@ def _is_pinned(path: Path, boot: str) -> bool:
         content = path.read_bytes()
     except OSError:
         return True
-    # Names of boots are of equal length: anything shorter was cut by a crash, after which no mount is left.
+    # Boot ids have equal length: a shorter content was truncated by a crash, after which no mount exists.
     return content == boot.encode()
 
 
@@ -199,7 +199,7 @@ def _pin_name(name: str) -> str:
 
 
 def use_of(entry: Path, num_blocks: int) -> bytes:
-    """Flags of all blocks; nothing is known of those that the file does not tell about."""
+    """The flags of all blocks; zero where unknown."""
     try:
         data = disk.read_file(entry / disk.USE, num_blocks)
     except (OSError, Damaged):
@@ -209,6 +209,6 @@ def use_of(entry: Path, num_blocks: int) -> bytes:
 
 def add_use(entry: Path, flags: bytes | bytearray) -> None:
     """Add flags, one byte per block, to those that are stored. Raises `OSError`."""
-    # As two large numbers: a loop over a million blocks would take longer than writing them.
+    # As two large integers: a loop over a million blocks would take longer than writing them.
     merged = int.from_bytes(use_of(entry, len(flags)), "little") | int.from_bytes(flags, "little")
     disk.write_file(entry / disk.USE, merged.to_bytes(len(flags), "little"))

@@ -1,8 +1,8 @@
-"""Carry out one step of an eviction, on an entry that is not in use.
+"""Execute one eviction step on an entry that is not in use.
 
-The exclusive lock on the lease file keeps openers out meanwhile; one that waited for it finds either the entry with its
-remaining blocks, or that the entry has moved, and makes a new one. What is lost is forgotten first, durably, and only
-then taken away, so that dying at any point leaves no claim on bytes that are gone.
+The exclusive lock on the lease file blocks openers meanwhile; a blocked opener then finds the remaining blocks, or sees
+that the entry was moved and creates a new one. Blocks are first marked missing, durably, and then punched: a crash at
+any point leaves no state that claims lost bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries
 from bootseer.cache.disk import NO_SPACE, Damaged
-from bootseer.cache.prune import Step, cold_blocks
+from bootseer.cache.eviction_plan import Step, cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap
 from bootseer.io import locks
 
 
 def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
-    """Whether the step was done; not when the entry is in use. Raises `OSError` and `TransientError`."""
+    """Returns whether the step was done; False if the entry is in use. Raises `OSError` and `TransientError`."""
     with contextlib.ExitStack() as opened:
-        # Held open: the entry may go and another one come between any two steps here, but not with its inode number.
+        # Held open: the entry may be replaced between any two steps, but the new one cannot have its inode number.
         folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         opened.callback(os.close, folder)
-        with contextlib.suppress(FileNotFoundError, Damaged):  # what is not there is not held
+        with contextlib.suppress(FileNotFoundError, Damaged):  # a missing file is not leased
             lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
             if not (locks.try_flock(lease, shared=False) and locks.is_same(lease, entry / disk.LEASE)):
@@ -44,7 +44,7 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
 
 
 def move_to_trash(entry: Path, root: Path) -> Path:
-    """Take an entry out of sight in one step, with the lock of the root held. Raises `OSError`."""
+    """Move an entry to the trash, holding the root lock. Raises `OSError`."""
     gone = root / disk.TRASH / f"{entry.name}.{os.getpid()}-{os.urandom(4).hex()}"
     entry.rename(gone)
     return gone
@@ -57,7 +57,7 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
     except Damaged:
         return False
     cold = cold_blocks(states, entries.use_of(entry, index.num_blocks), index.codecs())
-    # From the end: the beginnings of files are what most readers ask for.
+    # From the end: most readers begin at the start of a file.
     evicted = list(reversed(cold))[: -(-num_bytes // index.block_size)]
     left = bytearray(states)
     for block in evicted:
@@ -70,12 +70,12 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
             os.close(live.fd)
     durable = Durable.load(entry, index)
     if durable is not None:
-        # Only what was durable before stays so: nothing was synced here.
+        # Only blocks that were durable before stay durable: nothing was synced here.
         durable = Durable.from_states(bytes(map(min, durable.states, left)))
         _forget(entry, index, durable)
     data = disk.open_file(entry / disk.DATA)
     try:
-        # All that is missing: what a process wrote that was killed before it said so takes room as well.
+        # All missing blocks, including space written by a process that died before it marked them ready.
         for first, behind in _runs(left):
             disk.punch(data, first * index.block_size, (behind - first) * index.block_size)
     finally:
@@ -86,7 +86,7 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
 
 
 def _forget(entry: Path, index: Index, durable: Durable) -> None:
-    """Replace the snapshot; where there is no room for a second one, make room with the first."""
+    """Replace the snapshot; if the disk has no space for a second one, delete the first."""
     try:
         durable.store(entry, index)
     except OSError as error:
@@ -97,7 +97,7 @@ def _forget(entry: Path, index: Index, durable: Durable) -> None:
 
 
 def _runs(states: bytes | bytearray) -> list[tuple[int, int]]:
-    """Runs of missing blocks: first, and behind the last."""
+    """Runs of missing blocks: first, and one after the last."""
     changes = [0, *(i for i, (one, two) in enumerate(pairwise(states), 1) if (one == MISSING) != (two == MISSING))]
     return [
         (first, behind) for first, behind in pairwise([*changes, len(states)]) if behind > first and not states[first]

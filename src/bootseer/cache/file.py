@@ -1,11 +1,12 @@
-"""One file in the cache: reads blocks that are here, takes blocks that were fetched, and says which are missing.
+"""One file in the cache: read present blocks, store fetched ones, and list missing ones.
 
-May be used from many threads, and by many processes at once, each with a `CachedFile` of its own.
-The states of blocks are shared through the live map; that a block was verified is each process's own knowledge, kept in
-a byte array whose elements only ever change under the GIL, so that `read` takes no lock.
+Safe for many threads, and for many processes, each with its own `CachedFile`. Block states are shared through the live
+map. That a block was verified is known per process, in a byte array whose elements only change under the GIL, so that
+`read` takes no lock.
 
-After a fork only one of the two processes may go on with a file that was open: claims would not keep them apart. The
-other one closes it, which leaves the lease of the first alone. Fork while no other thread is inside a call.
+After a fork only one of the two processes may continue to use an open file, because both share the claims, which are
+locks of the open file description. The other one closes it, which leaves the lease of the first intact. Fork while no
+other thread is in a call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bootseer.blocks.codec import Buffer, digest_of
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries
 from bootseer.cache.disk import MissingBlocks, mapped
-from bootseer.cache.states import MISSING, READY, SYNC, Durable, LiveMap, StatIdentity
+from bootseer.cache.states import MISSING, READY, SYNC_CLAIM, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
 from bootseer.io.tasks import Tasks
 
@@ -32,25 +33,25 @@ _SYNC_DEADLINE_S = 60.0
 _POLL_S = 0.01
 _VERIFIED_AT_ONCE = 256
 _RESERVE_BYTES = 16 << 20
-"""What blocks leave free on a disk: room for the small files beside them."""
+"""Free space that blocks leave on a disk, for the small files beside them."""
 _RESERVE_SHARE = 1 / 32
-"""Of a small disk no more than this."""
+"""At most this share of a small disk."""
 
 Progress = Callable[[int, int], None]
 """Called with blocks done and blocks in all."""
 
 
 class CachedFile:
-    """A lease on one file in the cache. `close` gives it back; until then nothing of it is evicted."""
+    """A lease on one cached file. Until `close` nothing of it is evicted."""
 
     def __init__(self, entry: Path, index: Index, boot: str, *, lease: int, data: int, live: LiveMap) -> None:
-        """Takes over the descriptors; `lease` is locked."""
+        """Takes ownership of the descriptors; `lease` is locked."""
         self.index = index
         self.entry = entry
         self.path = entry / disk.DATA
-        """A sparse file of the file's size: its holes are missing blocks. Mount it only when `trusted`, and pinned."""
+        """A sparse file of full size: holes are missing blocks. Mount it only if `trusted`, and pinned."""
         self._boot = boot
-        _null()  # `close` must not need a new descriptor
+        _devnull()  # opened now: `close` must not need a new descriptor
         self._fds = (lease, data, live.fd)
         self._data = data
         self._live = live
@@ -65,11 +66,11 @@ class CachedFile:
         self._anchored = False
         self._closed = False
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
-        # At the end of the process the kernel closes them, when no thread can write to their numbers any more.
+        # Not at interpreter exit: other threads may still use the numbers; the kernel closes them.
         self._finalizer.atexit = False
 
     def ready(self, block: int) -> bool:
-        """Whether a block is here, as far as is known: `read` has the last word."""
+        """Whether a block is present as far as known: `read` verifies it."""
         return self._verified[block] == 1 or self._live.get(block) != MISSING
 
     @property
@@ -82,7 +83,7 @@ class CachedFile:
 
     @property
     def trusted(self) -> bool:
-        """Whether `path` may be mounted as it is: complete, synced and verified, and not written to since then."""
+        """Whether `path` may be mounted directly: complete, synced and verified, and not modified since."""
         with mapped("read", self.entry):
             durable = Durable.load(self.entry, self.index)
             whole = StatIdentity.of(self._data)
@@ -97,9 +98,9 @@ class CachedFile:
         return [block for block, state in zip(blocks, states, strict=True) if state == MISSING]
 
     def read(self, offset: int, length: int) -> bytes:
-        """A range of the file, cut at its end. Raises `MissingBlocks` when blocks are not here or are damaged.
+        """A range of the file, cut at its end. Raises `MissingBlocks` for blocks that are missing or damaged.
 
-        A block is compared with its digest at its first use in this process; one that differs is dropped.
+        A block is verified at its first use in this process, and dropped if its digest is wrong.
         """
         end = min(offset + length, self._size)
         if end <= offset or offset < 0:
@@ -113,15 +114,14 @@ class CachedFile:
             self._read[first : last + 1] = b"\1" * (last + 1 - first)
         data = self._pread(offset, end - offset)
         if len(data) != end - offset:
-            # Cut by another program, or the disk fails: nothing that was known of these blocks holds.
+            # Truncated by another program, or a disk error: previous verification is void.
             self._verified[first : last + 1] = bytes(last + 1 - first)
             return self._read_checked(offset, end, range(first, last + 1))
         return data
 
     def readinto(self, offset: int, into: memoryview) -> None:
-        """Read a range that lies inside the file into the caller's memory. Raises `MissingBlocks`, and then the memory
-        may hold anything. Whole blocks are not copied on their way, and verified as `read` does.
-        """
+        """Read a range inside the file into `into`, whose content is undefined after `MissingBlocks`. Whole blocks are
+        read without a copy, and verified as in `read`."""
         end = offset + len(into)
         missing = []
         for block in self.index.blocks_of(offset, len(into)):
@@ -134,7 +134,7 @@ class CachedFile:
                 if not self._fill(block, low, part):
                     missing.append(block)
             else:
-                data = self._checked(block)
+                data = self._read_verified_block(block)
                 if data is None:
                     missing.append(block)
                 else:
@@ -146,14 +146,15 @@ class CachedFile:
         self._read[first : ((end - 1) >> self._shift) + 1] = b"\1" * (((end - 1) >> self._shift) + 1 - first)
 
     def descriptor(self) -> int:
-        """Of the file at `path`, for `sendfile`: what lies at missing blocks is not theirs. The caller closes it."""
+        """A descriptor of the file at `path`, for `sendfile`; its content at missing blocks is undefined. The caller
+        closes it."""
         self._check_open()
         return os.dup(self._data)
 
     def put(self, block: int, data: Buffer) -> None:
-        """Store a block whose digest the caller has verified. Raises `CacheFull`; what was there stays.
+        """Store a block whose digest the caller has verified. On `CacheFull` nothing changes.
 
-        It survives this process at once, and a crash of the machine after the next `sync`.
+        It survives the end of this process at once, and a machine crash after the next `sync`.
         """
         if len(data) != self.index.length(block):
             raise ValueError(f"{len(data)} bytes for block {block} of {self.index.length(block)}")
@@ -161,17 +162,19 @@ class CachedFile:
         if self._verified[block]:
             return
         with mapped("write to", self.path):
-            _leave_room(self._data, block << self._shift, len(data))
+            _check_reserve(self._data, block << self._shift, len(data))
             disk.write_all(self._data, data, block << self._shift)
             self._live.set(block, READY)
         self._verified[block] = 1
-        self._unsynced = True  # last: a sync between would have taken it back without seeing the block
+        self._unsynced = True  # set last: a concurrent sync could have reset it without seeing the block
 
     def claim(self, block: int) -> bool:
-        """Whether the caller is now the only one, in all processes, to fetch this block. False when it is here.
+        """Claim the right to fetch this block among all processes; False if it is present or claimed.
 
-        A process that does not get the claim waits for `ready`, and claims again from time to time: a claim falls with
-        its process.
+        A claim is an OFD lock on the block's byte in the live map. It is released by the kernel when its process dies,
+        so no lease has to expire: a process without the claim waits for `ready`, and tries to claim again now and then.
+        `ready` is checked again under the lock: the last holder may have stored the block between the first check and
+        our lock.
         """
         self._check_open()
         with self._lock, mapped("lock a block of", self.entry):
@@ -179,27 +182,27 @@ class CachedFile:
                 return False
             if not self._live.try_claim(block):
                 return False
-            if self.ready(block):  # its last owner put it just before
+            if self.ready(block):
                 self._live.release_claim(block)
                 return False
             self._claimed.add(block)
             return True
 
     def release(self, block: int) -> None:
-        """Give a claim back, after `put` or after a failure. Nothing happens when it is not held."""
+        """Release a claim, after `put` or a failure. Nothing happens if it is not held."""
         with self._lock, mapped("unlock a block of", self.entry):
             if block in self._claimed:
                 self._claimed.discard(block)
                 self._live.release_claim(block)
 
-    def is_fetched(self, block: int | None = None) -> bool:
-        """Whether this block is claimed; without one, whether another process or `CachedFile` has a claim on any."""
+    def is_claimed(self, block: int | None = None) -> bool:
+        """Whether this block is claimed; without `block`, whether another process or `CachedFile` claims any."""
         self._check_open()
         with mapped("look at the locks of", self.entry):
             return block in self._claimed or self._live.any_claim(block)
 
     def mark_hot(self, blocks: Iterable[int]) -> None:
-        """Remember that these blocks are in a hot set, so that they are evicted last."""
+        """Mark these blocks as part of a hot set: they are evicted last."""
         with mapped("write to", self.entry):
             flags = bytearray(self.index.num_blocks)
             for block in blocks:
@@ -207,17 +210,16 @@ class CachedFile:
             entries.add_use(self.entry, flags)
 
     def pin(self, name: str) -> None:
-        """Keep the entry after `close`, until `Cache.unpin` or the next boot: for a mount that no process serves."""
+        """Protect the entry after `close`, until `Cache.unpin` or a reboot: for a mount that no process serves."""
         self._check_open()
         with mapped("pin", self.entry):
             entries.add_pin(self.entry, name, self._boot)
 
     def sync(self) -> None:
-        """Make all that was put here survive a crash of the machine. Cheap when nothing is new. Raises `CacheFull`.
+        """Make everything stored here survive a machine crash. Cheap if nothing is new. Raises `CacheFull`.
 
-        What other processes put is covered as well, but waits for them when nothing is new here.
-
-        When the file is complete and verified it is `trusted` from now on.
+        Includes blocks of other processes, but only if this one has new blocks too. A complete and verified file is
+        `trusted` afterwards.
         """
         self._check_open()
         with self._sync_lock:
@@ -232,7 +234,7 @@ class CachedFile:
                 raise
 
     def verify_all(self, threads: int = 2, progress: Progress | None = None) -> list[int]:
-        """Compare all blocks that are here with their digests, drop those that differ, and say which they were.
+        """Verify the digests of all present blocks and drop wrong ones; returns those.
 
         A complete file without damage is `trusted` afterwards.
         """
@@ -247,35 +249,35 @@ class CachedFile:
                 ]
                 if progress is not None:
                     progress(start + len(batch), len(blocks))
-        self._unsynced = True  # for what other processes put, too
+        self._unsynced = True  # include blocks of other processes
         self.sync()
         return damaged
 
     def close(self) -> None:
-        """Give the lease and all claims back. Safe to call twice, and while others still read: they get errors."""
+        """Release the lease and all claims. May be called twice, and while other threads read: they get errors."""
         if self._closed:
             return
         self._closed = True
         self._store_use()
-        # Their numbers stay taken until no call can be under way any more: a number that was used again for another
-        # file would be read in the place of this one. The states go first and the lease last: a `put` on another thread
-        # must not call a block ready whose bytes went nowhere, or to an entry that is being evicted.
+        # Redirected, not closed: a concurrent call must not read another file opened under the same number. Order
+        # matters, states first and lease last: a concurrent `put` must neither mark a block ready whose bytes went to
+        # /dev/null, nor write to an entry that is being evicted.
         for fd in reversed(self._fds):
-            os.dup2(_null(), fd, inheritable=False)
+            os.dup2(_devnull(), fd, inheritable=False)
 
     def _check_open(self) -> None:
         if self._closed:
             raise PermanentError(f"{self.entry}: this file was closed")
 
     def _pread(self, offset: int, count: int) -> bytes:
-        """What can be read there; less when the disk fails or the file was cut."""
+        """Read; fewer bytes after a disk error or truncation."""
         try:
             return os.pread(self._data, count, offset)
         except OSError:
             return b""
 
     def _fill(self, block: int, offset: int, into: memoryview) -> bool:
-        """Read bytes of a verified block, or a whole block and verify it: whether they are there and right."""
+        """Read a part of a verified block, or read and verify a whole block; returns success."""
         verified = self._verified[block]
         try:
             right = os.preadv(self._data, [into], offset) == len(into)
@@ -297,7 +299,7 @@ class CachedFile:
         states = self._live.get_all(blocks.start, blocks.stop)
         pieces, missing = [], []
         for block, state in zip(blocks, states, strict=True):
-            data = None if state == MISSING and not self._verified[block] else self._checked(block)
+            data = None if state == MISSING and not self._verified[block] else self._read_verified_block(block)
             if data is None:
                 missing.append(block)
             elif not missing:
@@ -310,8 +312,8 @@ class CachedFile:
         start = blocks.start << self._shift
         return data if (offset, end) == (start, start + len(data)) else data[offset - start : end - start]
 
-    def _checked(self, block: int) -> bytes | None:
-        """A block's bytes; None when they are not what the index says, and then the block is missing from now on."""
+    def _read_verified_block(self, block: int) -> bytes | None:
+        """A block's verified bytes; None, and the block is marked missing, if they are wrong."""
         length = self.index.length(block)
         data = self._pread(block << self._shift, length)
         if len(data) == length and (self._verified[block] or digest_of(data) == self.index.digest(block)):
@@ -325,10 +327,10 @@ class CachedFile:
 
     def _is_sound(self, block: int) -> bool:
         self._verified[block] = 0
-        return self._checked(block) is not None
+        return self._read_verified_block(block) is not None
 
     def _set(self, block: int, state: int) -> None:
-        # Without room for it the map says what it said before, and the block is looked at again.
+        # If this fails for lack of space, the map keeps the old state and the block is checked again.
         with contextlib.suppress(OSError):
             if self._live.get(block) != state:
                 self._live.set(block, state)
@@ -336,27 +338,27 @@ class CachedFile:
 
     @contextlib.contextmanager
     def _sync_claim(self) -> Iterator[None]:
-        """One process at a time writes the snapshot, so that an older one never replaces a newer one."""
+        """Serialize writers of the snapshot among processes, so that an older one never replaces a newer one."""
         until = time.monotonic() + _SYNC_DEADLINE_S
-        while not self._live.try_claim(SYNC):
+        while not self._live.try_claim(SYNC_CLAIM):
             if time.monotonic() >= until:
                 raise TransientError(f"{self.entry}: another process has been syncing for {_SYNC_DEADLINE_S:.0f} s")
             time.sleep(_POLL_S)
         try:
             yield
         finally:
-            self._live.release_claim(SYNC)
+            self._live.release_claim(SYNC_CLAIM)
 
     def _sync(self) -> None:
         if not os.path.samestat(self.path.lstat(), os.fstat(self._data)):
             raise PermanentError(f"{self.entry} was damaged and has been replaced; open it again")
-        states = self._live.get_all()  # before the data is synced, so that what comes now is not claimed
+        states = self._live.get_all()  # read before the data is synced: later blocks are not covered
         whole = states.count(READY) == len(states)
         try:
-            # The times of a whole file are part of its identity; otherwise only the data must be on the disk.
+            # fsync for a whole file, because its times are part of the identity; otherwise data alone suffices.
             (os.fsync if whole else os.fdatasync)(self._data)
         except OSError:
-            # The kernel reports lost writes once and then forgets them: nothing of this file can be believed.
+            # The kernel reports lost writes only once: from now on no block of this file can be trusted.
             self._verified[:] = bytes(len(self._verified))
             for block, state in enumerate(states):
                 if state != MISSING:
@@ -372,12 +374,12 @@ class CachedFile:
     def _store_use(self) -> None:
         if 1 not in self._read:
             return
-        with contextlib.suppress(OSError):  # a hint is not worth an error
+        with contextlib.suppress(OSError):  # only a hint
             entries.add_use(self.entry, self._read.replace(b"\1", bytes([entries.READ])))
 
 
 @cache
-def _null() -> int:
+def _devnull() -> int:
     return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -386,12 +388,11 @@ def _close_all(fds: tuple[int, ...]) -> None:
         os.close(fd)
 
 
-def _leave_room(fd: int, offset: int, length: int) -> None:
-    """Raise `OSError` (ENOSPC) when writing there would use up the reserve. What has its room already may be written
-    again.
+def _check_reserve(fd: int, offset: int, length: int) -> None:
+    """Raise `OSError` (ENOSPC) if new space for this range would use up the reserve.
 
-    The first start that fills the disk would else take from the next ones what they need to begin: states, snapshots,
-    the descriptions of images. Blocks that do not fit are served without being kept.
+    A start that filled the disk would deprive the next ones of space for states, snapshots and image metadata. Blocks
+    that do not fit are served without being cached.
     """
     disk = os.fstatvfs(fd)
     reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
@@ -403,4 +404,4 @@ def _is_hole(fd: int, offset: int, length: int) -> bool:
     try:
         return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
     except OSError as error:
-        return error.errno == errno.ENXIO  # no data from there to the end
+        return error.errno == errno.ENXIO  # no data up to the end

@@ -1,14 +1,14 @@
-"""Which blocks of a cached file are here, as several live processes see it and as it survives the machine.
+"""The block states of a cached file: shared by live processes, and as a snapshot that survives a reboot.
 
-`LiveMap` is the state that all processes of one boot share: a file with one byte per block behind a header that names
-the boot. It is read and written with `pread` and `pwrite`, which see each other's bytes at once through the page cache,
-raise an error where a mapping would raise SIGBUS (no room, file cut), and cost 0.6 µs. It is as good as the page cache:
-after a crash of the machine it may claim blocks whose data was never written, so another boot does not read it.
+`LiveMap` is shared by all processes of one boot: a file with one byte per block after a header with the boot id. It is
+accessed by `pread` and `pwrite`, which are coherent through the page cache, return errors where a mapping would raise
+SIGBUS (no space, truncated file), and cost 0.6 µs. It is only as durable as the page cache: after a machine crash it
+may list blocks whose data was never written, so another boot ignores it.
 
-`Durable` is what another boot reads: a snapshot of the live states that was written after the data was synced. Even
-that is a claim only, and each block that rests on it is verified before its first use.
+`Durable` is for other boots: a snapshot of the live states written after the data was synced. Even its blocks are
+verified before their first use.
 
-docs/formats/cache.md has the bytes.
+The formats are in docs/formats/cache.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bootseer.cache.disk import Damaged
 from bootseer.io.locks import HELD_BY_ANOTHER
 
 MISSING = 0
-CLAIMED = 1
-"""An earlier boot says that it is here: to be verified."""
+UNVERIFIED = 1
+"""Present according to a snapshot of an earlier boot."""
 READY = 2
 """Written or verified in this boot."""
 
@@ -38,16 +38,16 @@ _LIVE_MAGIC = b"BSLIVE01"
 _DURABLE_HEADER = struct.Struct("<8s32sQ?7xQqqQ")  # magic, identity, blocks, whole, size, mtime, ctime, inode
 _DURABLE_MAGIC = b"BSDURA01"
 _DIGEST_BYTES = 32
-SYNC = -1
-"""Instead of a block's number: the claim on writing the durable snapshot."""
+SYNC_CLAIM = -1
+"""A pseudo block number: the claim on writing the durable snapshot."""
 _FLOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, pid. The native alignment is the kernel's."""
-_FOLD = bytes([MISSING]) + bytes([CLAIMED]) * 255
+_FOLD = bytes([MISSING]) + bytes([UNVERIFIED]) * 255
 
 
 @dataclass(frozen=True, slots=True)
 class StatIdentity:
-    """What changes when a file is written to. Times are in ns."""
+    """Attributes of a file that change when it is modified. Times in ns."""
 
     size: int
     mtime_ns: int
@@ -62,9 +62,9 @@ class StatIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """A snapshot of the states, one byte per block, MISSING or CLAIMED.
+    """A snapshot of the states, one byte per block, MISSING or UNVERIFIED.
 
-    `whole` is what the data file was when all its blocks had been verified and synced; None otherwise.
+    `whole`: the data file's identity when all blocks were verified and synced; None otherwise.
     """
 
     states: bytes
@@ -89,7 +89,7 @@ class Durable:
 
     @classmethod
     def parse(cls, data: bytes, index: Index) -> Durable | None:
-        """None for all that is not a whole snapshot of this file: then nothing is known."""
+        """None unless it is a valid snapshot of this file."""
         end = _DURABLE_HEADER.size + index.num_blocks
         if len(data) != end + _DIGEST_BYTES or blake3(data[:end]).digest() != data[end:]:
             return None
@@ -100,8 +100,8 @@ class Durable:
 
     @classmethod
     def of_new(cls, index: Index) -> Durable:
-        """States of a file that is one hole: its blocks of zeros are there."""
-        table = bytes(CLAIMED if codec == ZERO else MISSING for codec in range(256))
+        """The states of a new file, which is one hole: all-zero blocks are present."""
+        table = bytes(UNVERIFIED if codec == ZERO else MISSING for codec in range(256))
         return cls(index.codecs().translate(table))
 
     @classmethod
@@ -110,7 +110,7 @@ class Durable:
 
     @classmethod
     def load(cls, entry: Path, index: Index) -> Durable | None:
-        """The snapshot of an entry, if it has one that can be believed."""
+        """The entry's snapshot; None if there is no valid one."""
         try:
             data = disk.read_file(entry / disk.DURABLE, durable_bytes(index))
         except (FileNotFoundError, Damaged):
@@ -118,7 +118,7 @@ class Durable:
         return cls.parse(data, index)
 
     def store(self, entry: Path, index: Index) -> None:
-        """Replace the entry's snapshot, durably. The data must have been synced before. Raises `OSError`."""
+        """Replace the entry's snapshot durably. The data must be synced before. Raises `OSError`."""
         disk.write_file(entry / disk.DURABLE, self.encode(index.identity), durable=True)
         disk.sync_path(entry)
 
@@ -128,7 +128,7 @@ def durable_bytes(index: Index) -> int:
 
 
 class LiveMap:
-    """The states that the processes of this boot share. All methods may be called from any thread."""
+    """The states shared by the processes of this boot. Safe for all threads."""
 
     def __init__(self, fd: int, num_blocks: int) -> None:
         self.fd = fd
@@ -136,7 +136,7 @@ class LiveMap:
 
     @classmethod
     def open(cls, entry: Path, index: Index, boot: str) -> LiveMap | None:
-        """The map of an entry; None when it is not of this boot and this file."""
+        """The map of an entry; None if it is of another boot or file."""
         try:
             fd = disk.open_file(entry / disk.LIVE)
         except (FileNotFoundError, Damaged):
@@ -150,10 +150,10 @@ class LiveMap:
 
     @staticmethod
     def create(entry: Path, index: Index, boot: str, states: bytes) -> None:
-        """Begin a new map, with the lock of the root held. Raises `OSError`.
+        """Create a new map, holding the root lock. Raises `OSError`.
 
-        All bytes are written, so that later changes need no room. For the same reason the map of an earlier boot is
-        overwritten in its place, the header last: until then it is the map of no boot.
+        All bytes are written, so that later changes need no disk space. For the same reason the map of an earlier boot
+        is overwritten in place, the header last: in between it is valid for no boot.
         """
         header, path = _live_header(index, boot), entry / disk.LIVE
         try:
@@ -169,28 +169,28 @@ class LiveMap:
             os.close(fd)
 
     def get(self, block: int) -> int:
-        """State of one block; a map that was cut has none."""
+        """The state of one block; MISSING beyond a truncated end."""
         state = os.pread(self.fd, 1, _LIVE_HEADER.size + block)
         return state[0] if state else MISSING
 
     def get_all(self, start: int = 0, stop: int | None = None) -> bytes:
-        """States of blocks `start` to `stop`, in one snapshot."""
+        """The states of blocks `start` to `stop`."""
         count = (self._num_blocks if stop is None else stop) - start
         return os.pread(self.fd, count, _LIVE_HEADER.size + start).ljust(count, bytes([MISSING]))
 
     def set(self, block: int, state: int) -> None:
-        """Change the state of one block, for all processes at once. Raises `OSError`."""
+        """Set the state of one block for all processes. Raises `OSError`."""
         os.pwrite(self.fd, bytes((state,)), _LIVE_HEADER.size + block)
 
     def set_all(self, states: bytes) -> None:
-        """Change all states. Only with the entry for oneself. Raises `OSError`."""
+        """Set all states; requires exclusive use of the entry. Raises `OSError`."""
         disk.write_all(self.fd, states, _LIVE_HEADER.size)
 
     def try_claim(self, block: int) -> bool:
-        """Lock the byte of a block against all other open file descriptions, without waiting. Raises `OSError`.
+        """Lock the byte of a block against other open file descriptions, without blocking. Raises `OSError`.
 
-        Claims are locks of the open file description (OFD), which fall when their holder dies, however it dies.
-        Classic POSIX record locks would fall when any descriptor of the file is closed anywhere in the process.
+        OFD locks are released when their holder dies, however it dies. Classic POSIX record locks would be released
+        whenever any descriptor of the file is closed in the process.
         """
         try:
             self._lock(fcntl.F_WRLCK, block)
@@ -201,11 +201,11 @@ class LiveMap:
         return True
 
     def release_claim(self, block: int) -> None:
-        """Undo `try_claim`. Nothing happens when it is not locked."""
+        """Undo `try_claim`. Nothing happens if it is not locked."""
         self._lock(fcntl.F_UNLCK, block)
 
     def any_claim(self, block: int | None = None) -> bool:
-        """Whether another open file description holds a claim on a block, or on any. Raises `OSError`."""
+        """Whether another open file description claims a block, or any block. Raises `OSError`."""
         first, count = (0, self._num_blocks) if block is None else (block, 1)
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LIVE_HEADER.size + first, count, 0)
         return bool(_FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
@@ -215,5 +215,5 @@ class LiveMap:
 
 
 def _live_header(index: Index, boot: str) -> bytes:
-    digest = blake3(boot.encode()).digest()[:16]  # whatever the kernel's names of boots look like
+    digest = blake3(boot.encode()).digest()[:16]  # fixed length, whatever the boot id looks like
     return _LIVE_HEADER.pack(_LIVE_MAGIC, bytes.fromhex(index.identity), digest, index.num_blocks)

@@ -146,7 +146,7 @@ class File:
         """Whether the block is cached; None where it is neither cached nor claimed. Asked hundreds of times a second:
         no claim is made to find out."""
         try:
-            return self.cached.ready(block) or (False if self.cached.is_fetched(block) else None)
+            return self.cached.ready(block) or (False if self.cached.is_claimed(block) else None)
         except BootseerError:
             return None  # and a block that came between both questions is found by the request for it
 

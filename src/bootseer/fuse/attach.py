@@ -1,6 +1,6 @@
-"""Mount an open /dev/fuse on a folder, and unmount it: by mount(2) as root, through fusermount3 otherwise.
+"""Mount /dev/fuse on a folder and unmount it: with mount(2) as root, otherwise through the set-uid program fusermount3.
 
-The program fusermount3 is set-uid root; it opens the device, mounts, and hands the descriptor back over a socket.
+fusermount3 opens the device, mounts it, and sends the descriptor back over a socket.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ READ_AHEAD_KIB = MAX_READ // 1024
 
 
 def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False, shared: bool = True) -> int:
-    """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table.
+    """Mount on `target`; returns the descriptor that requests arrive on. `label` is shown in the mount table.
 
-    Unless it is `writable`, the kernel refuses all changes by itself.
-    What root mounts is open to other users, as mode bits say, if it is `shared`; other mounts never are.
-    `helper` forces or forbids the way through fusermount3, which is otherwise taken by all but root.
+    Unless `writable`, the kernel refuses all changes itself. A mount made by root is accessible to other users,
+    according to mode bits, if it is `shared`; other mounts never are. `helper` forces or forbids fusermount3, which by
+    default is used by all users but root.
     """
     if "," in label or "\\" in label:
         raise PermanentError(f"{label!r} cannot be shown in the mount table")
@@ -67,7 +67,7 @@ def _by_helper(target: Path, label: str, writable: bool) -> int:
 
 
 def _run_helper(options: list[str], target: Path, action: str, *link: int) -> str:
-    """Run fusermount3: an empty text, or why it refused. Raises `AccessError` where it is missing, `TransientError`."""
+    """Run fusermount3; returns "" or why it refused. Raises `AccessError` if it is missing, and `TransientError`."""
     helper = shutil.which(HELPER)
     if helper is None:
         raise AccessError(f"cannot {action} {target}: only root may without {HELPER}: apt-get install fuse3")
@@ -104,10 +104,10 @@ def _receive(link: socket.socket, target: Path) -> int:
 def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
     """Unmount. Raises `TransientError` while it is in use.
 
-    With `lazy` it disappears from the tree of files at once, with `force` as well, and as root its readers get errors.
+    With `lazy` or `force` the mount disappears at once; with `force`, as root, its readers also get errors.
     """
     if os.geteuid() == 0:
-        # Lazily alone, a reader that waits would keep the connection alive; force alone, an open file the mount.
+        # MNT_DETACH alone: a blocked reader would keep the connection alive. MNT_FORCE alone: an open file the mount.
         hidden = syscalls.MNT_DETACH if force or lazy else 0
         syscalls.unmount(target, flags=hidden | (syscalls.MNT_FORCE if force else 0))
         return
@@ -117,9 +117,9 @@ def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
 
 
 def widen_read_ahead(target: Path, kib: int = READ_AHEAD_KIB) -> bool:
-    """Let the kernel read ahead as much as one request carries; its default of 128 KiB makes eight requests of it.
+    """Set the kernel's read-ahead to one full request; the default of 128 KiB makes eight requests of it.
 
-    Only root may; True when it was done. Waits until the mount answers.
+    Requires root; returns whether it was set. Blocks until the mount answers.
     """
     with contextlib.suppress(OSError, BootseerError):
         device = target.stat().st_dev

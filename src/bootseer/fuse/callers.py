@@ -1,15 +1,14 @@
-"""What /proc tells of the thread that made a request: whether it is being killed, and what its process still has open.
+"""What /proc shows about the thread of a request: whether it is being killed, and what its process still has open.
 
-The kernel reports with INTERRUPT the first signal only, and not whether it ends the process. Most do not, and a program
-must not be given EINTR for these: on a disk it never is, and a page fault that gets it is a SIGBUS. /proc shows a
-thread that is to die: SIGKILL is pending, whatever signal it was that kills.
+The kernel sends INTERRUPT for the first signal only, whether or not that signal ends the process. Most signals do not,
+and then the read must not fail with EINTR: it never does on a disk, and a page fault would turn it into SIGBUS. A
+thread that is being killed has SIGKILL pending in /proc, whichever signal killed it.
 
-A shell opens the file of `{ a; b; } > file` once; each program in it gets a copy of the descriptor and closes it when
-it ends. The kernel tells a file system of each of these closes, and not which one is the last before the file is to be
-complete. /proc tells that, too.
+A shell opens the file of `{ a; b; } > file` once, and each program in it inherits and closes the descriptor. The kernel
+reports each close with FLUSH, but not which one is the last; that is visible in /proc, too.
 
-Only files of /proc are read that never wait for the process. Of one that executes another program the kernel keeps
-`stat` and `fd/N` until the new one is there, and closes its files before: it would wait for us, and we for it.
+Only files of /proc that never block on the process are read. During execve(2) the kernel holds `stat` and `fd/N` of the
+process until the new program is loaded, and closes its files before that: reading them would be a deadlock.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ _SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
 def is_dying(thread: int) -> bool:
-    """Whether a thread is being killed. One that cannot be seen is not."""
+    """Whether a thread is being killed; False if it is not visible."""
     pending = _status(thread).get("SigPnd", "0")
     return bool(int(pending, 16) >> (signal.SIGKILL - 1) & 1)
 
 
 def process_of(thread: int) -> int:
-    """The process that a thread belongs to; 0 when that cannot be seen."""
+    """The process of a thread; 0 if it is not visible."""
     return int(_status(thread).get("Tgid", "0"))
 
 
 def was_killed(thread: int) -> bool:
-    """Whether a thread that closes files ends by a signal, its process with it. What cannot be seen was not killed."""
+    """Whether a thread closes its files because a signal killed it. False if it is not visible."""
     status = _status(thread)
-    # Told of a thread that has memory, which it gives back before it closes its files when it ends.
+    # VmSize is shown as long as the thread has memory, which is released before the files when a process ends.
     if not status or "VmSize" in status:
-        return False  # it goes on, and may be executing another program
+        return False  # it is alive, and may be executing another program
     try:
         info = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         return bool(int(info[6]) & _SIGNALED)
@@ -47,7 +46,7 @@ def was_killed(thread: int) -> bool:
 
 
 def _status(thread: int) -> dict[str, str]:
-    """What /proc says of a thread; nothing of one that cannot be seen."""
+    """The fields of a thread's status in /proc; empty if it is not visible."""
     try:
         text = (_PROC / str(thread) / "status").read_text("utf-8", "replace") if thread > 0 else ""
     except OSError:
@@ -55,11 +54,11 @@ def _status(thread: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
 
-def num_writing(process: int, name: str, inode: int) -> int:
-    """How many descriptors of `process` can write to a file of this inode number; 0 for what cannot be seen.
+def num_writers(process: int, name: str, inode: int) -> int:
+    """How many descriptors of `process` are open for writing on the file with this inode number; 0 if not visible.
 
-    Kernels before 5.14 do not tell inode numbers: there all files of this `name` are taken for it. Descriptors of
-    several openings of one file look the same.
+    Before Linux 5.14 fdinfo has no inode numbers: all files called `name` are counted. Descriptors from several opens
+    of one file cannot be distinguished.
     """
     if process <= 0:
         return 0

@@ -1,10 +1,8 @@
-"""What a file system must answer so that it can be shown as a mounted one: `Tree`, read-only (`session`), and
-`FileSystem`, which can be changed (`writable_session`).
+"""Interfaces of mounted file systems: `Tree`, read-only, and `FileSystem`, writable (both in `session`).
 
-A tree is immutable: the kernel keeps names, attributes and data for as long as it likes and does not ask again. In a
-file system that can be changed, names of files lead to *nodes*: numbers under which the kernel keeps attributes and
-pages. A node that the kernel got from `lookup`, `create`, `make_folder` or a listing is held by it until as many
-`forget`s have come.
+A tree is immutable: the kernel caches names, attributes and data indefinitely. In a writable file system names lead to
+*nodes*: numbers under which the kernel caches attributes and pages. The kernel references each node that it got from
+`lookup`, `create`, `make_folder` or a listing until the same number of `forget`s has come.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from typing import NamedTuple, Protocol
 Data = bytes | bytearray | memoryview
 
 Reply = Callable[[Data | int], None]
-"""Answers one read: with exactly the bytes asked for, or with an error number. From any thread; only the first call
-counts."""
+"""Answers one read, with exactly the requested bytes or an error number. Callable from any thread; later calls have no
+effect."""
 
 Cancel = Callable[[], None]
-"""Tells a tree that a read is not waited for any more."""
+"""Cancels a read whose result is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What stat(2) says of an inode. `size` in bytes; `inode` is never 0 and 1 is the root folder."""
+    """Attributes as in stat(2). `size` in bytes; `inode` is never 0, and 1 is the root."""
 
     inode: int
     mode: int
@@ -43,7 +41,7 @@ class Attributes:
 
 
 class Entry(NamedTuple):
-    """One name in a folder. Of `mode` only the file type counts."""
+    """One name in a folder. Only the file type bits of `mode` count."""
 
     name: bytes
     inode: int
@@ -53,29 +51,29 @@ class Entry(NamedTuple):
 class Tree(Protocol):
     """A read-only file tree.
 
-    All methods run on the one thread that reads requests, so that none of them may wait: not for a network, nor for
-    a lock that is held during one. An `OSError` is answered with its number, any other exception with EIO.
+    All methods run on the single thread that reads requests, so none may block: neither on a network, nor on a lock
+    held during network access. An `OSError` is answered with its number, any other exception with EIO.
     """
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         """The child of a folder, or None."""
 
     def attributes(self, inode: int) -> Attributes:
-        """What is known of an inode."""
+        """The attributes of an inode."""
 
     def entries(self, inode: int) -> Sequence[Entry]:
-        """The content of a folder, always in the same order; "." and ".." are not needed."""
+        """The content of a folder, in a stable order; "." and ".." are not needed."""
 
     def readlink(self, inode: int) -> bytes:
-        """Where a symbolic link points."""
+        """The target of a symbolic link."""
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
         """The extended attributes of an inode."""
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        """Begin to read a range that lies inside a file; `reply` may be called before this returns.
+        """Begin to read a range inside a file; `reply` may be called before this returns.
 
-        Returns what to call when the reader gave up, or None when there is nothing to stop.
+        Returns a function that cancels the read, or None when there is nothing to cancel.
         """
 
     def total(self) -> tuple[int, int]:
@@ -83,16 +81,16 @@ class Tree(Protocol):
 
 
 class Caller(NamedTuple):
-    """The process that a request comes from."""
+    """The process that made a request."""
 
     uid: int
     gid: int
     thread: int
-    """Number of the thread, as processes of the mounter's process namespace see it; 0 for one they cannot see."""
+    """Its thread id in the mounter's pid namespace; 0 if not visible there."""
 
 
 class FoundNode(NamedTuple):
-    """A node that a name leads to. `attributes.inode` is what programs see, and may outlive the node."""
+    """The node of a name. `attributes.inode` is the number that programs see; it may outlive the node."""
 
     node: int
     attributes: Attributes
@@ -103,12 +101,12 @@ class Opened(NamedTuple):
 
     handle: int
     keep_pages: bool
-    """Whether pages that the kernel has of this node are still right."""
+    """Whether the kernel's cached pages of this node are still valid."""
 
 
 class Listed(NamedTuple):
-    """One name in a folder. Of `mode` only the file type counts. `found` None: attributes cost more than they are
-    worth, the kernel may ask for them; with it the kernel holds the node as after a `lookup`."""
+    """One name in a folder. Only the file type bits of `mode` count. With `found`, the kernel references the node as
+    after a `lookup`; None: attributes are too expensive here, the kernel asks for them if needed."""
 
     name: bytes
     inode: int
@@ -117,7 +115,7 @@ class Listed(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What statfs(2) says, in bytes."""
+    """The result of statfs(2), in bytes."""
 
     total: int
     free: int
@@ -125,7 +123,7 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Attributes of a node that are to be changed; None is left as it is. Times in nanoseconds since 1970."""
+    """Attributes to set on a node; None leaves one unchanged. Times in nanoseconds since 1970."""
 
     size: int | None = None
     mode: int | None = None
@@ -135,9 +133,9 @@ class Changes:
 
 
 class FileSystem(Protocol):
-    """A file system that can be changed.
+    """A writable file system.
 
-    Methods run on many threads at once and may wait, `read` only for moments. An `OSError` is answered with its
+    Methods run concurrently on many threads and may block, `read` only briefly. An `OSError` is answered with its
     number, any other exception with EIO.
     """
 
@@ -145,37 +143,37 @@ class FileSystem(Protocol):
         """The child of a folder, or None."""
 
     def forget(self, node: int, count: int) -> None:
-        """The kernel lets go of a node `count` times."""
+        """The kernel drops `count` references to a node."""
 
     def attributes(self, node: int) -> Attributes:
-        """What is known of a node. `ESTALE` makes the kernel look the name up again."""
+        """The attributes of a node. `ESTALE` makes the kernel look the name up again."""
 
     def change(self, node: int, changes: Changes) -> Attributes:
-        """Change attributes, or the size of a file; what is known afterwards."""
+        """Change attributes, including the size of a file; returns the new attributes."""
 
     def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[FoundNode, Opened]:
-        """Make a file and open it. `flags` are those of open(2)."""
+        """Create a file and open it. `flags` as in open(2)."""
 
     def open(self, node: int, flags: int, caller: Caller) -> Opened:
-        """Open a file. O_TRUNC is among the flags when it is to be emptied."""
+        """Open a file. The flags include O_TRUNC when it is to be truncated."""
 
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
-        """Begin to read. `reply` gets at most `length` bytes, fewer only at the file's end, or an error number; from
-        any thread, perhaps before this returns. `room` has `length` bytes in which an answer may lie that is given
-        before this returns. Returns what to call when the reader does not wait any more."""
+        """Begin a read. `reply` gets at most `length` bytes, fewer only at the end of the file, or an error number; it
+        may be called from any thread, also before this returns. `room` has `length` bytes for an answer given before
+        this returns. Returns a function that cancels the read."""
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
-        """Write all of `data`, which is valid until this returns. `callers` tells when the caller of a long wait is
-        being killed, here and in `flush` and `sync`."""
+        """Write all of `data`, which is valid until this returns. During long waits here, in `flush` and in `sync`,
+        `callers` shows whether the caller is being killed."""
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
-        """A descriptor that can write was closed; others of the same handle may still be open."""
+        """A writable descriptor was closed; others of the same handle may still be open."""
 
     def sync(self, node: int, handle: int, caller: Caller) -> None:
         """fsync(2)."""
 
     def release(self, node: int, handle: int) -> None:
-        """The last descriptor of a handle is gone. An error is reported to no program."""
+        """The last descriptor of a handle was closed. Errors reach no program."""
 
     def unlink(self, parent: int, name: bytes) -> None:
         """Remove a file."""
@@ -187,20 +185,20 @@ class FileSystem(Protocol):
         """Remove an empty folder."""
 
     def rename(self, parent: int, name: bytes, to_parent: int, to_name: bytes, *, replace: bool) -> None:
-        """Give a file or folder another name; with `replace` in the place of what has that name."""
+        """Rename a file or folder; with `replace`, an existing target is replaced."""
 
     def open_folder(self, node: int) -> int:
         """Begin to list a folder; returns a handle."""
 
     def entries(self, handle: int, start: int, most: int, *, attributes: bool) -> Sequence[Listed]:
-        """At most `most` entries from number `start` on, "." and ".." among them or not; no more are an empty list.
+        """At most `most` entries from number `start` on; empty at the end. "." and ".." are optional.
 
-        With `attributes`, entries whose attributes are at hand come with them. The kernel holds their nodes, so that
-        `forget` is called for those that it has no room for.
+        With `attributes`, entries include attributes that are available without cost. The kernel references their
+        nodes, and `forget` is called for entries that do not fit into its buffer.
         """
 
     def release_folder(self, handle: int) -> None:
-        """The listing is over."""
+        """The listing has ended."""
 
     def space(self) -> Space:
-        """How much room there is."""
+        """Total and free space."""

@@ -1,8 +1,8 @@
 """The kernel's FUSE protocol: the structures of <linux/fuse.h> that are needed here.
 
-Version 7.31 is spoken, which kernels since 5.4 know; the kernel adapts to the lower version of both sides. Everything
-here is bytes in and bytes out. First what read-only trees need; behind it what file systems need beyond: requests that
-change something, open files, and answers that are true for a while only.
+Version 7.31 (kernels since 5.4); both sides use the lower version. Only conversion from and to bytes. The first part
+serves read-only trees, the second part adds what writable file systems need: changes, open files, and answers with a
+limited validity.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_PAGES = 1 << 22
 CACHE_SYMLINKS = 1 << 23
 NO_OPENDIR_SUPPORT = 1 << 24
 WANTED = ASYNC_READ | NO_OPEN_SUPPORT | PARALLEL_DIROPS | MAX_PAGES | CACHE_SYMLINKS | NO_OPENDIR_SUPPORT
-"""Not ASYNC_DIO: with it a process that waits for a direct read cannot be killed."""
+"""Without ASYNC_DIO: with it, a process that waits for a direct read cannot be killed."""
 
 PAGE = 4096
 MAX_READ = 1024 * 1024
 """Bytes of the largest read request; the kernel's own limit (fs.fuse.max_pages_limit) is 256 pages unless raised."""
 MAX_WRITE = 4096  # the kernel takes no less
 REQUEST_BYTES = 8192
-"""Room for the largest request of a read-only tree; the kernel refuses to read into less."""
+"""Buffer for the largest request of a read-only tree; the kernel refuses smaller ones."""
 MAX_BACKGROUND = 1024
-"""Read-ahead requests that the kernel sends before the first is answered. Its default of 12 would let a dozen reads
-that wait for the network hold up all others."""
+"""How many read-ahead requests the kernel sends before the first is answered. With its default of 12, a dozen reads
+that wait for the network would block all others."""
 FOREVER_S = 1 << 31
-"""Validity of names and attributes: what is mounted never changes."""
+"""Validity of names and attributes: the mount never changes."""
 
 IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, total_extlen, padding
 READ_IN = Struct("=QQI")  # fh, offset, size; flags follow that a read-only tree has no use for
@@ -61,7 +61,7 @@ _XATTR_OUT = Struct("=II")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The body of INIT: what the kernel can do."""
+    """The body of INIT: the kernel's capabilities."""
 
     major: int
     minor: int
@@ -70,15 +70,15 @@ class Hello:
 
 
 def parse_name(body: memoryview) -> bytes:
-    """The name that ends at the first NUL of a request's body."""
+    """The NUL-terminated name at the beginning of a request's body."""
     return bytes(body).partition(b"\0")[0]
 
 
 def init_out(
     hello: Hello, *, wanted: int = WANTED, max_background: int = MAX_BACKGROUND, max_write: int = MAX_WRITE
 ) -> bytes:
-    """Agree on a version, on what both sides can do, and on large requests."""
-    if hello.major > MAJOR:  # it will ask again in our version
+    """Negotiate the version, capabilities, and large requests."""
+    if hello.major > MAJOR:  # the kernel asks again with our version
         return _INIT_OUT.pack(MAJOR, MINOR, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     exact_ns = 1  # times are exact to the nanosecond
     congested = max_background * 3 // 4
@@ -89,9 +89,9 @@ def init_out(
 
 
 def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
-    """struct fuse_attr. `preferred_bytes` is what st_blksize says: how much to read or write at a time."""
+    """struct fuse_attr. `preferred_bytes` becomes st_blksize, the preferred size of reads and writes."""
     seconds, nanoseconds = divmod(of.mtime_ns, 1_000_000_000)
-    # Times before 1970 go over the wire as the two's complement, which is how the kernel reads them.
+    # Times before 1970 are sent as two's complement, which is how the kernel reads them.
     seconds &= (1 << 64) - 1
     return ATTR.pack(
         of.inode,
@@ -114,19 +114,20 @@ def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
 
 
 def attr_out(of: Attributes, valid_s: int = FOREVER_S, preferred_bytes: int = PAGE) -> bytes:
-    """struct fuse_attr_out: attributes that hold for `valid_s` seconds."""
+    """struct fuse_attr_out: attributes valid for `valid_s` seconds."""
     return _ATTR_OUT.pack(valid_s, 0, 0) + attributes(of, preferred_bytes)
 
 
 def entry_out(of: Attributes | None) -> bytes:
-    """Answer to a lookup; None is a name that is not there, which the kernel remembers too."""
+    """The answer to a lookup; None for a missing name, which the kernel caches as well."""
     if of is None:
         return ENTRY_OUT.pack(0, 0, FOREVER_S, 0, 0, 0) + bytes(ATTR.size)
     return ENTRY_OUT.pack(of.inode, 0, FOREVER_S, FOREVER_S, 0, 0) + attributes(of)
 
 
 def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
-    """As many entries from number `start` on as fit into `room` bytes. The offset of an entry is its successor."""
+    """The entries from number `start` on that fit into `room` bytes. The offset of an entry is its successor's
+    number."""
     out = bytearray()
     for number in range(start, len(entries)):
         packed = dirent(entries[number], number)
@@ -143,7 +144,7 @@ def dirent(entry: Entry | Listed, number: int) -> bytes:
 
 
 def statfs_out(size_bytes: int, num_files: int) -> bytes:
-    """A full file system of `size_bytes`."""
+    """statfs of a full file system of `size_bytes`."""
     return STATFS_OUT.pack(-(-size_bytes // PAGE), 0, 0, num_files, 0, PAGE, 255, PAGE, 0)
 
 
@@ -151,7 +152,7 @@ def xattr_size_out(size: int) -> bytes:
     return _XATTR_OUT.pack(size, 0)
 
 
-# File systems that can be changed
+# Writable file systems
 
 SETATTR, SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK = 4, 6, 8, 9, 10, 11, 12, 13
 WRITE, RELEASE, FSYNC, FLUSH, RELEASEDIR, FSYNCDIR = 16, 18, 20, 25, 29, 30
@@ -161,15 +162,15 @@ _ATOMIC_O_TRUNC, _BIG_WRITES, _DO_READDIRPLUS, _READDIRPLUS_AUTO = 1 << 3, 1 << 
 _WRITABLE_WANTED = (
     ASYNC_READ | PARALLEL_DIROPS | MAX_PAGES | _ATOMIC_O_TRUNC | _BIG_WRITES | _DO_READDIRPLUS | _READDIRPLUS_AUTO
 )
-"""ATOMIC_O_TRUNC: what O_TRUNC empties stays for all others until the new content is complete. No write-back cache: a
-write is answered when the file system has it. No AUTO_INVAL_DATA: pages belong to a node, and a node to one version."""
+"""ATOMIC_O_TRUNC: truncation becomes visible only with the new content. No write-back cache: a write is acknowledged
+when the file system has it. No AUTO_INVAL_DATA: pages belong to a node, and a node to one version."""
 
 WRITE_REQUEST_BYTES = MAX_READ + PAGE
-"""Room for the largest request: the data of a write, and what stands before them."""
+"""Buffer for the largest request: the data of a write and its header."""
 WRITABLE_BACKGROUND = 64
-"""Reads that the kernel sends ahead before the first is answered: what a read-ahead of 16 MiB makes of four files."""
+"""How many read-ahead requests the kernel sends before the first is answered: a read-ahead of 16 MiB for four files."""
 PREFERRED_BYTES = MAX_READ
-"""st_blksize of files, as of network file systems: what Python and the C library take for their buffers."""
+"""st_blksize of files, as for network file systems: Python and the C library use it for their buffers."""
 
 _FOPEN_KEEP_CACHE, _FOPEN_NOFLUSH = 1 << 1, 1 << 5
 _RENAME_NOREPLACE = 1 << 0
@@ -195,7 +196,7 @@ _NANOSECONDS = 1_000_000_000
 
 
 class Rename(NamedTuple):
-    """A wish for another name. `flags` are those of renameat2(2)."""
+    """A rename request. `flags` as in renameat2(2)."""
 
     name: bytes
     to_parent: int
@@ -208,17 +209,17 @@ class Rename(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether all flags have a meaning here: exchanging two names has none."""
+        """Whether all flags are supported: RENAME_EXCHANGE is not."""
         return not self.flags & ~_RENAME_NOREPLACE
 
 
 def writable_init_out(hello: Hello) -> bytes:
-    """Agree on a version, on what both sides can do, and on large requests both ways."""
+    """Negotiate the version, capabilities, and large requests in both directions."""
     return init_out(hello, wanted=_WRITABLE_WANTED, max_background=WRITABLE_BACKGROUND, max_write=MAX_READ)
 
 
 def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
-    """Nodes and counts of a BATCH_FORGET; what does not fit into the request is not there."""
+    """Nodes and counts of a BATCH_FORGET; truncated entries are ignored."""
     count, _ = _BATCH_FORGET_IN.unpack_from(body)
     rest = body[_BATCH_FORGET_IN.size :]
     whole = min(count, len(rest) // _FORGET_ONE.size)
@@ -226,7 +227,7 @@ def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
 
 
 def parse_changes(body: memoryview, now_ns: int) -> Changes:
-    """What a SETATTR asks for. The time of the last access is nothing that is kept."""
+    """The changes of a SETATTR. Access times are not kept."""
     valid, _, _, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = _SETATTR_IN.unpack_from(body)
     seconds = mtime - (1 << 64) if mtime >> 63 else mtime
     given = seconds * _NANOSECONDS + mtime_ns if valid & _MTIME else None
@@ -256,12 +257,12 @@ def _preferred_bytes(of: Attributes) -> int:
 
 
 def node_attr_out(of: Attributes, valid_s: int) -> bytes:
-    """struct fuse_attr_out of a node of a file system: attributes that hold for `valid_s` seconds."""
+    """struct fuse_attr_out of a node: attributes valid for `valid_s` seconds."""
     return attr_out(of, valid_s, _preferred_bytes(of))
 
 
 def node_out(found: FoundNode | None, valid_s: int) -> bytes:
-    """struct fuse_entry_out. A name that is not there is not remembered: another machine may be about to make it."""
+    """struct fuse_entry_out. Missing names are not cached: another machine may be about to create them."""
     if found is None:
         return _NO_ENTRY
     of = found.attributes
@@ -270,7 +271,7 @@ def node_out(found: FoundNode | None, valid_s: int) -> bytes:
 
 
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
-    """struct fuse_open_out. For a handle that does not write (`writes`), only the last close is sent."""
+    """struct fuse_open_out. For a handle that does not write (`writes`), FLUSH is disabled: only RELEASE is sent."""
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
 
 
@@ -287,12 +288,12 @@ def space_out(space: Space) -> bytes:
 
 
 def entry_size(name: bytes, *, plus: bool) -> int:
-    """Bytes that an entry of this name takes in a listing."""
+    """Size of an entry with this name in a listing."""
     head = len(_NO_ENTRY) if plus else 0
     return head + -(-(DIRENT.size + len(name)) // 8) * 8
 
 
 def listed(entry: Listed, number: int, valid_s: int, *, plus: bool) -> bytes:
-    """struct fuse_dirent, or fuse_direntplus, of entry `number`; its offset is its successor's number."""
+    """struct fuse_dirent or fuse_direntplus of entry `number`; its offset is its successor's number."""
     packed = dirent(entry, number)
     return node_out(entry.found, valid_s) + packed if plus else packed

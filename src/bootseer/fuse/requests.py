@@ -1,4 +1,4 @@
-"""What the kernel asks of a mounted file system that can be changed, carried out and answered."""
+"""Handle the kernel's requests to a writable file system."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, FoundNode, Listed
+from bootseer.fuse.filesystem import Caller, Cancel, FileSystem, FoundNode, Listed, Reply
 
 VALID_S = 1
-"""How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
+"""How long the kernel may cache names and attributes. Opening a file always asks."""
 _NAMES_AT_ONCE = 256
-"""Entries that the file system is asked for at a time: no listing has all nodes of a large folder in the air."""
+"""How many entries are requested from the file system at a time, which limits the nodes referenced by a listing."""
 _NO_ANSWER = b""
 
 
 class Request(NamedTuple):
-    """One request; `body` is valid until it was handled."""
+    """One request; `body` is valid while it is handled."""
 
     opcode: int
     node: int
@@ -28,25 +28,16 @@ class Request(NamedTuple):
     body: memoryview
 
 
-class Reading(Protocol):
-    """A read on its way, called with its answer: `least` to `length` bytes, or an error number."""
-
-    least: int
-    length: int
-
-    def __call__(self, result: Data | int) -> None: ...
-
-
 class FileRequests:
-    """A file system that can be changed. Safe for many threads, as the file system is. A read may be answered from any
-    thread, so that none has to wait for its data; the thread of a small file's read may fetch them itself."""
+    """A writable file system. As thread-safe as that is. A read may be answered from any thread, so none has to wait
+    for its data; the thread that handles a read of a small file may fetch it itself."""
 
     request_bytes = protocol.WRITE_REQUEST_BYTES
     max_threads = 256
-    """More than the programs of a node that write or publish at the same moment: while so many wait, no thread reads
-    requests."""
+    """More than the programs of a node that write or publish at the same time: when all threads wait, no request is
+    read."""
     ignores_signals = True
-    """Reads end only when their caller is being killed: EINTR to a program that goes on would be an error."""
+    """Reads are interrupted only if their caller is being killed: a program that goes on must not see EINTR."""
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files
@@ -73,24 +64,24 @@ class FileRequests:
             protocol.READDIR: self._list,
             protocol.READDIRPLUS: self._list,
             protocol.RELEASEDIR: self._release_folder,
-            # All that happened in a folder has happened in the place when its call returned.
+            # Changes in a folder are complete in the place when their call returns.
             protocol.FSYNCDIR: lambda request: _NO_ANSWER,
             protocol.STATFS: lambda request: protocol.space_out(files.space()),
             protocol.DESTROY: lambda request: _NO_ANSWER,
         }
         self._refusals = {protocol.SYMLINK: errno.EPERM, protocol.LINK: errno.EPERM, protocol.READLINK: errno.EINVAL}
 
-    def read(self, answer: Reading, node: int, handle: int, offset: int, size: int, room: memoryview) -> Cancel | None:
-        """Begin a read, to be answered by `answer`; what to call when it is not waited for any more. An answer that is
-        given before this returns may lie in `room`."""
+    def read(self, answer: Reply, node: int, handle: int, offset: int, size: int, room: memoryview) -> Cancel | None:
+        """Begin a read that `answer` completes; returns a function that cancels it. An answer given before this returns
+        may lie in `room`."""
         return self._files.read(node, handle, offset, size, answer, room[:size])
 
     def answer(self, request: Request) -> bytes | int | None:
-        """The body of the answer, or an error number; None when the kernel expects none. Raises `OSError` to be
+        """The body of the answer, an error number, or None if the kernel expects no answer. Raises `OSError` to be
         answered with its number.
 
-        Unknown requests are refused with ENOSYS, which the kernel remembers: it does not ask again for extended
-        attributes before each write.
+        Unknown requests get ENOSYS, which the kernel remembers: it does not ask for extended attributes before each
+        write.
         """
         handler = self._handlers.get(request.opcode)
         if handler is None:
@@ -155,7 +146,7 @@ class FileRequests:
         handle, offset, size, *_ = protocol.WRITE_IN.unpack_from(request.body)
         data = request.body[protocol.WRITE_IN.size :]
         if size != len(data):
-            raise OSError(errno.EIO, "a write of another length than its data")
+            raise OSError(errno.EIO, "the size of a write differs from its data")
         self._files.write(request.node, handle, offset, data, request.caller)
         return protocol.write_out(size)
 
@@ -189,7 +180,7 @@ class FileRequests:
     def _rename(self, request: Request) -> bytes:
         rename = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
         if not rename.is_known:
-            raise OSError(errno.EINVAL, "two names cannot be exchanged in one step")
+            raise OSError(errno.EINVAL, "exchanging two names is not supported")
         self._files.rename(request.node, rename.name, rename.to_parent, rename.to_name, replace=rename.replace)
         return _NO_ANSWER
 
@@ -208,15 +199,15 @@ class FileRequests:
             entries = self._files.entries(handle, number, _NAMES_AT_ONCE, attributes=plus)
             for place, entry in enumerate(entries):
                 if len(out) + protocol.entry_size(entry.name, plus=plus) > room:
-                    self._let_go(entries[place:])
+                    self._forget_unsent(entries[place:])
                     return bytes(out)
                 out += protocol.listed(entry, number, VALID_S, plus=plus)
                 number += 1
             if not entries:
                 return bytes(out)
 
-    def _let_go(self, entries: Sequence[Listed]) -> None:
-        """Entries that did not fit are asked for again: the kernel does not hold their nodes yet."""
+    def _forget_unsent(self, entries: Sequence[Listed]) -> None:
+        """Drop the references of entries that did not fit: the kernel will ask for them again."""
         for entry in entries:
             if entry.found is not None:
                 self._files.forget(entry.found.node, 1)

@@ -1,13 +1,13 @@
-"""A mounted tree or file system: takes the kernel's requests, has them answered, and sends the answers.
+"""A mounted tree or file system: reads the kernel's requests, has them handled, and sends the answers.
 
-Threads read requests, each into a buffer of its own, and run the methods of what is mounted (`requests`): one thread
-for a read-only tree, whose methods do not wait; several for a file system that can be changed, where as long as one is
-idle no other is started, and when all wait another one is, up to a bound. Answers to reads may come from any thread, in
-any order, so that a read that waits for the network holds up no other one. When this process dies the kernel answers
-all readers with an error at once; it never makes up data.
+Threads read requests, each into its own buffer, and call the handler: one thread for a read-only tree, whose methods do
+not block; several for a writable file system, where a new thread is started whenever no other one is idle, up to a
+limit. Reads may be answered from any thread and in any order, so one that waits for the network blocks no other. When
+this process dies, the kernel fails all requests at once; it never invents data.
 
-State: `_waiting` maps the number of a request to the read that is under way. The thread that takes an entry out of it,
-which is one step under Python's lock, owns the answer; so there is exactly one.
+Why answers need no lock although any thread may give them: `_pending` maps request numbers to unanswered reads, and
+`dict.pop` is atomic under the GIL. An answer, an interrupt, a timeout and the unmount may race for a read; the one
+whose `pop` returns it sends the answer, so that the kernel gets exactly one.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from bootseer.logs import logger
 
 _LOG = logger(__name__)
 OnError = Callable[[str], None]
-"""Called with a fault, in one line, from any thread."""
+"""Called with an error as one line, from any thread."""
 
-_GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
-"""What the device says when the mount has ended."""
+_UNMOUNTED = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
+"""Errors of the device after the unmount."""
 JOIN_S = 5.0
-"""How long `close` waits until what was unmounted is not in use any more."""
+"""How long `close` waits for the remaining users of the mount."""
 READ_DEADLINE_S = 90.0
-"""A read that was not answered by then is an I/O error. The kernel may be configured to give up a whole mount for one
-request (fs.fuse.max_request_timeout), and a reader should get an error eventually."""
-LOOK_S = 1.0
-"""How often reads that wait are looked after."""
+"""A read not answered by then fails with an I/O error: readers should get an error eventually, and the kernel may be
+configured to abort a whole mount for one late request (fs.fuse.max_request_timeout)."""
+CHECK_S = 1.0
+"""Interval of checks for late reads and dead callers."""
 _MAX_ERRNO = 511
-"""The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
+"""The kernel rejects answers with larger error numbers, and the caller would keep waiting."""
 _IDLE_THREADS = 8
 READ_AHEAD_KIB = 8 * 1024
-"""What the kernel reads ahead of a sequential reader of a file system: eight requests, so that several servers work for
+"""The kernel's read-ahead for a sequential reader of a file system: eight requests, so that several servers work for
 one reader."""
 _BODY = protocol.IN_HEADER.size
 
 
 class TreeRequests:
-    """A read-only tree, asked by one thread: its methods do not wait."""
+    """A read-only tree, called from one thread: its methods do not block."""
 
     request_bytes = protocol.REQUEST_BYTES
     max_threads = 1
@@ -61,22 +61,24 @@ class TreeRequests:
         self._tree = tree
         self._folder: tuple[int, Sequence[Entry]] = (0, ())
 
-    def read(self, answer: Reading, node: int, handle: int, offset: int, size: int, room: memoryview) -> Cancel | None:
-        """Begin a read, to be answered by `answer`; what to call when it is not waited for any more."""
+    def read(
+        self, answer: PendingRead, node: int, handle: int, offset: int, size: int, room: memoryview
+    ) -> Cancel | None:
+        """Begin a read that `answer` completes; returns a function that cancels it."""
         size = max(min(size, self._tree.attributes(node).size - offset), 0)
-        # The kernel would fill what is missing with zeros, so that less is not an answer.
-        answer.least = answer.length = size
+        # The kernel would fill missing bytes with zeros: a shorter answer is an error.
+        answer.min_length = answer.length = size
         if not size:
             answer(b"")
             return None
-        # INTERRUPT comes in on this very thread, so that the cancel is not looked for before it is stored.
+        # INTERRUPT is handled by this same thread, so it cannot miss a `cancel` that is not stored yet.
         return self._tree.read(node, offset, size, answer)
 
     def answer(self, request: Request) -> bytes | int | None:  # noqa: PLR0911 - one per request
         tree, inode, body = self._tree, request.node, request.body
         match request.opcode:
             case protocol.FORGET | protocol.BATCH_FORGET:
-                return None  # inodes are numbers of the tree, there is nothing to drop; no answer is expected
+                return None  # inode numbers need no references; no answer is expected
             case protocol.LOOKUP:
                 return protocol.entry_out(tree.lookup(inode, protocol.parse_name(body)))
             case protocol.GETATTR:
@@ -97,8 +99,8 @@ class TreeRequests:
             case protocol.DESTROY:
                 return b""
             case _:
-                # For OPEN and OPENDIR this says that there is no need to ask: data and names stay in the kernel's
-                # cache, and opening a file costs no request. Everything else is what a read-only tree cannot do.
+                # For OPEN and OPENDIR this tells the kernel not to ask again: data and names stay in its cache, and
+                # opening a file costs no request. Everything else is not supported by a read-only tree.
                 return errno.ENOSYS
 
     def _list(self, inode: int, body: memoryview) -> bytes:
@@ -115,29 +117,29 @@ class TreeRequests:
         return value if len(value) <= room else errno.ERANGE
 
 
-class Reading:
-    """One read on its way: what is called to answer it, with `least` to `length` bytes or an error number."""
+class PendingRead:
+    """An unanswered read; call it with the answer: `min_length` to `length` bytes, or an error number."""
 
-    __slots__ = ("begun_s", "cancel", "least", "length", "session", "thread", "unique")
+    __slots__ = ("begun_s", "cancel", "length", "min_length", "session", "thread", "unique")
 
     def __init__(self, session: Session, unique: int, thread: int, length: int) -> None:
         self.session = session
         self.unique = unique
         self.thread = thread
-        self.least = 0
+        self.min_length = 0
         self.length = length
         self.cancel: Cancel | None = None
         self.begun_s = time.monotonic()
 
     def __call__(self, result: Data | int) -> None:
         session = self.session
-        if session._waiting.pop(self.unique, None) is None:
-            return  # answered before, or not waited for any more
+        if session._pending.pop(self.unique, None) is None:
+            return  # answered before, or cancelled
         if isinstance(result, int):
             session._send_error(self.unique, result)
             return
         size = len(result) if not isinstance(result, memoryview) else result.nbytes
-        if not self.least <= size <= self.length:
+        if not self.min_length <= size <= self.length:
             session._on_error(f"{session.target}: a read of {self.length} bytes was answered with {size}")
             session._send_error(self.unique, errno.EIO)
             return
@@ -146,24 +148,24 @@ class Reading:
 
 
 class Session:
-    """One mount, until `close`, an unmount from outside or the end of the process."""
+    """One mount, until `close`, an external unmount, or the end of the process."""
 
     def __init__(self, handler: TreeRequests | FileRequests, target: Path, device: int, on_error: OnError) -> None:
         self.target = target
         self.requests = 0
-        """Requests of all kinds so far. What several threads count, this and the next three, is a close estimate."""
+        """Requests of all kinds so far. This and the next three are approximate if several threads count."""
         self.reads = 0
         """Read requests so far."""
         self.read_bytes = 0
-        """Bytes handed to the kernel so far."""
+        """Bytes sent to the kernel so far."""
         self.writes = 0
         """Write requests so far."""
         self._handler = handler
         self._device = device
-        # Replies hold the session, so that the number of the descriptor is free again only when none can come.
+        # Replies reference the session, so the descriptor is closed, and its number reused, only after the last reply.
         weakref.finalize(self, os.close, device)
         self._on_error = on_error
-        self._waiting: dict[int, Reading] = {}
+        self._pending: dict[int, PendingRead] = {}
         self._ended = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -171,12 +173,12 @@ class Session:
         self._idle = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Reads that were not answered yet."""
-        return len(self._waiting)
+    def num_pending(self) -> int:
+        """Unanswered reads."""
+        return len(self._pending)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the mount is gone, however that came; False when it is still there."""
+        """Wait for the unmount, however it happens; False if it is still mounted after the timeout."""
         return self._ended.wait(timeout_s)
 
     @property
@@ -185,33 +187,34 @@ class Session:
         return self._device
 
     def resend(self) -> None:
-        """Have the kernel send again what was taken from the device and not answered, by a process that is dead.
+        """Ask the kernel to send again all requests that a dead process had read and not answered.
 
-        Call it before `start`. Raises `PermanentError` where the kernel cannot (before Linux 6.9).
+        Call it before `start`. Raises `PermanentError` if the kernel does not support it (before Linux 6.9).
         """
         try:
             os.writev(self._device, [protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND, 0)])
         except OSError as error:
             raise PermanentError(
-                f"{self.target}: the kernel does not send requests again, which Linux 6.9 does: {error.strerror}"
+                f"{self.target}: the kernel cannot resend requests, which needs Linux 6.9: {error.strerror}"
             ) from error
 
     def start(self) -> None:
-        """Begin to answer, and to end reads that are not answered. Raises `TransientError` where the system refuses a
-        thread, and unmounts."""
+        """Start to answer requests, and to fail late ones. If no thread can be started, unmounts and raises
+        `TransientError`."""
         if not self._start_thread():
             self._stop()
             attach.detach(self.target, lazy=True)
             raise TransientError(f"{self.target}: no thread can be started to answer the kernel")
-        threading.Thread(target=self._give_up_reads, name=f"fuse late {self.target.name}", daemon=True).start()
+        threading.Thread(target=self._check_pending, name=f"fuse late {self.target.name}", daemon=True).start()
 
     def close(self, *, force: bool = False) -> None:
-        """Unmount. Raises `TransientError` while files are in use, unless `force`, which fails their users."""
+        """Unmount. Raises `TransientError` while files are in use, unless `force`, with which their users get
+        errors."""
         if not self._ended.is_set():
             try:
                 attach.detach(self.target, force=force)
             except BootseerError:
-                # Another process unmounted it a moment ago: then the threads that take requests end by themselves.
+                # Another process may have unmounted it a moment ago: then the reading threads end by themselves.
                 if not self._ended.wait(0.1):
                     raise
             if not self._ended.wait(JOIN_S) and not force:
@@ -220,11 +223,11 @@ class Session:
             self._stopped.wait(JOIN_S)
 
     def detach(self) -> None:
-        """Unmount lazily: it is out of sight at once, and ends with its last user."""
+        """Unmount lazily: it disappears at once, and ends with its last user."""
         if not self._ended.is_set():
             attach.detach(self.target, lazy=True)
 
-    # Threads that take requests
+    # Threads that read requests
 
     def _start_thread(self) -> bool:
         with self._lock:
@@ -233,7 +236,7 @@ class Session:
             name = f"fuse {self.target.name} {self._threads}"
         try:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
-        except RuntimeError as error:  # no room for another thread: those that are there go on
+        except RuntimeError as error:  # thread limit: the existing threads go on
             with self._lock:
                 self._threads -= 1
                 self._idle -= 1
@@ -250,16 +253,16 @@ class Session:
                     received = readv(self._device, buffers)
                 except OSError as error:
                     if error.errno in (errno.ENOENT, errno.EAGAIN, errno.EINTR):
-                        continue  # the caller was killed before its request came to us
-                    if error.errno not in _GONE:
+                        continue  # the caller was killed before the request was read
+                    if error.errno not in _UNMOUNTED:
                         self._on_error(f"{self.target}: cannot read requests: {error.strerror}")
                     received = 0
                 if received == 0:
                     self._ended.set()
                     return
-                if not self._take_among_others(view, received):
+                if not self._handle_in_pool(view, received):
                     return
-        except Exception as error:  # the others go on; a mount with one thread less must say why
+        except Exception as error:  # the other threads go on
             self._on_error(f"{self.target}: a thread has ended: {type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -268,10 +271,10 @@ class Session:
             if last:
                 self._stop()
 
-    def _take_among_others(self, view: memoryview, received: int) -> bool:
-        """Handle one request, and have another thread listen meanwhile; False when this one is not needed any more."""
+    def _handle_in_pool(self, view: memoryview, received: int) -> bool:
+        """Handle one request while another thread reads the next; False if this thread is not needed any more."""
         if self._handler.max_threads == 1:
-            ended = self._take(view, received)
+            ended = self._handle(view, received)
             surplus = False
         else:
             with self._lock:
@@ -279,7 +282,7 @@ class Session:
                 alone = self._idle == 0 and self._threads < self._handler.max_threads and not self._ended.is_set()
             if alone:
                 self._start_thread()
-            ended = self._take(view, received)
+            ended = self._handle(view, received)
             with self._lock:
                 surplus = self._idle >= _IDLE_THREADS
                 if not surplus:
@@ -288,7 +291,7 @@ class Session:
             self._ended.set()
         return not ended and not surplus
 
-    def _take(self, view: memoryview, received: int) -> bool:
+    def _handle(self, view: memoryview, received: int) -> bool:
         """Handle one request; True after the last one."""
         self.requests += 1
         head = protocol.IN_HEADER.unpack_from(view) if received >= _BODY else (-1,)
@@ -300,9 +303,9 @@ class Session:
             if opcode == protocol.READ:
                 handle, offset, length = protocol.READ_IN.unpack_from(view, _BODY)
                 self.reads += 1
-                reading = Reading(self, unique, thread, length)
-                self._waiting[unique] = reading
-                # The request was taken out of its buffer, so that the answer may lie there.
+                reading = PendingRead(self, unique, thread, length)
+                self._pending[unique] = reading
+                # The request is parsed: its buffer may hold the answer now.
                 reading.cancel = self._handler.read(reading, node, handle, offset, length, view)
             elif opcode == protocol.INTERRUPT:
                 self._interrupt(*protocol.INTERRUPT_IN.unpack_from(view, _BODY))
@@ -315,61 +318,61 @@ class Session:
                     self._send(unique, answer, len(answer))
         except OSError as error:
             self._fail(unique, error.errno or errno.EIO)
-        except Exception as error:  # a fault in a file system must not end the mount for all others
+        except Exception as error:  # a bug in a file system must not end the mount for all others
             self._on_error(f"{self.target}: request {opcode} of node {node}: {type(error).__name__}: {error}")
             self._fail(unique, errno.EIO)
         return bool(opcode == protocol.DESTROY)
 
     def _stop(self) -> None:
-        """No requests come any more: stop what is in flight, and let go of the device."""
+        """No more requests will come: cancel pending reads, and release the device."""
         self._ended.set()
-        for unique in list(self._waiting):
-            reading = self._waiting.pop(unique, None)
+        for unique in list(self._pending):
+            reading = self._pending.pop(unique, None)
             if reading is not None and reading.cancel is not None:
                 reading.cancel()
-        # Not closed: a reply on its way from another thread could then hit a file that was opened since.
+        # Redirected, not closed: a late reply of another thread must not hit a file opened under the same number.
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, self._device, inheritable=False)
         os.close(nowhere)
         self._stopped.set()
 
-    # Reads that are not waited for, or not answered
+    # Interrupted and late reads
 
     def _interrupt(self, unique: int) -> None:
-        """A caller was hit by a signal. Its read is called off here; or, where only the death of a caller ends reads,
-        when it is being killed, which may show a moment later. What else waits comes to its end."""
-        reading = self._waiting.get(unique)
+        """A caller got a signal: cancel its read. Handlers that ignore signals cancel it only if the caller is being
+        killed, which may become visible a moment later (`_check_pending`)."""
+        reading = self._pending.get(unique)
         if reading is None:
-            return  # the answer was faster
-        # Of a thread that cannot be seen any signal may be the last.
+            return  # answered already
+        # The signals of an invisible thread are all taken for deadly.
         if not self._handler.ignores_signals or reading.thread == 0 or is_dying(reading.thread):
-            self._give_up(reading, errno.EINTR)
+            self._abort(reading, errno.EINTR)
 
-    def _give_up(self, reading: Reading, number: int) -> bool:
-        """Answer a read with an error; False when it was answered already."""
-        if self._waiting.pop(reading.unique, None) is None:
+    def _abort(self, reading: PendingRead, number: int) -> bool:
+        """Cancel a read and answer it with an error; False if it was answered already."""
+        if self._pending.pop(reading.unique, None) is None:
             return False
         if reading.cancel is not None:
             run_reported(reading.cancel)
         self._send_error(reading.unique, number)
         return True
 
-    def _give_up_reads(self) -> None:
-        while not self._ended.wait(LOOK_S):
+    def _check_pending(self) -> None:
+        while not self._ended.wait(CHECK_S):
             now = time.monotonic()
-            for reading in self._waiting.copy().values():
+            for reading in self._pending.copy().values():
                 if reading.begun_s < now - READ_DEADLINE_S:
-                    if self._give_up(reading, errno.EIO):
+                    if self._abort(reading, errno.EIO):
                         problem = f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s"
                         show_threads(problem)
                         self._on_error(problem)
-                elif self._handler.ignores_signals and reading.begun_s < now - LOOK_S and is_dying(reading.thread):
-                    self._give_up(reading, errno.EINTR)
+                elif self._handler.ignores_signals and reading.begun_s < now - CHECK_S and is_dying(reading.thread):
+                    self._abort(reading, errno.EINTR)
 
     # Answers
 
     def _fail(self, unique: int, number: int) -> None:
-        self._waiting.pop(unique, None)
+        self._pending.pop(unique, None)
         self._send_error(unique, number)
 
     def _send_error(self, unique: int, number: int) -> None:
@@ -383,8 +386,8 @@ class Session:
         try:
             os.writev(self._device, parts)
         except OSError as error:
-            # ENOENT: the caller was killed meanwhile. The others: the mount is gone.
-            if error.errno != errno.ENOENT and error.errno not in _GONE:
+            # ENOENT: the caller was killed meanwhile. The others: unmounted.
+            if error.errno != errno.ENOENT and error.errno not in _UNMOUNTED:
                 self._on_error(f"{self.target}: cannot answer: {error.strerror}")
 
 
@@ -397,10 +400,10 @@ def mount(
     *,
     helper: bool | None = None,
 ) -> Session:
-    """Show a read-only `tree` on the folder `target`; it answers when this returns.
+    """Mount a read-only `tree` on the folder `target`; it is readable when this returns.
 
-    `on_error` is called with faults, in one line each, from any thread. `helper`: see `attach`. `device`: the
-    descriptor of a mount that is there already, and whose process is dead; the tree must be the same as then.
+    `on_error` is called with errors, one line each, from any thread. `helper`: see `attach`. `device`: the descriptor
+    of an existing mount whose process is dead; the tree must be the same.
     """
     if device is None:
         session = Session(TreeRequests(tree), target, attach.attach(target, label=label, helper=helper), on_error)
@@ -420,9 +423,9 @@ def mount_writable(
     on_error: OnError = lambda message: None,
     helper: bool | None = None,
 ) -> Session:
-    """Show a file system that can be changed; it answers when this returns. `read_only`: the kernel refuses changes.
+    """Mount a writable file system; it is usable when this returns. `read_only`: the kernel refuses changes.
 
-    `shared`, `helper`: see `attach`. `on_error` as of `mount`.
+    `shared`, `helper`: see `attach`. `on_error`: see `mount`.
     """
     device = attach.attach(target, label=label, helper=helper, writable=not read_only, shared=shared)
     return _started(Session(FileRequests(files), target, device, on_error), READ_AHEAD_KIB)

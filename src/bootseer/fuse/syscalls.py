@@ -1,4 +1,4 @@
-"""mount(2) and umount2(2), which Python does not have, with errors in words."""
+"""mount(2) and umount2(2), which Python lacks, and errors of system calls."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _KINDS: dict[int, type[BootseerError]] = {
 
 
 def failure(step: str, number: int, detail: str = "") -> BootseerError:
-    """What to raise for error `number` of a system call; `detail` is the kernel's own explanation."""
+    """The exception for error `number` of a system call; `detail` is the kernel's explanation."""
     because = f" ({detail})" if detail else ""
     error = _KINDS.get(number, PermanentError)(f"{step}: {os.strerror(number)}{because}")
-    # The cause keeps the number, for callers that can do without this mount and must know why it failed.
+    # The cause holds the errno, for callers that handle some failures.
     error.__cause__ = OSError(number, os.strerror(number))
     return error
 
 
 def number_of(error: BootseerError) -> int:
-    """The error number that `failure` was made from, or 0."""
+    """The errno of an error made by `failure`, or 0."""
     cause = error.__cause__
     return cause.errno or 0 if isinstance(cause, OSError) else 0
 
 
 def check(result: int, step: str) -> int:
-    """The result of a system call. Raises for -1."""
+    """The result of a system call. Raises if it is negative."""
     if result < 0:
         raise failure(step, ctypes.get_errno())
     return result
 
 
 def mount(kind: str | None, source: Path | str, target: Path | str, *, flags: int = 0, options: str = "") -> None:
-    """mount(2). Options of more than a page are cut off by the kernel, so that is an error here."""
+    """mount(2). The kernel truncates options to a page, so longer ones are an error here."""
     data = options.encode()
     if len(data) >= os.sysconf("SC_PAGE_SIZE"):
         raise PermanentError(f"mount {kind} on {target}: the options are longer than a page")
@@ -59,5 +59,5 @@ def mount(kind: str | None, source: Path | str, target: Path | str, *, flags: in
 
 
 def unmount(target: Path | str, *, flags: int = 0) -> None:
-    """umount2(2) of a path that is not followed when it is a symbolic link."""
+    """umount2(2), without following a symbolic link."""
     check(libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW), f"unmount {target}")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bootseer.blocks.index import Index
-from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
@@ -56,7 +56,6 @@ class BlockFileService:
 
     files: tuple[ServedFile, ...]
     cache_root: Path
-    cache: CacheSettings | None = None
     fetch: FetchSettings | None = None
     record: Path | None = None
     """Where to write the record of this startup; the file must not exist."""
@@ -107,7 +106,7 @@ class _OpenBlockFiles:
         self._peers = open_peers(on_error)
         self.fetcher = Fetcher(spec.fetch, on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:
-            cache = Cache(spec.cache_root, spec.cache)
+            cache = Cache(spec.cache_root)
             for file in spec.files:
                 place = (file.origin, file.plain_http)
                 if place not in self._stores:

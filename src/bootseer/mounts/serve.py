@@ -272,7 +272,7 @@ class _MountDaemon:
             "restarts": self._restarts,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "recording": self._recording,
-            "waiting": self._session.num_waiting,
+            "waiting": self._session.num_pending,
             "requests": self._session.requests,
             "reads": self._session.reads,
             "read_bytes": self._session.read_bytes,

@@ -121,7 +121,7 @@ class CachedFiles:
         with self._lock:
             if (cached := self._leases.get(identity)) is None:
                 cache = self._caches[root] = self._caches.get(root) or Cache(root)
-                cached = self._leases[identity] = cache.open_here(identity)
+                cached = self._leases[identity] = cache.open_existing(identity)
             self._leases.move_to_end(identity)
             evicted = self._leases.popitem(last=False)[1] if len(self._leases) > _MAX_LEASES else None
         if evicted is not None:
@@ -197,7 +197,7 @@ class CachedContent:
             now_s = self._files.timer.now_s()
             if not self._unavailable.isdisjoint(cached.missing(start, length)):
                 until_s = now_s
-            elif cached.is_fetched():
+            elif cached.is_claimed():
                 until_s = now_s + self._files.idle_limit_s
         except BootseerError as error:
             done(error)

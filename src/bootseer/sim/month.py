@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from bootseer.cache.prune import Candidate, Watermarks, goal_bytes, plan
+from bootseer.cache.eviction_plan import Candidate, goal_bytes, plan
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Lookup, decide
 from bootseer.sim.scenario import Month, Scenario
@@ -56,7 +56,7 @@ class _Node:
     def shrink(self, limit_gb: float, in_use: set[str]) -> None:
         """What the product's eviction leaves."""
         used = int(sum(entry.hot + entry.cold for entry in self.entries.values()) * 1e9)
-        goal = goal_bytes(used, int(limit_gb * 1e9), Watermarks())
+        goal = goal_bytes(used, int(limit_gb * 1e9))
         if goal is None:
             return
         candidates = [

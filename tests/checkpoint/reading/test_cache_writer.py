@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.reading import Reading
@@ -101,7 +101,7 @@ def test_damage_in_the_cache_is_found_and_read_from_the_place(empty, reading_of,
 def test_a_cache_that_cannot_be_written_to_costs_nothing_but_itself(empty, tmp_path, monkeypatch):
     content = content_of(5 * MIB)
     put_striped(empty, "file", content)
-    cache = Cache(tmp_path / "cache", CacheSettings())
+    cache = Cache(tmp_path / "cache")
     (tmp_path / "cache" / "files").chmod(0)
     (tmp_path / "cache" / "files").rmdir()
     reading = Reading(empty, cache=cache)

@@ -23,7 +23,7 @@ from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node, no_check
 from bootseer.checkpoint.os_errors import bad_handle, stale
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.fuse.callers import num_writing, process_of, was_killed
+from bootseer.fuse.callers import num_writers, process_of, was_killed
 from bootseer.fuse.filesystem import Opened, Reply
 from bootseer.fuse.protocol import ROOT
 from bootseer.places.place import folder_of
@@ -374,7 +374,7 @@ class OpenFiles:
             other is not opened and other.writes and not other.is_done and other.opener in processes
             for other in self._handles_of(opened.content)
         )
-        return sum(num_writing(process, name, opened.node.number) for process in processes) > others
+        return sum(num_writers(process, name, opened.node.number) for process in processes) > others
 
     def _handles_of(self, content: Content) -> list[_Handle]:
         with self._lock:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.blocks.codec import RAW, ZERO
-from bootseer.cache.prune import Candidate, Step, Watermarks, cold_blocks, goal_bytes, plan
+from bootseer.cache.eviction_plan import Candidate, Step, cold_blocks, goal_bytes, plan
 
 
 def entry(identity, last_use, disk, cold=0, *, in_use=False):
@@ -12,8 +12,8 @@ def entry(identity, last_use, disk, cold=0, *, in_use=False):
 
 
 def test_nothing_is_evicted_below_the_high_mark():
-    assert goal_bytes(90, 100, Watermarks()) is None
-    assert goal_bytes(91, 100, Watermarks()) == 80
+    assert goal_bytes(90, 100) is None
+    assert goal_bytes(91, 100) == 80
 
 
 def test_cold_blocks_of_all_go_before_anything_that_was_used():

@@ -1,7 +1,7 @@
-"""Which parts of a cache to evict: least recently used first, and cold blocks of all before anything that was used.
+"""Plan evictions: the least recently used first, and cold blocks of all entries before anything that was used.
 
-What was never read and no hot set names costs nothing when it goes. Entries in use are never touched, and an entry that
-cannot be examined counts as in use. Decides and touches nothing; `evict` carries it out.
+Blocks that were never read and are in no hot set cost nothing when evicted. Entries in use are never touched; an entry
+that cannot be examined counts as in use. Decides and touches nothing; `evict` executes the plan.
 """
 
 from __future__ import annotations
@@ -11,46 +11,39 @@ from dataclasses import dataclass
 
 from bootseer.blocks.codec import ZERO
 
-
-@dataclass(frozen=True, slots=True)
-class Watermarks:
-    """When to evict, and how far. A gap between the two keeps a full cache from evicting at every start."""
-
-    high: float = 0.90
-    """Share of the limit above which eviction begins."""
-    low: float = 0.80
-    """Share of the limit at which it ends."""
+_HIGH, _LOW = 0.90, 0.80
+"""Shares of the limit at which eviction starts and stops. The gap keeps a full cache from evicting at every start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An entry as far as eviction cares."""
+    """An entry, as relevant for eviction."""
 
     identity: str
     last_use: int
-    """Greater is later. A counter, not a time: clocks jump."""
+    """A counter, greater is later; not a time, because clocks jump."""
     in_use: bool
     disk_bytes: int
     cold_bytes: int
-    """What its `cold_blocks` take, at most `disk_bytes`."""
+    """Disk usage of its `cold_blocks`, at most `disk_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Evict `num_bytes` of an entry's cold blocks, or all of it."""
+    """Evict `num_bytes` of an entry's cold blocks, or the whole entry."""
 
     identity: str
     whole: bool
     num_bytes: int
 
 
-def goal_bytes(used_bytes: int, limit_bytes: int, marks: Watermarks) -> int | None:
-    """What the cache should shrink to; None when it is not full enough to evict anything."""
-    return int(limit_bytes * marks.low) if used_bytes > limit_bytes * marks.high else None
+def goal_bytes(used_bytes: int, limit_bytes: int) -> int | None:
+    """The size to shrink the cache to; None if it is not full enough for eviction."""
+    return int(limit_bytes * _LOW) if used_bytes > limit_bytes * _HIGH else None
 
 
 def plan(candidates: Iterable[Candidate], used_bytes: int, goal: int) -> list[Step]:
-    """Steps that bring `used_bytes` down to `goal`, or as near as entries in use allow."""
+    """Steps that reduce `used_bytes` to `goal`, or as close as entries in use allow."""
     excess = used_bytes - goal
     free = sorted((one for one in candidates if not one.in_use), key=lambda one: (one.last_use, one.identity))
     steps: dict[str, Step] = {}
@@ -70,7 +63,7 @@ def plan(candidates: Iterable[Candidate], used_bytes: int, goal: int) -> list[St
 
 
 def cold_blocks(states: bytes, flags: bytes, codecs: bytes) -> Sequence[int]:
-    """Blocks that are here and that are not known to be wanted; blocks of zeros take no room and are left alone."""
+    """Present blocks not known to be needed; all-zero blocks are skipped, as they take no space."""
     return [
         block
         for block, (state, flag, codec) in enumerate(zip(states, flags, codecs, strict=True))
