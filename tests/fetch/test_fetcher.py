@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import PermanentError, TransientError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.hotset import Found
+from bootseer.fetch.hotset import Availability
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.transfer import Form
 from fetch.files import BLOCK, stored
@@ -131,7 +131,7 @@ def test_needs_are_told_once_per_block_with_where_they_were_found(fetching):
     fetcher.prefetch([(0, 12)])
     until(lambda: cached.ready(12))
     fetcher.read_blocking(0, 12 * BLOCK, 1)
-    assert needs == [(0, 4, Found.IN_FLIGHT), (0, 8, Found.MISSING), (0, 12, Found.READY)]
+    assert needs == [(0, 4, Availability.IN_FLIGHT), (0, 8, Availability.MISSING), (0, 12, Availability.READY)]
     stats = fetcher.stats()
     assert (stats.needs, stats.hits, stats.late, stats.missed) == (3, 1, 1, 1)
     assert (stats.covered, stats.wasted_blocks) == (2, 0)

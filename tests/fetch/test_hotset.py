@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.fetch.hotset import MAX_RUNS, Found, HotSet, Need, Record, coverage
+from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record, coverage
 
 FILE = "ab" * 32
 EMPTY = HotSet("image", "workload")
@@ -13,7 +13,7 @@ EMPTY = HotSet("image", "workload")
 
 def run(number: int, blocks, *, duration_ms: int = 60_000, coverage: float | None = None) -> Record:
     """A startup that needs these blocks, one each 10 ms."""
-    needs = tuple(Need(FILE, block, 10 * at, Found.MISSING) for at, block in enumerate(dict.fromkeys(blocks)))
+    needs = tuple(Need(FILE, block, 10 * at, Availability.MISSING) for at, block in enumerate(dict.fromkeys(blocks)))
     return Record(float(number), duration_ms, needs, coverage)
 
 
@@ -124,7 +124,7 @@ def test_a_run_that_shares_three_blocks_of_ten_with_the_newest_is_kept():
 @given(st.lists(st.lists(st.integers(0, 100), min_size=3, max_size=3), min_size=1, max_size=8))
 def test_blocks_are_planned_by_the_time_that_a_quarter_of_the_runs_needed_them_by(times):
     records = tuple(
-        Record(float(number), 1000, tuple(Need(FILE, block, at, Found.MISSING) for block, at in enumerate(each)))
+        Record(float(number), 1000, tuple(Need(FILE, block, at, Availability.MISSING) for block, at in enumerate(each)))
         for number, each in enumerate(times)
     )
     early = [sorted(column)[(len(times) - 1) // 4] for column in zip(*times, strict=True)]
@@ -136,10 +136,10 @@ def test_a_start_is_judged_by_what_the_plan_covered():
         1.0,
         1000,
         (
-            Need(FILE, 1, 0, Found.READY),
-            Need(FILE, 2, 1, Found.IN_FLIGHT),
-            Need(FILE, 3, 2, Found.MISSING),
-            Need(FILE, 4, 3, Found.MISSING),
+            Need(FILE, 1, 0, Availability.READY),
+            Need(FILE, 2, 1, Availability.IN_FLIGHT),
+            Need(FILE, 3, 2, Availability.MISSING),
+            Need(FILE, 4, 3, Availability.MISSING),
         ),
     )
     assert coverage([(FILE, 1), (FILE, 2), (FILE, 3), (FILE, 77), (FILE, 78)], record) == 0.75

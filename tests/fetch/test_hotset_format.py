@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.fetch import hotset
-from bootseer.fetch.hotset import MAX_NEEDS, Found, HotSet, Need, Record, encode_hot_set, parse_hot_set
+from bootseer.fetch.hotset import MAX_NEEDS, Availability, HotSet, Need, Record, encode_hot_set, parse_hot_set
 
 FILES = ["ab" * 32, "cd" * 32, "00" * 32]
 needs = st.lists(
-    st.tuples(st.sampled_from(FILES), st.integers(0, 2**26 - 1), st.integers(0, 10**6), st.sampled_from(Found)),
+    st.tuples(st.sampled_from(FILES), st.integers(0, 2**26 - 1), st.integers(0, 10**6), st.sampled_from(Availability)),
     unique_by=lambda need: need[:2],
     max_size=50,
 ).map(lambda rows: tuple(Need(*row) for row in sorted(rows, key=lambda row: row[2])))
@@ -33,7 +33,9 @@ sets = st.builds(
     imports=st.text(max_size=50),
 )
 SET = HotSet(
-    "image", "workload", (Record(5.0, 900, (Need(FILES[0], 7, 3, Found.READY), Need(FILES[1], 8, 4, Found.MISSING))),)
+    "image",
+    "workload",
+    (Record(5.0, 900, (Need(FILES[0], 7, 3, Availability.READY), Need(FILES[1], 8, 4, Availability.MISSING))),),
 )
 
 
@@ -53,7 +55,7 @@ def test_a_set_comes_back_as_it_was_and_equal_sets_have_equal_bytes(hot_set):
 
 
 def test_a_set_of_real_size_is_small():
-    rows = tuple(Need(FILES[at % 2], 3 * at, 2 * at, Found(at % 3)) for at in range(4000))
+    rows = tuple(Need(FILES[at % 2], 3 * at, 2 * at, Availability(at % 3)) for at in range(4000))
     data = encode_hot_set(HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8))))
     assert len(data) < 20_000
 
@@ -152,7 +154,7 @@ def test_damaged_bytes_end_in_an_error_of_ours_or_in_a_set(noise, at):
 
 
 def test_the_oldest_runs_are_left_out_when_all_do_not_fit(monkeypatch):
-    rows = tuple(Need(FILES[0], at * 7919 % 2**20, at * 37, Found.MISSING) for at in range(1000))
+    rows = tuple(Need(FILES[0], at * 7919 % 2**20, at * 37, Availability.MISSING) for at in range(1000))
     whole = HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8)))
     monkeypatch.setattr(hotset, "MAX_JSON_BYTES", 50_000)
     kept = parse_hot_set(encode_hot_set(whole))
@@ -167,7 +169,7 @@ def test_the_largest_numbers_and_the_most_files_are_read():
     document["files"] = [f"{number:064x}" for number in range(4096)]
     document["runs"][0].update(block=[2**26 - 1, 0], file=[0, 4095], t_ms=[2**40 - 1, 0], duration_ms=2**40)
     (record,) = parse_hot_set(packed(document)).records
-    assert record.needs[1] == Need(f"{4095:064x}", 2**26 - 1, 2**40 - 1, Found.MISSING)
+    assert record.needs[1] == Need(f"{4095:064x}", 2**26 - 1, 2**40 - 1, Availability.MISSING)
     for change in ({"t_ms": [2**40, 0]}, {"duration_ms": 2**40 + 1}):
         with pytest.raises(CorruptError):
             parse_hot_set(packed({**document, "runs": [document["runs"][0] | change]}))

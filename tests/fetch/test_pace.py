@@ -67,21 +67,21 @@ def test_retry_after_is_never_shortened_by_chance_or_by_a_later_answer_and_is_bo
 
 def test_prefetch_has_a_quarter_of_a_second_of_the_throughput_in_flight(pace):
     assert pace.window_bytes() == SETTINGS.min_window_bytes
-    pace.launched(0, 0.0)
+    pace.request_started(0, 0.0)
     pace.arrived(40 * MIB, 0.5)
     assert pace.window_bytes() == 20 * MIB
 
 
 def test_idle_time_does_not_make_a_line_thin(pace):
-    pace.launched(0, 0.0)
+    pace.request_started(0, 0.0)
     pace.arrived(40 * MIB, 0.5)
-    pace.launched(0, 100.0)
+    pace.request_started(0, 100.0)
     pace.arrived(20 * MIB, 100.25)
     assert pace.window_bytes() == 20 * MIB
 
 
 def test_a_long_way_needs_a_larger_window_but_a_full_line_does_not_widen_it(pace):
-    pace.launched(0, 0.0)
+    pace.request_started(0, 0.0)
     pace.arrived(40 * MIB, 0.5)
     pace.first_block(0.2)
     assert pace.window_bytes() == int(80 * MIB * 0.4)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.fetch.pending import ForeignClaims, PendingRead, PendingReads
+from bootseer.fetch.pending import OtherClaims, PendingRead, PendingReads
 
 
 def ticket(deadline=10.0, file=0):
@@ -25,7 +25,7 @@ def test_a_block_that_does_not_come_fails_its_reads_and_says_what_else_they_wait
     tickets, one, other = PendingReads(), ticket(), ticket()
     tickets.wait(one, [1, 2, 3])
     tickets.wait(other, [3])
-    assert tickets.given_up((0, 1)) == [(one, {2, 3})]
+    assert tickets.fail_block((0, 1)) == [(one, {2, 3})]
     assert tickets.arrived((0, 3), b"") == [other]
 
 
@@ -36,9 +36,9 @@ def test_a_read_expires_once_at_its_deadline_and_not_when_it_was_closed():
     assert tickets.close(closed) == {1}
     assert tickets.close(closed) == set()
     assert tickets.next_deadline == 5.0
-    assert tickets.expired(4.9) == []
-    assert tickets.expired(5.0) == [(late, {1})]
-    assert tickets.expired(5.5) == []
+    assert tickets.take_expired(4.9) == []
+    assert tickets.take_expired(5.0) == [(late, {1})]
+    assert tickets.take_expired(5.5) == []
     assert tickets.next_deadline == 6.0
 
 
@@ -67,9 +67,9 @@ def test_each_read_ends_at_most_once_and_nothing_is_left_of_it(waits, events):
         if event == "arrive":
             ended += tickets.arrived((0, number), b"")
         elif event == "give up":
-            ended += [each for each, _ in tickets.given_up((0, number))]
+            ended += [each for each, _ in tickets.fail_block((0, number))]
         elif event == "expire":
-            ended += [each for each, _ in tickets.expired(number)]
+            ended += [each for each, _ in tickets.take_expired(number)]
         elif number < len(open_ones) and tickets.close(open_ones[number]):
             ended.append(open_ones[number])
     rest = tickets.close_all()
@@ -86,30 +86,30 @@ def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
 
 
 def test_blocks_of_others_are_looked_at_soon_and_many_less_often_than_few():
-    elsewhere = ForeignClaims(60.0)
+    elsewhere = OtherClaims(60.0)
     elsewhere.watch((0, 1), 0.0)
     assert elsewhere.due(0.001) == []
-    first = elsewhere.next_look
+    first = elsewhere.next_check
     assert first <= 0.005
     assert elsewhere.due(first) == [(0, 1)]
-    few = elsewhere.next_look - first
+    few = elsewhere.next_check - first
     for block in range(10_000):
         elsewhere.watch((0, block), first)
-    again = elsewhere.next_look
+    again = elsewhere.next_check
     assert len(elsewhere.due(again)) == 10_000
-    assert few < elsewhere.next_look - again <= 0.1
+    assert few < elsewhere.next_check - again <= 0.1
 
 
 def test_a_forgotten_block_is_not_looked_at():
-    elsewhere = ForeignClaims(60.0)
+    elsewhere = OtherClaims(60.0)
     elsewhere.watch((0, 1), 0.0)
     elsewhere.forget((0, 1))
     assert elsewhere.due(1.0) == []
-    assert elsewhere.next_look is None
+    assert elsewhere.next_check is None
 
 
 def test_a_claim_that_is_held_for_a_minute_is_overdue():
-    elsewhere = ForeignClaims(60.0)
+    elsewhere = OtherClaims(60.0)
     elsewhere.watch((0, 1), 10.0)
     assert not elsewhere.overdue((0, 1), 69.0)
     assert elsewhere.overdue((0, 1), 70.0)

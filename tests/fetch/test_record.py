@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch import record as record_module
-from bootseer.fetch.hotset import Found, Need, Record
+from bootseer.fetch.hotset import Availability, Need, Record
 from bootseer.fetch.record import RecordWriter, read_record
 from fetch.waiting import until
 
@@ -41,21 +41,21 @@ def path(tmp_path):
 
 def test_needs_come_back_with_their_times_until_training_began(path, clock):
     writer = RecordWriter(path, started_s=1700000000.5, clock=clock)
-    writer.need(FILE, 5, Found.MISSING)
+    writer.need(FILE, 5, Availability.MISSING)
     clock.now += 1.5
-    writer.need(OTHER, 5, Found.READY)
-    writer.need(FILE, 6, Found.IN_FLIGHT)
+    writer.need(OTHER, 5, Availability.READY)
+    writer.need(FILE, 6, Availability.IN_FLIGHT)
     clock.now += 2
     writer.end()
-    writer.need(FILE, 7, Found.MISSING)
+    writer.need(FILE, 7, Availability.MISSING)
     writer.close()
     assert read_record(path) == Record(
         1700000000.5,
         3500,
         (
-            Need(FILE, 5, 0, Found.MISSING),
-            Need(OTHER, 5, 1500, Found.READY),
-            Need(FILE, 6, 1500, Found.IN_FLIGHT),
+            Need(FILE, 5, 0, Availability.MISSING),
+            Need(OTHER, 5, 1500, Availability.READY),
+            Need(FILE, 6, 1500, Availability.IN_FLIGHT),
         ),
     )
 
@@ -63,9 +63,9 @@ def test_needs_come_back_with_their_times_until_training_began(path, clock):
 def test_needs_after_the_window_are_not_recorded(path, clock):
     writer = RecordWriter(path, started_s=0, window_s=10, clock=clock)
     clock.now += 9
-    writer.need(FILE, 1, Found.MISSING)
+    writer.need(FILE, 1, Availability.MISSING)
     clock.now += 2
-    writer.need(FILE, 2, Found.MISSING)
+    writer.need(FILE, 2, Availability.MISSING)
     writer.close()
     assert [need.block for need in read_record(path).needs] == [1]
     assert read_record(path).duration_ms == 10_000
@@ -73,7 +73,7 @@ def test_needs_after_the_window_are_not_recorded(path, clock):
 
 def test_needs_reach_the_file_by_themselves(path):
     writer = RecordWriter(path, started_s=0)
-    writer.need(FILE, 3, Found.MISSING)
+    writer.need(FILE, 3, Availability.MISSING)
     until(lambda: read_record(path).needs)
     writer.close()
 
@@ -82,7 +82,7 @@ def test_a_killed_process_leaves_what_it_wrote(path):
     code = (
         "import sys, time; from pathlib import Path; from bootseer.fetch.record import *\n"
         "writer = RecordWriter(Path(sys.argv[1]), started_s=7)\n"
-        "for block in range(1000): writer.need('ab' * 32, block, Found.MISSING)\n"
+        "for block in range(1000): writer.need('ab' * 32, block, Availability.MISSING)\n"
         "time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, path]) as child:
@@ -99,7 +99,7 @@ def test_a_torn_tail_costs_only_itself(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("record") / "record"
     writer = RecordWriter(path, started_s=1)
     for block in range(20):
-        writer.need(FILE if block % 3 else OTHER, block, Found.MISSING)
+        writer.need(FILE if block % 3 else OTHER, block, Availability.MISSING)
     writer.close()
     whole = path.read_bytes()
     kept = whole[: max(len(whole) - cut, whole.index(b"\n") + 1)]
@@ -115,7 +115,7 @@ def test_nonsense_in_the_middle_ends_the_record_and_nothing_more(tmp_path_factor
     path = tmp_path_factory.mktemp("record") / "record"
     writer = RecordWriter(path, started_s=1)
     for block in range(60):
-        writer.need(FILE, block, Found.MISSING)
+        writer.need(FILE, block, Availability.MISSING)
     writer.close()
     whole = path.read_bytes()
     at = max(at % len(whole), whole.index(b"\n") + 1)
@@ -127,7 +127,7 @@ def test_nonsense_in_the_middle_ends_the_record_and_nothing_more(tmp_path_factor
 def test_the_same_block_counts_once(path):
     writer = RecordWriter(path, started_s=1)
     for _ in range(2):
-        writer.need(FILE, 1, Found.MISSING)
+        writer.need(FILE, 1, Availability.MISSING)
     writer.close()
     assert len(read_record(path).needs) == 1
 
@@ -136,7 +136,7 @@ def test_a_record_is_bounded(path, monkeypatch):
     monkeypatch.setattr(record_module, "MAX_NEEDS", 10)
     writer = RecordWriter(path, started_s=1)
     for block in range(100):
-        writer.need(FILE, block, Found.MISSING)
+        writer.need(FILE, block, Availability.MISSING)
     writer.close()
     assert len(read_record(path).needs) == 10
 
@@ -159,7 +159,9 @@ def test_a_later_version_is_refused(path):
 def test_many_threads_may_write(path):
     writer = RecordWriter(path, started_s=1)
     threads = [
-        threading.Thread(target=lambda base=base: [writer.need(FILE, base + at, Found.MISSING) for at in range(500)])
+        threading.Thread(
+            target=lambda base=base: [writer.need(FILE, base + at, Availability.MISSING) for at in range(500)]
+        )
         for base in range(0, 4000, 500)
     ]
     for thread in threads:

@@ -99,8 +99,8 @@ def test_a_place_has_two_prefetches_at_a_time_and_all_of_them_twelve() -> None:
     pull(w)
     w.tick()
     running = Counter(transfer.fetch.step for transfer in w.transfers.values())
-    assert max(running.values()) <= SETTINGS.place_requests
-    assert sum(running.values()) == SETTINGS.place_requests_in_all - SETTINGS.reserved_place_requests
+    assert max(running.values()) <= SETTINGS.peer_requests
+    assert sum(running.values()) == SETTINGS.total_peer_requests - SETTINGS.reserved_peer_requests
 
 
 def test_a_reader_does_not_wait_for_the_prefetches_of_its_owner() -> None:

@@ -13,7 +13,7 @@ WINDOW = 32 << 20
 def judged(*needs: bool) -> HotSetTrust:
     worth = HotSetTrust(SETTINGS)
     for covered in needs:
-        worth.needed(covered)
+        worth.note_need(covered)
     return worth
 
 
@@ -42,9 +42,9 @@ def test_a_set_that_covers_less_than_half_of_24_needs_is_suspended():
 def test_a_suspended_set_comes_back_when_the_latest_needs_speak_for_it():
     worth = judged(*[False] * 40)
     for _ in range(17):
-        worth.needed(True)
+        worth.note_need(True)
     assert worth.suspended
-    worth.needed(True)
+    worth.note_need(True)
     assert not worth.suspended
     assert worth.suspensions == 1
     assert (worth.needs, worth.covered) == (58, 18)
@@ -52,16 +52,16 @@ def test_a_suspended_set_comes_back_when_the_latest_needs_speak_for_it():
 
 def test_a_workload_that_leaves_the_path_of_the_record_ends_the_trust_at_once():
     shared = [True] * 100
-    assert judged(*shared, *[False] * (SETTINGS.parted_needs - 1)).proven
-    assert not judged(*shared, *[False] * SETTINGS.parted_needs).proven
-    assert judged(*shared, *[False] * (SETTINGS.parted_needs - 1 - SETTINGS.suspend_score)).suspended
+    assert judged(*shared, *[False] * (SETTINGS.diverged_needs - 1)).proven
+    assert not judged(*shared, *[False] * SETTINGS.diverged_needs).proven
+    assert judged(*shared, *[False] * (SETTINGS.diverged_needs - 1 - SETTINGS.suspend_score)).suspended
 
 
 SOME_SETTINGS = st.just(SETTINGS) | st.builds(
     FetchSettings,
     judged_needs=st.integers(1, 12),
     judged_window=st.integers(12, 20),
-    parted_needs=st.integers(2, 8),
+    diverged_needs=st.integers(2, 8),
     suspend_score=st.integers(-8, -1),
     trust_score=st.integers(1, 6),
 )
@@ -73,8 +73,8 @@ def test_only_the_latest_needs_decide(needs, settings):
     suspended, suspensions = False, 0
     worth = HotSetTrust(settings)
     for number, covered in enumerate(needs):
-        row = needs[max(0, number + 1 - settings.parted_needs) : number + 1]
-        if len(row) == settings.parted_needs and not any(row) and sum(latest) > 0:
+        row = needs[max(0, number + 1 - settings.diverged_needs) : number + 1]
+        if len(row) == settings.diverged_needs and not any(row) and sum(latest) > 0:
             latest = []
         latest = [*latest, 1 if covered else -1][-settings.judged_window :]
         score = sum(latest)
@@ -83,7 +83,7 @@ def test_only_the_latest_needs_decide(needs, settings):
         elif score <= settings.suspend_score or (len(latest) >= settings.judged_needs and score < 0):
             suspensions += not suspended
             suspended = True
-        worth.needed(covered)
+        worth.note_need(covered)
         assert (worth.suspended, worth.suspensions) == (suspended, suspensions)
         assert worth.proven == (score >= settings.trust_score)
         doubled = settings.min_window_bytes * 2.0**score

@@ -127,7 +127,7 @@ class World:
         for block in blocks:
             if (file, block) not in self.seen:
                 self.seen.add((file, block))
-                self.scheduler.needed(file, block, self.now)
+                self.scheduler.note_need(file, block, self.now)
         missing = [block for block in blocks if (file, block) not in self.here]
         ticket = PendingRead(file, 0, 0, self.now, self.now + deadline_s, done, self._leave)
         if missing:
@@ -152,7 +152,7 @@ class World:
         step()
 
     def _leave(self, ticket: PendingRead) -> None:
-        self.scheduler.cancelled(ticket.file, self.tickets.close(ticket))
+        self.scheduler.reader_cancelled(ticket.file, self.tickets.close(ticket))
 
     def _bring(self, file: int, block: int) -> None:
         self.here.add((file, block))
@@ -175,10 +175,10 @@ class World:
             self.excused[key] += fetch.hedge
         blocks = []
         for block, place in zip(fetch.blocks, places, strict=True):
-            if block in fault.foreign and not fetch.hedge:
-                after_s, brings = fault.foreign[block]
+            if block in fault.claimed_elsewhere and not fetch.hedge:
+                after_s, brings = fault.claimed_elsewhere[block]
                 self.excused[fetch.file, block] += 1
-                self.scheduler.foreign(fetch.number, block)
+                self.scheduler.claimed_elsewhere(fetch.number, block)
                 self.at(self.now + after_s, lambda block=block, brings=brings: self._other(fetch.file, block, brings))
             else:
                 blocks.append((block, float(place.length)))
@@ -188,16 +188,16 @@ class World:
 
     def _other(self, file: int, block: int, brings: bool) -> None:
         if brings:
-            self.scheduler.have(file, block)
+            self.scheduler.mark_present(file, block)
             self._bring(file, block)
         elif (file, block) not in self.here:
-            self.scheduler.freed(file, block)
+            self.scheduler.claim_released(file, block)
 
     # The passing of time
 
     def tick(self) -> None:
-        for ticket, missing in self.tickets.expired(self.now):
-            self.scheduler.expired(ticket.file, missing, self.now)
+        for ticket, missing in self.tickets.take_expired(self.now):
+            self.scheduler.reader_timed_out(ticket.file, missing, self.now)
             ticket.done(TransientError("no answer in time"))
         while True:
             plan = self.scheduler.tick(self.now)
@@ -206,10 +206,10 @@ class World:
             for number in plan.cancelled:
                 transfer = self.transfers.pop(number, None)
                 if transfer is not None:
-                    self.scheduler.finished(number, self.now)
+                    self.scheduler.request_finished(number, self.now)
             for file, block, error in plan.given_up:
-                for ticket, others in self.tickets.given_up((file, block)):
-                    self.scheduler.cancelled(file, others)
+                for ticket, others in self.tickets.fail_block((file, block)):
+                    self.scheduler.reader_cancelled(file, others)
                     ticket.done(error)
             self.check()
             if not (plan.fetches or plan.cancelled or plan.given_up):
@@ -278,9 +278,9 @@ class World:
                 transfer.arrived += 1
                 if block in transfer.fault.corrupt:
                     self.excused[fetch.file, block] += 1
-                    self.scheduler.failed(number, block, CorruptError("wrong bytes"), self.now)
+                    self.scheduler.block_failed(number, block, CorruptError("wrong bytes"), self.now)
                 else:
-                    self.scheduler.arrived(number, block, self.now)
+                    self.scheduler.block_arrived(number, block, self.now)
                     self._bring(fetch.file, block)
             error: BootseerError | None = None
             if transfer.blocks:
@@ -295,7 +295,7 @@ class World:
             del self.transfers[number]
             for block, _ in transfer.blocks:
                 self.excused[fetch.file, block] += 1
-            self.scheduler.finished(number, self.now, error)
+            self.scheduler.request_finished(number, self.now, error)
 
 
 def void(_: object) -> None:

@@ -1,4 +1,4 @@
-"""Block files that are read, and fetched in advance: hot blocks, the rest in the background, or all at full speed.
+"""On-demand reads plus fetching in advance: hot blocks, the rest in the background, or everything at full speed.
 
 One `Fetcher` per mount daemon or pull.
 """
@@ -19,20 +19,20 @@ from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
 
 Progress = Callable[[int, int], None]
-"""Blocks that are here, blocks in all."""
+"""Blocks that are cached, and blocks in all."""
 
-# Reading must end even if the clock thread has died.
+# `read_blocking` must return even if the clock thread has died.
 _GRACE_S = 5.0
 _PROGRESS_S = 0.2
-# A long plan must not keep the first reader from the lock.
+# Prefetches are queued in batches, so that a long plan does not keep readers from the lock.
 _PLANNED_AT_ONCE = 256
 
 
 class Fetcher(Reads):
-    """Block files that are read, fetched and prefetched together. Safe to use from many threads."""
+    """Block files that are read and prefetched together. Safe for many threads."""
 
     def read_blocking(self, file: int, offset: int, length: int, deadline_s: float | None = None) -> Buffer:
-        """Read a range and wait for it. Raises what `read` would answer with."""
+        """Read a range and wait for it. Raises the error that `read` would report."""
         answers: list[Buffer | BootseerError] = []
         answered = threading.Event()
 
@@ -51,9 +51,9 @@ class Fetcher(Reads):
         return answers[0]
 
     def prefetch(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Fetch these blocks (file number, block) in this order, as long as readers need what is among them.
+        """Prefetch these blocks (file number, block), in this order.
 
-        Numbers that do not exist are ignored: hot sets come from outside.
+        Invalid numbers are ignored: hot sets are external data.
         """
         known = [
             (file, block)
@@ -61,7 +61,7 @@ class Fetcher(Reads):
             if 0 <= file < len(self._files) and 0 <= block < self._files[file].index.num_blocks
         ]
         self._stats.hot_blocks += len(known)
-        known = self._scheduler.in_turn(known)
+        known = self._scheduler.rotate_hot(known)
         for start in range(0, len(known), _PLANNED_AT_ONCE):
             part = known[start : start + _PLANNED_AT_ONCE]
             here = [self._files[file].cached.ready(block) for file, block in part]
@@ -69,18 +69,18 @@ class Fetcher(Reads):
                 now = time.monotonic()
                 for (file, block), is_here in zip(part, here, strict=True):
                     if is_here:
-                        self._scheduler.have(file, block)
+                        self._scheduler.mark_present(file, block)
                     self._scheduler.want(file, (block,), Purpose.HOT, now)
-                to_do = self._advance(now)
-            self._carry_out(to_do)
+                actions = self._advance(now)
+            self._run_actions(actions)
         for number, each in enumerate(self._files):
             try:
                 each.cached.mark_hot([block for other, block in known if other == number])
             except BootseerError as error:
                 self._report_problem(f"hot blocks may be evicted as early as others: {error}")
 
-    def stream_rest(self, *, rush: bool = False) -> None:
-        """Fetch all that is missing, in the background, when readers are silent; or with `rush` at full speed."""
+    def stream_rest(self, *, full_speed: bool = False) -> None:
+        """Fetch everything missing: in the background while readers are idle, or with `full_speed` at once."""
         missing = [file.missing() for file in self._files]
         with self._lock:
             now = time.monotonic()
@@ -88,25 +88,25 @@ class Fetcher(Reads):
                 for blocks in parts:
                     self._scheduler.want_cold(number, blocks, now)
             self._wants_all = True
-            if rush:
+            if full_speed:
                 self._scheduler.fetch_all_now()
-            to_do = self._advance(now)
-        self._carry_out(to_do)
+            actions = self._advance(now)
+        self._run_actions(actions)
 
     def stop_prefetch(self) -> None:
-        """Fetch only what readers ask for from now on. Requests that are under way end."""
+        """Fetch only what readers ask for from now on. Running requests continue."""
         with self._lock:
             self._wants_all = False
             for number in range(len(self._files)):
                 self._scheduler.stop_prefetch(number)
 
     def pull_all(self, progress: Progress | None = None) -> None:
-        """Fetch all that is missing, at full speed, and wait for it. Afterwards all files are complete and durable.
+        """Fetch everything missing at full speed, and wait. Afterwards all files are complete and durable.
 
-        Raises `CacheFull` when they do not fit, otherwise why a block could not be fetched, and `TransientError`
-        when no block has come for a long time.
+        Raises `CacheFull` if they do not fit, the error of a block that could not be fetched, and `TransientError` when
+        no block has arrived for `stall_s`.
         """
-        self.stream_rest(rush=True)
+        self.stream_rest(full_speed=True)
         total = sum(file.index.num_blocks for file in self._files)
         last, since, is_idle = -1, time.monotonic(), False
         while not is_idle:
@@ -138,7 +138,7 @@ class Fetcher(Reads):
         return replace(
             stats,
             covered=trust.covered,
-            wasted_blocks=sum(_num_only_in(file.brought_hot, file.needed) for file in self._files),
+            wasted_blocks=sum(_num_only_in(file.prefetched_hot, file.needed) for file in self._files),
             suspended=trust.suspended,
             suspensions=trust.suspensions,
             bytes_by_purpose=dict(stats.bytes_by_purpose),

@@ -1,14 +1,13 @@
 """Which blocks a startup will need, and when: learned from several startups of the same workload.
 
-One startup's record lies: it holds blocks that only a crash, a debugging session or one rank read. So the last few
-records are kept, a block is hot when at least half of the runs needed it, and its turn comes by the early quantile of
-the times at which it was needed. What no run needs any more disappears by itself; runs that have nothing in common
-with the newest ones are dropped, and a set that has stopped to cover what is needed starts over.
+A single startup's record is misleading: it contains blocks that only a crash, a debugging session or one rank read. So
+the last few records are kept, a block is hot if at least half of the runs needed it, and blocks are ordered by an early
+quantile of the times at which they were needed. Blocks that no run needs any more disappear with the old records. Runs
+that have little in common with the newest ones are dropped, and a set that no longer covers what is needed starts over.
 
-The key is (image identity, workload key). As bytes a set is bounded JSON in a zstd frame, docs/formats/hotset.md. Hot
-sets lie in stores that others write to, so nothing in them is believed: sizes are bounded before anything is allocated,
-and numbers are checked one by one. A wrong set costs bandwidth, never a wrong byte.
-Decides and touches nothing.
+The key is (image identity, workload key). The format is bounded JSON in a zstd frame, docs/formats/hotset.md. Hot sets
+come from stores with other writers, so they are untrusted: sizes are bounded before anything is allocated, and every
+number is checked. A wrong set costs bandwidth, never a wrong byte. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -28,40 +27,40 @@ from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch.settings import FetchSettings
 
 Block = tuple[str, int]
-"""Identity of a block file, number of a block."""
+"""Identity of a block file, and block number."""
 
 MAX_RUNS = 8
 MAX_NEEDS = 1 << 17
-"""Of one run: 32 GiB in blocks of 256 KiB. A start that reads more than that should not be lazy."""
+"""Per run: 32 GiB in blocks of 256 KiB. A start that reads more should not be lazy."""
 MAX_BLOCK = 1 << 26
 MAX_MS = 1 << 40
 SCHEMA = "bootseer.hotset/1"
 MAX_STORED_BYTES = 16 << 20
-# A parsed JSON text takes up to fifty times its own size.
+# Parsed JSON takes up to fifty times the size of its text.
 MAX_JSON_BYTES = 16 << 20
 MAX_FILES = 4096
 MAX_KEY = 512
 MAX_IMPORTS = 1 << 20
 """Characters."""
 _LEVEL = 9
-# The two newest runs decide which others belong to them, so that one odd run does not wipe out the others.
-_JUDGES = 2
-_MIN_AGREEMENT = 0.3
-# With one or two runs that is all that any of them needed.
+# The two newest runs decide which older ones to keep, so that a single odd run does not remove all others.
+_NUM_NEWEST = 2
+_MIN_OVERLAP = 0.3
+# With one or two runs, this makes every block hot that any of them needed.
 _MIN_CONFIDENCE = 0.5
 _EARLY = 0.25
 _STALE_COVERAGE = 0.6
-# Too short to speak for or against anything.
+# Shorter runs say nothing about the quality of a plan.
 _MIN_NEEDS = 24
 
 
-class Found(IntEnum):
+class Availability(IntEnum):
     """Where a reader found the block that it needed."""
 
     READY = 0
     """In the cache."""
     IN_FLIGHT = 1
-    """On its way: a prefetch that was late, or another reader's."""
+    """Being fetched: by a late prefetch, or for another reader."""
     MISSING = 2
 
 
@@ -74,20 +73,20 @@ class Need:
     block: int
     t_ms: int
     """Milliseconds since the record began."""
-    found: Found
+    found: Availability
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The needs of one startup, in the order of their time, each block once."""
+    """The needs of one startup in chronological order, each block once."""
 
     started_s: float
-    """When it began, seconds since 1970: orders the runs."""
+    """Start time in seconds since 1970; orders the runs."""
     duration_ms: int
-    """How long needs were recorded: this run says nothing about what comes later."""
+    """How long needs were recorded; nothing is known about later ones."""
     needs: tuple[Need, ...]
     coverage: float | None = None
-    """What part of the needs the plan of that time covered; None when there was none."""
+    """The share of the needs that the plan of that startup covered; None if there was none."""
 
     @property
     def blocks(self) -> frozenset[Block]:
@@ -96,62 +95,61 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class HotSet:
-    """What is known of one image with one workload: the newest records, oldest first."""
+    """The newest records of one image with one workload, the oldest first."""
 
     image: str
     workload: str
     records: tuple[Record, ...] = ()
     imports: str = ""
-    """What the programs of a recent run imported, for a node that is to start them warm: a text that is not looked into
-    here."""
+    """The modules imported by a recent run, as opaque text, for nodes that start warm."""
 
     def merge(self, record: Record) -> HotSet:
         return self.union(replace(self, records=(record,)))
 
     def union(self, other: HotSet) -> HotSet:
-        """With the runs of both, each once; gone are those beyond the newest few, and those of another workload."""
+        """The runs of both sets, each once: the newest few, without those of an apparently different workload."""
         runs = {(run.started_s, run.duration_ms, len(run.needs)): run for run in (*self.records, *other.records)}
         records = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
         newer = max(self, other, key=lambda one: one.records[-1].started_s if one.records else 0.0)
         imports = newer.imports or self.imports or other.imports
         merged = replace(self, records=tuple(records), imports=imports)
         if merged.stale:
-            return replace(merged, records=tuple(records[-_JUDGES:]))
-        judges = [each.blocks for each in records[-_JUDGES:]]
+            return replace(merged, records=tuple(records[-_NUM_NEWEST:]))
+        newest_runs = [each.blocks for each in records[-_NUM_NEWEST:]]
         kept = [
             each
-            for each in records[:-_JUDGES]
-            if any(_agreement(each.blocks, judge) >= _MIN_AGREEMENT for judge in judges)
+            for each in records[:-_NUM_NEWEST]
+            if any(_overlap(each.blocks, newest) >= _MIN_OVERLAP for newest in newest_runs)
         ]
-        return replace(merged, records=(*kept, *records[-_JUDGES:]))
+        return replace(merged, records=(*kept, *records[-_NUM_NEWEST:]))
 
     def of_files(self, files: Collection[str]) -> HotSet:
-        """With the runs alone that needed some block of these files: the same image in other blocks has other files."""
+        """Only the runs that needed a block of these files: after a new conversion the same image has other files."""
         known = frozenset(files)
         records = tuple(run for run in self.records if any(need.file in known for need in run.needs))
         return replace(self, records=records)
 
     @property
     def stale(self) -> bool:
-        """Whether the plans have missed the newest runs, all of them: the workload or its code has changed."""
-        newest = [each for each in self.records if len(each.needs) >= _MIN_NEEDS][-_JUDGES:]
-        return len(newest) == _JUDGES and all(
+        """Whether the plans of the newest runs missed: the workload or its code has changed."""
+        newest = [each for each in self.records if len(each.needs) >= _MIN_NEEDS][-_NUM_NEWEST:]
+        return len(newest) == _NUM_NEWEST and all(
             each.coverage is not None and each.coverage < _STALE_COVERAGE for each in newest
         )
 
     def plan(self) -> list[Block]:
-        """The hot blocks, those that are needed early first. The same for equal sets."""
+        """The hot blocks, those needed earliest first. Deterministic."""
         early = {block: _early(at) for block, at in self._times().items()}
         hot = [block for block, share in self.confidence().items() if share >= _MIN_CONFIDENCE]
         return sorted(hot, key=lambda block: (early[block], block))
 
     def confidence(self) -> Mapping[Block, float]:
-        """For each block that any run needed, the part of the runs that needed it."""
+        """For each needed block, the share of the runs that needed it."""
         durations = [record.duration_ms for record in self.records]
         return {block: _confidence(len(at), _early(at), durations) for block, at in self._times().items()}
 
     def _times(self) -> dict[Block, list[int]]:
-        """When each block was needed, in milliseconds, once for each run that needed it."""
+        """The times in ms at which each block was needed, one per run that needed it."""
         times: dict[Block, list[int]] = {}
         for record in self.records:
             for need in record.needs:
@@ -160,75 +158,77 @@ class HotSet:
 
 
 def coverage(plan: Sequence[Block], record: Record) -> float:
-    """What part of the needs of one startup a plan covered; 1 when nothing was needed."""
+    """The share of one startup's needs that a plan covered; 1 if nothing was needed."""
     planned = frozenset(plan)
     covered = sum((need.file, need.block) in planned for need in record.needs)
     return covered / len(record.needs) if record.needs else 1.0
 
 
 def _early(times: list[int]) -> int:
-    """The early quantile: soon enough for most runs, and one run that was in a hurry does not decide."""
+    """The early quantile: soon enough for most runs, but not determined by a single fast one."""
     return sorted(times)[int(_EARLY * (len(times) - 1))]
 
 
 def _confidence(num_needed: int, early_ms: int, durations: Sequence[int]) -> float:
-    """Part of the runs that needed a block. A run that ended before its time has come has no say."""
+    """The share of runs that needed a block. Runs that ended before `early_ms` are not counted."""
     return num_needed / max(num_needed, sum(duration >= early_ms for duration in durations))
 
 
-def _agreement(one: frozenset[Block], other: frozenset[Block]) -> float:
-    """Common part of two runs: 1 when one of them is the beginning of the other."""
+def _overlap(one: frozenset[Block], other: frozenset[Block]) -> float:
+    """The overlap of two runs: 1 if one is a subset of the other."""
     return len(one & other) / max(min(len(one), len(other)), 1)
 
 
 class HotSetTrust:
-    """Is a hot set worth its bandwidth? Judged by how many of the readers' needs it covers.
+    """Judges whether a hot set is worth its bandwidth, by the share of the readers' needs that it covers.
 
-    A hot set recorded from another workload is worse than none: it takes bandwidth and processor time from the readers.
-    So a set starts on probation, with little in flight; each need that it covers doubles that, each need that it does
-    not cover halves it. Far more hits than misses: full speed. More misses than hits: suspended, until the latest needs
-    speak for it again. Several misses in a row put it back on probation, however well it did before.
-    From then on what it covers speaks for what was recorded shortly behind that, and no longer for all the rest:
-    workloads that part share libraries that they load later, and each would bring the whole of a wrong set.
+    Why trust is earned step by step: a hot set recorded from another workload is worse than none, as it takes bandwidth
+    and CPU time from readers, and whether it fits is known only from their needs. So a set starts on probation, with a
+    small window; each covered need doubles the window, each uncovered one halves it. With far more hits than misses it
+    gets full speed; with more misses than hits it is suspended, until recent needs speak for it again. Several misses
+    in a row put it back on probation, however well it did before.
+
+    After such a failure a covered need justifies only what was recorded shortly behind it, not the whole rest:
+    workloads that diverge still share libraries that they load later, and each of those would justify a wrong set.
     """
 
     def __init__(self, settings: FetchSettings) -> None:
         self._settings = settings
-        self._places: dict[tuple[int, int], int] = {}
-        """Bytes of the set that were recorded before each block."""
+        self._positions: dict[tuple[int, int], int] = {}
+        """For each block, the bytes of the set that were recorded before it."""
         self._planned_bytes = 0
         self._reached = 0
-        """The furthest place that a reader has come to."""
-        self.doubted = False
-        """Whether it was wrong for a while."""
+        """The furthest position that a reader has reached."""
+        self.was_wrong = False
+        """Whether it was suspended, or back on probation, at some time."""
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
         self._score = 0
         self._missed_in_row = 0
         self.needs = 0
-        """Blocks that readers needed since there is a hot set."""
+        """Blocks needed by readers since there is a hot set."""
         self.covered = 0
         """Those of them that are in the hot set."""
         self.suspended = False
         self.suspensions = 0
 
-    def planned(self, key: tuple[int, int], size_bytes: int) -> None:
-        """The next block of the set."""
-        if key not in self._places:
-            self._places[key] = self._planned_bytes
+    def add_block(self, key: tuple[int, int], size_bytes: int) -> None:
+        """Append a block to the set."""
+        if key not in self._positions:
+            self._positions[key] = self._planned_bytes
             self._planned_bytes += size_bytes
 
-    def needed(self, covered: bool, key: tuple[int, int] | None = None) -> None:
-        """A reader needed the block `key` for the first time; `covered`: the hot set has it."""
+    def note_need(self, covered: bool, key: tuple[int, int] | None = None) -> None:
+        """A reader needed the block `key` for the first time; `covered`: it is in the hot set."""
         if key is not None:
-            self._reached = max(self._reached, self._places.get(key, 0))
+            self._reached = max(self._reached, self._positions.get(key, 0))
         self.needs += 1
         self.covered += covered
         self._missed_in_row = 0 if covered else self._missed_in_row + 1
-        if self._missed_in_row >= self._settings.parted_needs and self._score > 0:
-            # The workload has left the path of the record: what it needed before says nothing about what comes.
+        if self._missed_in_row >= self._settings.diverged_needs and self._score > 0:
+            # The workload has left the recorded path: what it needed before says nothing about what comes.
             self._latest.clear()
             self._score = 0
-            self.doubted = True
+            self.was_wrong = True
         if len(self._latest) == self._settings.judged_window:
             self._score -= 1 if self._latest[0] else -1
         self._latest.append(covered)
@@ -239,20 +239,21 @@ class HotSetTrust:
             self._score <= self._settings.suspend_score
             or (len(self._latest) >= self._settings.judged_needs and self._score < 0)
         ):
-            self.suspended = self.doubted = True
+            self.suspended = self.was_wrong = True
             self.suspensions += 1
 
     @property
     def proven(self) -> bool:
-        """Whether the set may use all the bandwidth that readers leave."""
+        """Whether the set may use all bandwidth that readers leave."""
         return self._score >= self._settings.trust_score
 
     def is_near(self, key: tuple[int, int], ahead_bytes: int) -> bool:
-        """Whether the block may be fetched now: of a set that was wrong before, no more than so many bytes ahead."""
-        return not self.doubted or self._places.get(key, 0) <= self._reached + ahead_bytes
+        """Whether a block may be fetched now: for a set that was wrong before, at most `ahead_bytes` ahead of
+        readers."""
+        return not self.was_wrong or self._positions.get(key, 0) <= self._reached + ahead_bytes
 
     def allowance(self, window_bytes: int) -> int:
-        """How much of a full window the set may have in flight."""
+        """The share of a full window, in bytes, that the set may have in flight."""
         if self.suspended:
             return 0
         if self.proven:
@@ -267,7 +268,7 @@ _Identity = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class _Run(msgspec.Struct):
-    """One record, in columns."""
+    """One record, as columns."""
 
     started_s: Annotated[float, msgspec.Meta(ge=0)]
     duration_ms: Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
@@ -291,7 +292,7 @@ class _Document(msgspec.Struct):
 
 
 def encode_hot_set(hot_set: HotSet) -> bytes:
-    """The bytes of a set, the same for equal sets. The oldest runs are left out when they do not fit."""
+    """Deterministic bytes of a set. The oldest runs are omitted if they do not fit."""
     for start in range(len(hot_set.records) + 1):
         text = _text(hot_set, hot_set.records[start:])
         if len(text) <= MAX_JSON_BYTES:
@@ -328,11 +329,11 @@ def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
 
 
 def parse_hot_set(data: bytes) -> HotSet:
-    """Read a set. Raises `CorruptError`, or `PermanentError` for a version that this program does not know."""
+    """Parse a set. Raises `CorruptError`, or `PermanentError` for an unknown version."""
     if len(data) > MAX_STORED_BYTES:
         raise CorruptError(f"a hot set of {len(data)} bytes is too large")
     try:
-        # The frame's own word on its size decides what is allocated, so it is read first.
+        # The declared size determines the allocation, so it is checked first.
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= MAX_JSON_BYTES:
             raise CorruptError("a hot set's frame announces an impossible size")
@@ -355,7 +356,7 @@ def parse_hot_set(data: bytes) -> HotSet:
 
 def _record(run: _Run, files: list[str]) -> Record:
     numbers, blocks = _numbers(run.file, len(files)), _numbers(run.block, MAX_BLOCK)
-    times, found = _numbers(run.t_ms, MAX_MS), _numbers(run.found, len(Found))
+    times, found = _numbers(run.t_ms, MAX_MS), _numbers(run.found, len(Availability))
     if not len(numbers) == len(blocks) == len(times) == len(found):
         raise CorruptError("a hot set has columns of different lengths")
     if len(set(zip(numbers, blocks, strict=True))) != len(numbers):
@@ -363,17 +364,17 @@ def _record(run: _Run, files: list[str]) -> Record:
     if any(later < earlier for earlier, later in pairwise(times)):
         raise CorruptError("a hot set has needs that are not in order")
     columns = zip(numbers, blocks, times, found, strict=True)
-    needs = tuple(Need(files[number], block, t_ms, Found(how)) for number, block, t_ms, how in columns)
+    needs = tuple(Need(files[number], block, t_ms, Availability(how)) for number, block, t_ms, how in columns)
     return Record(run.started_s, int(run.duration_ms), needs, run.coverage)
 
 
 def _deltas(values: list[int]) -> list[int]:
-    """Differences to the value before: most are small, so that they take few digits and compress well."""
+    """Differences between neighbours: mostly small, so they take few digits and compress well."""
     return [later - earlier for earlier, later in pairwise([0, *values])]
 
 
 def _numbers(deltas: list[int], limit: int) -> list[int]:
-    """A column that `_deltas` wrote, each number at least 0 and less than `limit`."""
+    """Decode a column of `_deltas`; each number must be at least 0 and less than `limit`."""
     numbers = list(accumulate(deltas))
     if numbers and not 0 <= min(numbers) <= max(numbers) < limit:
         raise CorruptError("a hot set has a column of impossible numbers")

@@ -1,4 +1,4 @@
-"""What waits: reads for their blocks, and until when; blocks that other processes bring.
+"""What is waited for: reads that wait for blocks, with their deadlines, and blocks that other processes fetch.
 
 Used with the fetcher's lock held. Decides and touches nothing.
 """
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from bootseer.blocks.codec import Buffer
 
 Done = Callable[["Buffer | BootseerError"], None]
-_LOOK_S = 0.005
-_LOOK_EACH_S = 50e-6
-_LONGEST_LOOK_S = 0.05
+_CHECK_S = 0.005
+_CHECK_PER_BLOCK_S = 50e-6
+_MAX_CHECK_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """A read of one range that waits for the blocks that were not here. It keeps those that come meanwhile, so that it
-    can be served even if the cache has no room for them."""
+    """A read of one range that waits for missing blocks. It keeps the blocks that arrive meanwhile, so that it can be
+    served even if the cache has no space for them."""
 
     file: int
     offset: int
@@ -33,21 +33,21 @@ class PendingRead:
     since: float
     deadline: float
     done: Done = field(repr=False)
-    leave: Callable[[PendingRead], None] = field(repr=False)
+    on_cancel: Callable[[PendingRead], None] = field(repr=False)
     missing: set[int] = field(default_factory=set)
-    """Blocks that it still waits for."""
+    """Blocks that it waits for."""
     held: dict[int, bytes] = field(default_factory=dict, repr=False)
-    """Blocks that came while it waited."""
+    """Blocks that arrived while it waited."""
     open: bool = True
-    """No thread has taken it to call `done`."""
+    """False once a thread is responsible for calling `done`."""
 
     def cancel(self) -> None:
-        """The reader does not wait any more: `done` is not called, unless that is happening just now."""
-        self.leave(self)
+        """Cancel the read: `done` is not called, unless that is in progress."""
+        self.on_cancel(self)
 
 
 class PendingReads:
-    """All reads that wait."""
+    """All waiting reads."""
 
     def __init__(self) -> None:
         self._by_block: dict[Key, list[PendingRead]] = {}
@@ -58,7 +58,7 @@ class PendingReads:
         return len({id(read) for reads in self._by_block.values() for read in reads})
 
     def wait(self, read: PendingRead, blocks: Iterable[int]) -> None:
-        """A read begins to wait, or must wait once more for blocks that were here and are not any more."""
+        """Add a read, or add it again for blocks that were cached and are not any more."""
         read.open = True
         read.missing = set(blocks)
         for block in read.missing:
@@ -67,7 +67,7 @@ class PendingReads:
         self._next_number += 1
 
     def arrived(self, key: Key, data: bytes | None) -> list[PendingRead]:
-        """A block is here, with these bytes or in the cache. Returns the reads that have all they need; all closed."""
+        """A block arrived: with its bytes, or in the cache if None. Closes and returns the complete reads."""
         complete = []
         for read in self._by_block.pop(key, ()):
             if data is not None:
@@ -78,12 +78,12 @@ class PendingReads:
                 complete.append(read)
         return complete
 
-    def given_up(self, key: Key) -> list[tuple[PendingRead, set[int]]]:
-        """A block will not come. Returns the reads that fail, closed, and what else each waited for."""
+    def fail_block(self, key: Key) -> list[tuple[PendingRead, set[int]]]:
+        """A block was given up. Closes and returns the reads of it, each with the other blocks that it waited for."""
         return [(read, self.close(read) - {key[1]}) for read in list(self._by_block.get(key, ()))]
 
-    def expired(self, now: float) -> list[tuple[PendingRead, set[int]]]:
-        """The reads whose deadline has passed, closed, and what each waited for."""
+    def take_expired(self, now: float) -> list[tuple[PendingRead, set[int]]]:
+        """Close and return the reads past their deadline, each with the blocks that it waited for."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             read = heapq.heappop(self._deadlines)[2]
@@ -92,7 +92,7 @@ class PendingReads:
         return expired
 
     def close(self, read: PendingRead) -> set[int]:
-        """Take a read out. Returns the blocks that it waited for; none if it was closed before."""
+        """Remove a read. Returns the blocks that it waited for; empty if it was closed before."""
         if not read.open:
             return set()
         read.open = False
@@ -102,7 +102,7 @@ class PendingReads:
             if not reads:
                 del self._by_block[read.file, block]
         missing, read.missing = read.missing, set()
-        read.held = {}  # the read itself lies among the deadlines for a while
+        read.held = {}  # the read object stays in the heap of deadlines for a while
         return missing
 
     def close_all(self) -> list[PendingRead]:
@@ -113,46 +113,46 @@ class PendingReads:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first read runs out of time."""
+        """The earliest deadline."""
         while self._deadlines and not self._deadlines[0][2].open:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
 
-class ForeignClaims:
-    """The blocks that other processes are about to bring, and when to look for them again.
+class OtherClaims:
+    """Blocks that other processes are fetching, and when to check them again.
 
-    There is no message between processes: a block appears in the shared cache, or its claim falls. So all of them are
-    looked at again and again, less often the more they are. A claim that is held for `overdue_s` is not believed.
+    Processes do not notify each other: a block appears in the shared cache, or its claim is released. So claims are
+    polled, less often the more there are. A claim held for `overdue_s` is ignored.
     """
 
     def __init__(self, overdue_s: float) -> None:
         self._overdue_s = overdue_s
         self._since: dict[Key, float] = {}
-        self._next_look = 0.0
+        self._next_check_s = 0.0
 
     def watch(self, key: Key, now: float) -> None:
         """Another process has claimed this block."""
         if not self._since:
-            self._next_look = now + _LOOK_S
+            self._next_check_s = now + _CHECK_S
         self._since.setdefault(key, now)
 
     def forget(self, key: Key) -> None:
-        """The block is here, or not waited for."""
+        """The block is cached, or not wanted any more."""
         self._since.pop(key, None)
 
     def due(self, now: float) -> list[Key]:
-        """The blocks to look at now."""
-        if not self._since or now < self._next_look:
+        """The blocks to check now."""
+        if not self._since or now < self._next_check_s:
             return []
-        self._next_look = now + min(_LOOK_S + len(self._since) * _LOOK_EACH_S, _LONGEST_LOOK_S)
+        self._next_check_s = now + min(_CHECK_S + len(self._since) * _CHECK_PER_BLOCK_S, _MAX_CHECK_S)
         return list(self._since)
 
     def overdue(self, key: Key, now: float) -> bool:
-        """Whether its claim has been held for so long that its holder must hang."""
+        """Whether the claim has been held for so long that its holder must hang."""
         return now - self._since.get(key, now) >= self._overdue_s
 
     @property
-    def next_look(self) -> float | None:
-        """When the next one is due."""
-        return self._next_look if self._since else None
+    def next_check(self) -> float | None:
+        """When the next check is due."""
+        return self._next_check_s if self._since else None

@@ -1,19 +1,19 @@
-"""Reads of block files: from the cache when the blocks are there, from their origins when not.
+"""Reads of block files: from the cache if the blocks are there, otherwise from their origins.
 
-The walk of a missing block:
+The path of a missing block:
 
-1. `read`: the cache does not have it (`MissingBlocks`), so the read becomes a `PendingRead` of these blocks.
-2. `_advance`: the scheduler decides which blocks are asked for now, together with which others, and from which of the
-   file's origins (`schedule`); a worker thread gets each request.
-3. `_fetch`, on that thread: `transfer.bring` claims the blocks against other processes, asks the origin, verifies each
-   block as it arrives and keeps it in the cache. A block that another process has claimed is looked for from time to
-   time (`_look_at`).
-4. `_took`: the scheduler learns that it came (or that it was damaged, and asks again, or gives up), and the reads that
-   have all they need are served (`_serve`), from memory or from the cache.
+1. `read`: the cache does not have it (`MissingBlocks`), so the read becomes a `PendingRead` of the missing blocks.
+2. `_advance`: the scheduler decides which blocks to request now, together with which others, and from which of the
+   file's origins (`schedule`); each request goes to a worker thread.
+3. `_fetch`, on that thread: `transfer.fetch_blocks` claims the blocks against other processes, asks the origin,
+verifies
+   each block as it arrives and stores it in the cache. Blocks claimed by another process are polled (`_check_claim`).
+4. `_process_step`: the scheduler is told of the arrival (or of damage, then it retries or gives up), and complete reads
+   are served (`_serve`), from memory or from the cache.
 
-A block that is in the cache is served on the reader's own thread, without a lock held during the read. All other state
-belongs to `_lock`, which is never held during input, output, decoding or a reader's callback: methods collect a `_ToDo`
-under the lock and carry it out after it. One more thread (`bootseer-fetch-clock`) does what is due by time.
+A cached block is served on the reader's own thread, without a lock during the read. All other state is guarded by
+`_lock`, which is never held during I/O, decoding or callbacks: methods collect `_Actions` under the lock and run them
+after its release. The thread `bootseer-fetch-clock` handles everything that is due by time.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from bootseer.blocks.index import Index
 from bootseer.cache.disk import MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
-from bootseer.fetch.hotset import Found
+from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
-from bootseer.fetch.pending import Done, ForeignClaims, PendingRead, PendingReads
+from bootseer.fetch.pending import Done, OtherClaims, PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.stats import FetchStats
-from bootseer.fetch.transfer import Arrived, Claim, File, Peers, StoreOrigin, bring
+from bootseer.fetch.transfer import ArrivedBlock, Claim, File, Peers, StoreOrigin, fetch_blocks
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
 from bootseer.store.store import Store
 
 _LOG = logger(__name__)
-OnNeed = Callable[[int, int, Found], None]
-"""File number, block, where it was found: once per block, on the reader's thread and without a lock."""
+OnNeed = Callable[[int, int, Availability], None]
+"""File number, block, and where it was found: once per block, on the reader's thread, without a lock."""
 
 _CLOSE_S = 5.0
 _MAX_SECONDS = 3600
 
 
 @dataclass(slots=True)
-class _ToDo:
-    """What to do once the lock is released."""
+class _Actions:
+    """What to do after the lock is released."""
 
     fetches: list[Fetch] = field(default_factory=list)
     complete: list[PendingRead] = field(default_factory=list)
     failed: list[tuple[PendingRead, BootseerError]] = field(default_factory=list)
 
-    def add(self, more: _ToDo) -> None:
+    def add(self, more: _Actions) -> None:
         self.fetches += more.fetches
         self.complete += more.complete
         self.failed += more.failed
 
 
 class Reads:
-    """Block files that are read together. Safe to use from many threads."""
+    """Block files that are read together. Safe for many threads."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Reads:
         on_need: OnNeed | None = None,
         on_problem: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_problem` gets a line for the user when something goes on working, but worse; once per thing."""
+        """`on_problem` gets a line for the user about degraded operation, once per cause."""
         self._settings = settings or FetchSettings()
         self._on_need = on_need
         self._on_problem = on_problem
@@ -83,22 +83,23 @@ class Reads:
         self._lock = threading.Lock()
         self._reads_lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        """The clock's next time, or that nothing is left to fetch."""
+        """Notifies of an earlier wake-up time for the clock, or that nothing is left to fetch."""
         self._files: list[File] = []
         self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
-        self._foreign = ForeignClaims(self._settings.claim_s)
+        self._other_claims = OtherClaims(self._settings.claim_s)
         self._distrusted: set[Key] = set()
-        """Blocks that the cache called ready and could not give, and those whose claim is overdue."""
+        """Blocks that the cache lists and could not deliver, and those with an overdue claim: fetched without a
+        claim."""
         self._cancelled: set[int] = set()
-        """Running requests that are to break off. Changed under the lock, looked at without."""
+        """Running requests to abort. Changed under the lock, read without."""
         self._urgent: set[int] = set()
-        """Running prefetch requests that a reader waits for by now. Changed under the lock, looked at without."""
+        """Running prefetch requests that readers wait for. Changed under the lock, read without."""
         self._wake_at: float | None = None
         self._wants_all = False
         self._closed = False
         self._cache_error: BootseerError | None = None
-        """Why blocks cannot be kept."""
+        """Why blocks cannot be cached."""
         self._stats = FetchStats()
         self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
         self._workers = Executor("bootseer-fetch")
@@ -106,7 +107,7 @@ class Reads:
         self._clock.submit(self._run_clock)
 
     def add(self, index: Index, store: Store, cached: CachedFile, *, peers: Peers | None = None) -> int:
-        """A file to read, and where its blocks come from: the store, or `peers` that have them before it.
+        """Add a file with its origins: the store, and `peers`, which are asked before it.
 
         Returns its number. The caller closes all of them after this fetcher.
         """
@@ -120,11 +121,11 @@ class Reads:
     def read(
         self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None
     ) -> PendingRead | None:
-        """Read a range, cut at the end of the file. `done` gets the bytes, or why there are none.
+        """Read a range, cut at the end of the file. `done` gets the bytes or an error.
 
-        When all is in the cache, `done` is called before this returns, and it returns None. Otherwise it is called once
-        on another thread, which it must not hold up, after `deadline_s` at the latest; `PendingRead.cancel` calls it
-        off. After a `TransientError` a new read tries afresh.
+        If everything is cached, `done` is called before this returns None. Otherwise it is called once, on another
+        thread, which it must not block, within `deadline_s`, unless `PendingRead.cancel` is called before. After a
+        `TransientError` a new read starts over.
         """
         here = self._files[file]
         with self._reads_lock:
@@ -146,18 +147,18 @@ class Reads:
             return None
         now = time.monotonic()
         until = now + (self._settings.deadline_s if deadline_s is None else deadline_s)
-        read = PendingRead(file, offset, length, now, until, done, self._leave)
+        read = PendingRead(file, offset, length, now, until, done, self._cancel)
         with self._lock:
             if not self._closed:
                 self._stats.waited_reads += 1
-            to_do = self._wait(read, missing)
-        self._carry_out(to_do)
+            actions = self._wait(read, missing)
+        self._run_actions(actions)
         return read
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """End all threads, at most `timeout_s` later; readers that wait get an error. Safe to call twice.
+        """End all threads within `timeout_s`; waiting readers get an error. Safe to call twice.
 
-        What hangs in a request is left behind.
+        Threads that hang in a request are abandoned.
         """
         with self._lock:
             self._closed = True
@@ -170,98 +171,98 @@ class Reads:
         self._clock.close(max(until - time.monotonic(), 0.0))
 
     def _note_needs(self, number: int, blocks: range, missing: list[int]) -> None:
-        """A reader reads blocks: note those that no reader had needed before, and where they were."""
+        """A reader reads blocks: note the first need of each, and where it was found."""
         file, now, stats = self._files[number], time.monotonic(), self._stats
-        needs: list[tuple[int, Found]] = []
+        needs: list[tuple[int, Availability]] = []
         with self._lock:
             was_suspended = self._scheduler.trust.suspended
             for block in blocks:
                 if file.needed[block]:
                     continue
                 file.needed[block] = 1
-                found = Found.READY
+                found = Availability.READY
                 if block in missing:
-                    found = Found.IN_FLIGHT if self._scheduler.in_flight(number, block) else Found.MISSING
+                    found = Availability.IN_FLIGHT if self._scheduler.in_flight(number, block) else Availability.MISSING
                 needs.append((block, found))
                 stats.needs += 1
-                stats.hits += found is Found.READY
-                stats.late += found is Found.IN_FLIGHT
-                stats.missed += found is Found.MISSING
+                stats.hits += found is Availability.READY
+                stats.late += found is Availability.IN_FLIGHT
+                stats.missed += found is Availability.MISSING
                 stats.last_need_s = now - self._start
                 if stats.first_need_s is None:
                     stats.first_need_s = stats.last_need_s
-                self._scheduler.needed(number, block, now)
+                self._scheduler.note_need(number, block, now)
             trust = self._scheduler.trust
             if trust.suspended is not was_suspended:
                 verdict = "suspended" if trust.suspended else "resumed"
                 _LOG.info("the hot set is %s: it covers %d of %d needs", verdict, trust.covered, trust.needs)
-            # A hot set has more or less to prefetch by now; a read that waits asks the scheduler itself.
-            to_do = _ToDo() if missing else self._advance(now)
-        self._carry_out(to_do)
+            # The need may have changed how much of the hot set to prefetch; a waiting read asks the scheduler anyway.
+            actions = _Actions() if missing else self._advance(now)
+        self._run_actions(actions)
         if self._on_need is not None:
             for block, found in needs:
                 self._on_need(number, block, found)
 
-    def _leave(self, read: PendingRead) -> None:
+    def _cancel(self, read: PendingRead) -> None:
         with self._lock:
-            self._scheduler.cancelled(read.file, self._pending.close(read))
+            self._scheduler.reader_cancelled(read.file, self._pending.close(read))
 
     # With the lock held
 
-    def _wait(self, read: PendingRead, missing: list[int]) -> _ToDo:
+    def _wait(self, read: PendingRead, missing: list[int]) -> _Actions:
         if self._closed:
-            return _ToDo(failed=[(read, closed())])
+            return _Actions(failed=[(read, closed())])
         now = time.monotonic()
         if error := self._scheduler.outage(read.file, read.deadline, now):
             self._stats.failed_reads += 1
-            return _ToDo(failed=[(read, error)])
+            return _Actions(failed=[(read, error)])
         self._scheduler.want(read.file, missing, Purpose.DEMAND, now)
         self._pending.wait(read, missing)
         for block in missing:
             self._urgent.update(self._scheduler.requests_for(read.file, block))
         return self._advance(now)
 
-    def _advance(self, now: float) -> _ToDo:
-        """What the scheduler decided, and which reads ran out of time."""
-        to_do = _ToDo()
-        for read, missing in self._pending.expired(now):
-            to_do.failed.append((read, self._timeout_error(read, missing)))
-            self._scheduler.expired(read.file, missing, now)
+    def _advance(self, now: float) -> _Actions:
+        """Collect the scheduler's decisions, and the reads past their deadline."""
+        actions = _Actions()
+        for read, missing in self._pending.take_expired(now):
+            actions.failed.append((read, self._timeout_error(read, missing)))
+            self._scheduler.reader_timed_out(read.file, missing, now)
         plan = self._scheduler.tick(now)
-        to_do.fetches = plan.fetches
+        actions.fetches = plan.fetches
         self._cancelled.update(plan.cancelled)
         for file, block, error in plan.given_up:
             if isinstance(error, CorruptError):
                 self._stats.first_corrupt = self._stats.first_corrupt or str(error)
-            for read, others in self._pending.given_up((file, block)):
-                to_do.failed.append((read, error))
-                self._scheduler.cancelled(file, others)
-        for read, error in to_do.failed:
+            for read, others in self._pending.fail_block((file, block)):
+                actions.failed.append((read, error))
+                self._scheduler.reader_cancelled(file, others)
+        for read, error in actions.failed:
             self._stats.first_failure = self._stats.first_failure or str(error)
             self._stats.failed_reads += 1
             self._stats.waited_s += now - read.since
             _LOG.info("a read of %d bytes failed after %.1f s: %s", read.length, now - read.since, error)
-        times = (plan.wake_at, self._pending.next_deadline, self._foreign.next_look)
+        times = (plan.wake_at, self._pending.next_deadline, self._other_claims.next_check)
         wake_at = min((at for at in times if at is not None), default=None)
         earlier = wake_at is not None and (self._wake_at is None or wake_at < self._wake_at)
         self._wake_at = wake_at
         if earlier or self._scheduler.idle:
             self._changed.notify_all()
-        return to_do
+        return actions
 
-    def _here(self, key: Key, data: bytes | None, now: float) -> list[PendingRead]:
-        """A block is in the cache, or at least in memory. Returns the reads that are complete."""
-        self._foreign.forget(key)
+    def _block_available(self, key: Key, data: bytes | None, now: float) -> list[PendingRead]:
+        """A block is in the cache, or at least in memory. Returns the complete reads."""
+        self._other_claims.forget(key)
         complete = self._pending.arrived(key, data)
         for read in complete:
             self._stats.waited_s += now - read.since
         return complete
 
-    def _from_other(self, key: Key, now: float) -> list[PendingRead]:
-        """Another process has brought a block."""
+    def _brought_by_other(self, key: Key, now: float) -> list[PendingRead]:
+        """Another process has fetched a block."""
         self._stats.blocks_from_others += 1
-        self._scheduler.have(*key)
-        return self._here(key, None, now)
+        self._scheduler.mark_present(*key)
+        return self._block_available(key, None, now)
 
     def _timeout_error(self, read: PendingRead, missing: set[int]) -> TransientError:
         file, block = self._files[read.file], min(missing)
@@ -273,29 +274,29 @@ class Reads:
 
     # Without the lock
 
-    def _carry_out(self, to_do: _ToDo) -> None:
-        for fetch in to_do.fetches:
+    def _run_actions(self, actions: _Actions) -> None:
+        for fetch in actions.fetches:
             try:
                 self._workers.submit(partial(self._fetch, fetch))
-            except TransientError as refused:  # no thread can be started: the request has failed
-                to_do.add(self._finished(fetch, refused))  # this loop also runs over what is added
-        for read, error in to_do.failed:
+            except TransientError as refused:  # no thread could be started: the request fails
+                actions.add(self._finish(fetch, refused))  # extends the list of this loop
+        for read, error in actions.failed:
             _answer(read, error)
-        for read in to_do.complete:
+        for read in actions.complete:
             self._serve(read)
 
     def _serve(self, read: PendingRead) -> None:
         file = self._files[read.file]
         try:
-            data = file.assembled(read.offset, read.length, read.held)
-        except MissingBlocks as error:  # damaged on the disk, or never written to it
+            data = file.assemble(read.offset, read.length, read.held)
+        except MissingBlocks as error:  # damaged on disk, or never written
             with self._lock:
                 self._distrusted.update((read.file, block) for block in error.blocks)
-                to_do = self._wait(read, error.blocks)
-            self._carry_out(to_do)
+                actions = self._wait(read, error.blocks)
+            self._run_actions(actions)
         except BootseerError as error:
             _answer(read, error)
-        except Exception as error:  # not foreseen; but this reader waits, and others behind it
+        except Exception as error:  # unexpected, but this reader and those behind it must get an answer
             report_exception()
             _answer(read, TransientError(f"{file.store.uri}: {type(error).__name__}: {error}"))
         else:
@@ -310,32 +311,32 @@ class Reads:
                 if self._wake_at is None or self._wake_at > now:
                     self._changed.wait(None if self._wake_at is None else self._wake_at - now)
                     continue
-                look_at = self._foreign.due(now)
-                to_do = self._advance(now)
-            # Without this thread no read would ever run out of time.
-            for job in (partial(self._carry_out, to_do), *(partial(self._look_at, key) for key in look_at)):
+                look_at = self._other_claims.due(now)
+                actions = self._advance(now)
+            # Without this thread no read would ever time out.
+            for job in (partial(self._run_actions, actions), *(partial(self._check_claim, key) for key in look_at)):
                 run_reported(job)
 
-    def _look_at(self, key: Key) -> None:
-        """Check whether a block that another process has claimed is cached, or its claim released."""
+    def _check_claim(self, key: Key) -> None:
+        """Check whether a block claimed by another process is cached, or its claim released."""
         file = self._files[key[0]]
-        is_here = file.is_here(key[1])
+        state = file.state(key[1])
         now = time.monotonic()
         complete: list[PendingRead] = []
         with self._lock:
-            if is_here:
-                complete = self._from_other(key, now)
-            elif is_here is None or not self._scheduler.in_flight(*key) or self._foreign.overdue(key, now):
-                if is_here is False and self._scheduler.in_flight(*key):
-                    _LOG.info("another process has claimed block %d for too long: it is fetched here too", key[1])
+            if state == "cached":
+                complete = self._brought_by_other(key, now)
+            elif state == "free" or not self._scheduler.in_flight(*key) or self._other_claims.overdue(key, now):
+                if state == "claimed" and self._scheduler.in_flight(*key):
+                    _LOG.info("another process has claimed block %d for too long: fetching it here too", key[1])
                     self._distrusted.add(key)
-                self._foreign.forget(key)
-                self._scheduler.freed(*key)
+                self._other_claims.forget(key)
+                self._scheduler.claim_released(*key)
             else:
                 return
-            to_do = self._advance(now)
-        to_do.complete += complete
-        self._carry_out(to_do)
+            actions = self._advance(now)
+        actions.complete += complete
+        self._run_actions(actions)
 
     # One request, on a worker thread
 
@@ -348,52 +349,52 @@ class Reads:
         with self._lock:
             distrusted = frozenset(block for number, block in self._distrusted if number == fetch.file)
         try:
-            with contextlib.closing(bring(file, fetch, distrusted, partial(self._turn, fetch))) as steps:
+            with contextlib.closing(fetch_blocks(file, fetch, distrusted, partial(self._decode_slot, fetch))) as steps:
                 for step in steps:
-                    self._take_step(fetch, step)
+                    self._process_step(fetch, step)
                     if self._closed or fetch.number in self._cancelled:
                         break
         except BootseerError as problem:
             error = problem
         except Exception as problem:
-            # An adapter let a foreign error through: readers must not wait for the deadline because of that.
+            # A foreign exception of an adapter: readers must not wait until their deadline for it.
             error = TransientError(f"{uri}: {type(problem).__name__}: {problem}")
             report_exception()
         if error is not None:
             _LOG.info("request %d of %s, blocks %s: %s", fetch.number, uri, list(fetch.blocks)[:4], error)
-        to_do = self._finished(fetch, error)
+        actions = self._finish(fetch, error)
         is_last = self._wants_all and self._scheduler.idle
-        self._carry_out(to_do)
+        self._run_actions(actions)
         if is_last:
             self._sync()
 
-    def _turn(self, fetch: Fetch) -> contextlib.AbstractContextManager[object]:
-        """Prefetches take turns to decompress: dozens at once would leave little of a core for a reader's block."""
+    def _decode_slot(self, fetch: Fetch) -> contextlib.AbstractContextManager[object]:
+        """Prefetches decode only as many blocks at once as there are cores, which leaves CPU for a reader's block."""
         is_urgent = fetch.purpose is Purpose.DEMAND or fetch.number in self._urgent
         return contextlib.nullcontext() if is_urgent else self._processors
 
-    def _take_step(self, fetch: Fetch, step: Claim | Arrived) -> None:
-        """Pass a step of a request to the scheduler, and serve the reads that are complete."""
+    def _process_step(self, fetch: Fetch, step: Claim | ArrivedBlock) -> None:
+        """Pass a step of a request to the scheduler, and serve the complete reads."""
         complete: list[PendingRead] = []
         with self._lock:
             now = time.monotonic()
-            could_keep = self._cache_error is None
+            could_cache = self._cache_error is None
             if isinstance(step, Claim):
                 for block in step.ready:
-                    complete += self._from_other((fetch.file, block), now)
-                for block in step.foreign:
-                    self._scheduler.foreign(fetch.number, block)
-                    self._foreign.watch((fetch.file, block), now)
+                    complete += self._brought_by_other((fetch.file, block), now)
+                for block in step.claimed_elsewhere:
+                    self._scheduler.claimed_elsewhere(fetch.number, block)
+                    self._other_claims.watch((fetch.file, block), now)
             else:
                 complete = self._arrived(fetch, step, now)
-            to_do = self._advance(now)
-        to_do.complete += complete
-        self._carry_out(to_do)
-        if could_keep and self._cache_error is not None:
-            self._report_problem(f"blocks are served without being kept: {self._cache_error}")
+            actions = self._advance(now)
+        actions.complete += complete
+        self._run_actions(actions)
+        if could_cache and self._cache_error is not None:
+            self._report_problem(f"blocks are served without being cached: {self._cache_error}")
 
-    def _arrived(self, fetch: Fetch, step: Arrived, now: float) -> list[PendingRead]:
-        """With the lock held: an origin sent a block. Returns the reads that are complete."""
+    def _arrived(self, fetch: Fetch, step: ArrivedBlock, now: float) -> list[PendingRead]:
+        """With the lock held: an origin sent a block. Returns the complete reads."""
         stats, key = self._stats, (fetch.file, step.block)
         stats.decode_s += step.decode_s
         if isinstance(step.data, CorruptError):
@@ -402,7 +403,7 @@ class Reads:
             peers = self._files[fetch.file].peers
             if peers is not None and fetch.step is not None:
                 peers.sent_wrong(fetch.step, step.data)
-            self._scheduler.failed(fetch.number, step.block, step.data, now)
+            self._scheduler.block_failed(fetch.number, step.block, step.data, now)
             return []
         stats.bytes_by_purpose[fetch.purpose] += step.received_bytes
         if fetch.step is not None:
@@ -411,32 +412,32 @@ class Reads:
         second = min(int(now - self._start), _MAX_SECONDS)
         stats.bytes_by_second += [0] * (second + 1 - len(stats.bytes_by_second))
         stats.bytes_by_second[second] += step.received_bytes
-        self._scheduler.arrived(fetch.number, step.block, now)
+        self._scheduler.block_arrived(fetch.number, step.block, now)
         self._distrusted.discard(key)
         if fetch.purpose is Purpose.HOT:
-            self._files[fetch.file].brought_hot[step.block] = 1
-        if step.not_kept is not None:
-            self._cache_error = step.not_kept
+            self._files[fetch.file].prefetched_hot[step.block] = 1
+        if step.cache_error is not None:
+            self._cache_error = step.cache_error
             for number in range(len(self._files)):
                 self._scheduler.stop_prefetch(number)
-        return self._here(key, step.data, now)
+        return self._block_available(key, step.data, now)
 
-    def _finished(self, fetch: Fetch, error: BootseerError | None) -> _ToDo:
+    def _finish(self, fetch: Fetch, error: BootseerError | None) -> _Actions:
         with self._lock:
             now = time.monotonic()
             self._cancelled.discard(fetch.number)
             self._urgent.discard(fetch.number)
-            self._scheduler.finished(fetch.number, now, error)
+            self._scheduler.request_finished(fetch.number, now, error)
             return self._advance(now)
 
     def _sync(self) -> None:
-        """All wanted blocks are cached: files that are complete can be mounted without this process from now on."""
+        """All wanted blocks are cached: make complete files durable, so that they can be mounted directly."""
         for file in self._files:
             try:
                 if file.cached.complete:
                     file.cached.sync()
             except BootseerError as error:
-                self._report_problem(f"what was fetched may be lost when the machine stops: {error}")
+                self._report_problem(f"fetched blocks may be lost if the machine stops: {error}")
 
     def _report_problem(self, problem: str) -> None:
         if self._on_problem is not None and not self._closed:
@@ -444,7 +445,7 @@ class Reads:
 
 
 def _answer(read: PendingRead, answer: Buffer | BootseerError) -> None:
-    # Behind one read that hangs, reads that were answered long ago wait for their deadlines: without their blocks.
+    # The deadline heap may reference the read for a while after its answer: free its blocks.
     read.held = {}
     try:
         read.done(answer)

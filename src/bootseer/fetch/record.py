@@ -1,10 +1,10 @@
-"""The needs of one startup, written down while it runs: docs/formats/record.md.
+"""The needs of one startup, recorded while it runs: docs/formats/record.md.
 
-`RecordWriter` appends to a file and hands it to the kernel once a second, so that `kill -9` of the daemon costs the
-last second at most. `read_record` takes the file as it is, with a torn last line or none. The mount daemon writes one
-per mount; when training has begun, or at the next start, the record is merged into its `hotset.HotSet`.
+`RecordWriter` appends to a file and flushes once a second, so that `kill -9` of the daemon costs at most the last
+second. `read_record` accepts a truncated or missing end. The mount daemon writes one record per mount; when training
+has begun, or at the next start, it is merged into its `hotset.HotSet`.
 
-One thread of its own flushes; `need` may be called from any thread and never waits for the disk.
+A thread of its own flushes; `need` may be called from any thread and never waits for the disk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Found, Need, Record
+from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Availability, Need, Record
 
 SCHEMA = "bootseer.record/1"
 WINDOW_S = 600.0
-"""Needs after so long belong to no startup; usually `end` is called much earlier."""
+"""Needs after this time belong to no startup; usually `end` is called much earlier."""
 _FLUSH_S = 1.0
 _CLOSE_S = 10.0
 _MAX_LINE = 256
@@ -29,7 +29,7 @@ _MAX_FILES = 4096
 
 
 class RecordWriter:
-    """Writes the record of one startup, from now on until `end` or `close`, at most for `window_s`."""
+    """Writes the record of one startup, until `end` or `close`, at most for `window_s`."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class RecordWriter:
         started_s: float,
         window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
-        hand_over: Callable[[Path], None] = lambda path: None,
+        on_finished: Callable[[Path], None] = lambda path: None,
     ) -> None:
-        """Begin a new file at `path`. Raises `OSError`. `started_s` is the present time, seconds since 1970.
+        """Create the file `path`. Raises `OSError`. `started_s` is the current time, seconds since 1970.
 
-        `hand_over` is called with the path when the record was closed.
+        `on_finished` is called with the path after `close`.
         """
         self._path = path
-        self._hand_over = hand_over
+        self._on_finished = on_finished
         self._window_s = window_s
         self._clock = clock
         self._begin = clock()
@@ -61,8 +61,8 @@ class RecordWriter:
         self._thread = threading.Thread(target=self._flush_each_second, name="bootseer-record", daemon=True)
         self._thread.start()
 
-    def need(self, file: str, block: int, found: Found) -> None:
-        """A reader needed a block of the file of this identity for the first time."""
+    def need(self, file: str, block: int, found: Availability) -> None:
+        """A reader needed a block of the file with this identity for the first time."""
         passed_s = self._clock() - self._begin
         with self._changed:
             if self._ended or passed_s > self._window_s or self._num_needs >= MAX_NEEDS:
@@ -74,12 +74,12 @@ class RecordWriter:
                 number = self._files[file] = len(self._files)
                 self._append({"file": file})
             self._num_needs += 1
-            # By hand: this runs with a reader waiting.
+            # Formatted by hand for speed: a reader is waiting.
             self._lines.append(f"[{number},{block},{int(passed_s * 1000)},{found:d}]\n")
             self._changed.notify()
 
     def end(self) -> None:
-        """The startup is over: training has begun. Later needs are not recorded."""
+        """The startup is over (training has begun): ignore later needs."""
         with self._changed:
             if self._ended:
                 return
@@ -89,16 +89,16 @@ class RecordWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is left, and hand the file over. It ends here if `end` did not end it before."""
+        """Write what is pending, and call `on_finished`."""
         self.end()
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():  # otherwise it hangs in a write to the disk: what is left is lost
+        if not self._thread.is_alive():  # otherwise it hangs in a write: the pending lines are lost
             self._flush()
             self._file.close()
-        self._hand_over(self._path)
+        self._on_finished(self._path)
 
     def _append(self, value: object) -> None:
         self._lines.append(json.dumps(value, separators=(",", ":")) + "\n")
@@ -118,15 +118,15 @@ class RecordWriter:
         while data:
             try:
                 data = data[self._file.write(data) :]
-            except OSError:  # a full disk must not end the startup; what is written stays readable
+            except OSError:  # a full disk must not end the startup; the written part stays readable
                 return
 
 
 def read_record(path: Path) -> Record:
-    """Read what a `RecordWriter` wrote, as far as it came. Raises `OSError`.
+    """Read the file of a `RecordWriter`, as far as it was written. Raises `OSError`.
 
-    Raises `CorruptError` when the file is not a record, `PermanentError` for a version that this program does not know.
-    What comes after the first line that is not whole or not possible is ignored.
+    Raises `CorruptError` if it is not a record, `PermanentError` for an unknown version. Everything after the first
+    truncated or invalid line is ignored.
     """
     with path.open("rb") as file:
         started_s = _header(file.readline(_MAX_LINE))
@@ -165,7 +165,7 @@ def _header(line: bytes) -> float:
 
 
 def _value(line: bytes) -> object:
-    """What a whole line says; None for all others."""
+    """The JSON value of a complete line; None for others."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -178,11 +178,11 @@ def _need(value: list[object], files: list[str], last_ms: int) -> Need | None:
     if len(value) != 4:
         return None
     number, block, t_ms, found = value
-    limits = (len(files), MAX_BLOCK, MAX_MS, len(Found))
+    limits = (len(files), MAX_BLOCK, MAX_MS, len(Availability))
     if not all(_is_number(item, limit) for item, limit in zip(value, limits, strict=True)):
         return None
-    # Two threads may have looked at the clock in one order and written in the other.
-    return Need(files[number], block, max(t_ms, last_ms), Found(found))  # type: ignore[arg-type, call-overload]
+    # Two threads may have read the clock in one order and written in the other.
+    return Need(files[number], block, max(t_ms, last_ms), Availability(found))  # type: ignore[arg-type, call-overload]
 
 
 def _is_number(value: object, limit: int) -> bool:

@@ -1,15 +1,16 @@
-"""Requests to an origin that is many places, each of which has some of the blocks: the other nodes of a job.
+"""Scheduling with peers: requests to other nodes of a job, each of which has some of the blocks.
 
-Such an origin comes first among a file's origins. Its blocks wait in one queue, in the order in which they are needed,
-and a block's place is looked up when it could be asked for: so the order holds whatever the places do, a place that
-comes or goes moves what still waits without a message, and a thousand places cost no more than the blocks looked at.
-(A queue for each place would do all of that once more for each, and needs to be sorted again when the route changes.)
+Peers are the first of a file's origins. All their blocks wait in one queue in the order of need, and the peer of a
+block is looked up only when the block could be requested. So the order does not depend on the peers, joining or leaving
+peers move waiting blocks without a message, and a thousand peers cost no more than the blocks examined. (A queue per
+peer would repeat all of that for each, and would have to be sorted again when routes change.)
 
-- A place has few requests at a time, all of them together not many more: a start asks many places at once.
-- A block whose route begins at the file's next origin, or none of whose places gave it and which this node may ask
-  there, moves to that origin's queue, and is fetched as if there were no places.
-- A second request for a block that is late is the business of the places (they tell waiting from silence), not of the
-  scheduler's hedges: the request fails, and the block is asked from the second in its route.
+- A peer gets few concurrent requests, and all peers together not many more: a start asks many of them at once.
+- A block whose route starts at the file's next origin, or that no peer of its route provided and that this node may
+  request there, moves to that origin's queue and is fetched as without peers.
+- Late blocks are handled by the peers' own health (which distinguishes waiting from silence), not by the scheduler's
+  hedges: the request to a late owner fails, and the block is requested from the second owner of its route. Hedging to
+  the store instead would send the whole job there whenever it is slow, which is when owners are late.
 
 Decides and touches nothing.
 """
@@ -29,34 +30,34 @@ from bootseer.fetch.settings import FetchSettings, Purpose
 
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 8
-"""Prefetch keeps the order of its list between windows of so many runs, and changes it within them."""
+"""Prefetch keeps the order of its list between windows of this many runs, and rotates it within them."""
 _WINDOWS: Final = 2
-"""Of what is in flight, half may wait at owners for the origin; what a store is asked for all flows."""
+"""Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data."""
 _REQUESTS_PER_WINDOW: Final = 4
-_LOOK: Final = 256
-"""How many queued blocks are looked at for one whose place has room."""
-_LOOK_RUNS: Final = 32
-"""The same for the rest of files, which waits in runs."""
-_MAX_BOUND: Final = 64
-"""Blocks that wait at the next origin are not moved back when the route changes: no more than so many wait there."""
-_MAX_BOUND_RUNS: Final = 8
-_LOOK_AGAIN_S: Final = 0.1
+_MAX_EXAMINED: Final = 256
+"""How many queued blocks are examined to find one whose peer has capacity."""
+_MAX_EXAMINED_RUNS: Final = 32
+"""The same for cold blocks, which are queued in runs."""
+_MAX_MOVED: Final = 64
+"""Blocks moved to the next origin do not move back when routes change, so their number is limited."""
+_MAX_MOVED_RUNS: Final = 8
+_RETRY_S: Final = 0.1
 _NEVER: Final = float("-inf")
 _ROUNDS: Final = 3
-"""A block that its places did not give in so many rounds is asked from the next origin by any node: the places may have
-lost what this node still has, such as a way to the store."""
+"""After this many rounds without success, any node may request the block from the next origin: the peers may have lost
+something that this node still has, such as access to the store."""
 
 
 class Route(Protocol):
-    """Where a block is, and the others of its run."""
+    """The peers of a block, the same for its whole run."""
 
     @property
     def steps(self) -> Sequence[Hashable]:
-        """Places to ask, in order; none where the file's next origin is to be asked at once."""
+        """The peers to ask, in order; empty if the file's next origin is to be asked at once."""
 
     @property
     def may_ask_origin(self) -> bool:
-        """Whether the next origin is asked when all places fail. Otherwise they are asked again, and other ones."""
+        """Whether to ask the next origin after all peers failed. Otherwise they are asked again, or other ones."""
 
 
 class Routes(Protocol):
@@ -64,52 +65,52 @@ class Routes(Protocol):
 
     @property
     def run_blocks(self) -> int:
-        """Blocks have the same route in runs of so many."""
+        """The number of blocks per run; blocks of a run share a route."""
 
     @property
     def turn(self) -> float:
-        """Where in a window to begin, 0 to 1: different for each node, so that not all ask the same place first."""
+        """Where to start within a window, 0 to 1; differs between nodes, so that not all ask the same peer first."""
 
     def route(self, block: int, now: float) -> Route:
-        """Of a block, at a time of the scheduler's clock."""
+        """The route of a block at a time of the scheduler's clock."""
 
 
 @dataclass(slots=True, eq=False)
-class Places(Origin):
-    """An origin that is many places."""
+class PeerQueues(Origin):
+    """The queues of the origin that consists of all peers."""
 
     running: Counter[Hashable] = field(default_factory=Counter)
-    """Requests to each."""
+    """Requests per route step."""
     busy_until: dict[Hashable, float] = field(default_factory=dict)
-    """Places that asked to be left alone for a while."""
-    look_at: float = _NEVER
-    """No prefetch can be started before, unless something happens."""
+    """Peers that are overloaded until a time (Retry-After)."""
+    blocked_until: float = _NEVER
+    """No prefetch can be started before this time, unless something happens."""
 
     def enqueue(self, key: Key, purpose: Purpose) -> None:
         Origin.enqueue(self, key, purpose)
-        self.look_at = _NEVER
+        self.blocked_until = _NEVER
 
     def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
-        """Whether a place can be asked now."""
+        """Whether a peer can be asked now."""
         return self.running[step] < max_requests and now >= self.busy_until.get(step, _NEVER)
 
 
 class RoutedScheduler(Scheduler):
-    """A scheduler some of whose files have routes. Without any it is `Scheduler`."""
+    """A scheduler with routes for some of its files. Without any it equals `Scheduler`."""
 
     def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
         super().__init__(settings, jitter)
-        self._places: Places | None = None
+        self._peers: PeerQueues | None = None
         self._routes: dict[int, Routes] = {}
 
     def add(self, geometry: Geometry, *origins: str, routes: Routes | None = None) -> int:
-        """With `routes` the first of two origins is many places; a scheduler has one such origin."""
-        if routes is not None and self._places is None:
-            self._places = Places(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
-            # What it passes on is started in the same `tick`: it comes first.
-            self.origins = {origins[0]: self._places, **self.origins}
-            # Of many nodes that start at once, each would spend it on the same slow origin: where half a second was
-            # late, origins sent 1.1 to 1.5 copies.
+        """With `routes`, the first of the two origins is the job's peers, of which a scheduler has one set."""
+        if routes is not None and self._peers is None:
+            self._peers = PeerQueues(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
+            # First in the order: blocks that it moves to the next origin are started in the same `tick`.
+            self.origins = {origins[0]: self._peers, **self.origins}
+            # When many nodes start together, each would spend its hedges on the same slow origin: with a limit of half
+            # a second origins sent 1.1 to 1.5 copies.
             self._hedge_credit = 0.0
             self._hedge_earned, self._hedge_from_s = self._settings.shared_hedge_credit, self._settings.shared_hedge_s
         number = super().add(geometry, *origins)
@@ -117,19 +118,19 @@ class RoutedScheduler(Scheduler):
             self._routes[number] = routes
         return number
 
-    def in_turn(self, blocks: list[Key]) -> list[Key]:
+    def rotate_hot(self, blocks: list[Key]) -> list[Key]:
         """A hot set in the order in which this node fetches it."""
         routes = self._routes.get(blocks[0][0]) if blocks else None
         return blocks if routes is None else rotated(blocks, _WINDOW_RUNS * routes.run_blocks, routes.turn)
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
         super().want(file, blocks, purpose, now)
-        if self._places is not None:
-            self._places.look_at = _NEVER
+        if self._peers is not None:
+            self._peers.blocked_until = _NEVER
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
         routes = self._routes.get(file)
-        if routes is None or self._places is None:
+        if routes is None or self._peers is None:
             super().want_cold(file, blocks, now)
             return
         size = routes.run_blocks
@@ -137,36 +138,36 @@ class RoutedScheduler(Scheduler):
         runs = [range(*edge) for edge in pairwise(edges)]
         for run in rotated(runs, _WINDOW_RUNS, routes.turn):
             super().want_cold(file, run, now)
-        self._places.look_at = _NEVER
+        self._peers.blocked_until = _NEVER
 
-    def foreign(self, number: int, block: int) -> None:
-        self._untry(number, (block,))
-        super().foreign(number, block)
+    def claimed_elsewhere(self, number: int, block: int) -> None:
+        self._reset_tried(number, (block,))
+        super().claimed_elsewhere(number, block)
 
-    def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
+    def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         request = self.running[number]
-        step, places = request.fetch.step, self._places
-        if step is not None and places is not None:
-            places.look_at = _NEVER
-            places.running[step] -= 1
-            if not places.running[step]:
-                del places.running[step]
+        step, peers = request.fetch.step, self._peers
+        if step is not None and peers is not None:
+            peers.blocked_until = _NEVER
+            peers.running[step] -= 1
+            if not peers.running[step]:
+                del peers.running[step]
             retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
             if retry_after_s is not None:
-                places.busy_until[step] = now + retry_after_s
+                peers.busy_until[step] = now + retry_after_s
             if error is None or retry_after_s is not None:
-                self._untry(number, request.left)
-        super().finished(number, now, error)
+                self._reset_tried(number, request.left)
+        super().request_finished(number, now, error)
 
-    def _first_well(self, file: int, now: float) -> int:
-        return super()._first_well(file, now) if file not in self._routes else 0
+    def _first_healthy(self, file: int, now: float) -> int:
+        return super()._first_healthy(file, now) if file not in self._routes else 0
 
     def _watch(self, key: Key, now: float) -> None:
-        if self.origin_of(key) is not self._places:
+        if self.origin_of(key) is not self._peers:
             super()._watch(key, now)
 
-    def _untry(self, number: int, blocks: Iterable[int]) -> None:
-        """The place of a request may be asked for these blocks once more."""
+    def _reset_tried(self, number: int, blocks: Iterable[int]) -> None:
+        """Allow these blocks to be requested again from the peer of a request."""
         for block in blocks:
             wanted = self.wanted.get((self.running[number].fetch.file, block))
             if wanted is not None:
@@ -189,9 +190,9 @@ class RoutedScheduler(Scheduler):
     # Where blocks are
 
     def _step(self, key: Key, now: float) -> Hashable:
-        """Which place to ask for a block of a file with routes; None for the next origin."""
+        """The route step to request a block with; None for the next origin."""
         routes = self._routes.get(key[0])
-        if routes is None or not self.files[key[0]].geometry.place(key[1]).length:  # zeros are in no place
+        if routes is None or not self.files[key[0]].geometry.place(key[1]).length:  # all-zero blocks need no peer
             return None
         route = routes.route(key[1], now)
         wanted = self.wanted.get(key)
@@ -205,49 +206,49 @@ class RoutedScheduler(Scheduler):
         wanted.tried = ()
         return route.steps[0]
 
-    def _pass_on(self, key: Key) -> None:
+    def _move_to_next_origin(self, key: Key) -> None:
         """Queue a block at the next origin, behind those that are there."""
-        wanted, (places, store) = self.wanted[key], self.files[key[0]].origins
+        wanted, (peers, store) = self.wanted[key], self.files[key[0]].origins
         wanted.origin = 1
         if wanted.readers:
-            places.demand.pop(key, None)
+            peers.demand.pop(key, None)
             store.demand[key] = None
-            store.yield_until = max(store.yield_until, places.yield_until)
-            if key in places.uncovered:
-                places.uncovered.discard(key)
+            store.yield_until = max(store.yield_until, peers.yield_until)
+            if key in peers.uncovered:
+                peers.uncovered.discard(key)
                 store.uncovered.add(key)
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 
     def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
-        if origin is not self._places and key[0] in self._routes and key not in self.wanted:
-            return False  # beside a block that was passed on, and in another place itself
+        if origin is not self._peers and key[0] in self._routes and key not in self.wanted:
+            return False  # not in the peers' queue: it may follow a block that was moved on
         return super()._is_next(key, purpose, origin)
 
-    def _ahead(self, places: Places, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
-        """The next blocks to prefetch from places, in order, each with its place; of the rest one of each run. Passes
-        the others on."""
+    def _ahead(self, peers: PeerQueues, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The next blocks to prefetch from peers, each with its route step; for cold ones the first of each run. Moves
+        the other ones to the next origin."""
         if purpose is Purpose.HOT:
-            self._next_hot(places)  # takes out what is done with
-            for key in list(islice(places.hot, _LOOK)):
-                if self._is_next(key, Purpose.HOT, places):
+            self._next_hot(peers)  # drops finished entries
+            for key in list(islice(peers.hot, _MAX_EXAMINED)):
+                if self._is_next(key, Purpose.HOT, peers):
                     step = self._step(key, now)
                     if step is not None:
                         yield key, step
-                    elif len(self.files[key[0]].origins[1].hot) < _MAX_BOUND:
-                        self._pass_on(key)
+                    elif len(self.files[key[0]].origins[1].hot) < _MAX_MOVED:
+                        self._move_to_next_origin(key)
             return
         kept: deque[tuple[int, range]] = deque()
-        for _ in range(min(len(places.cold), _LOOK_RUNS)):
-            file, run = places.cold.popleft()
-            while run and not self._is_next((file, run[0]), Purpose.COLD, places):
+        for _ in range(min(len(peers.cold), _MAX_EXAMINED_RUNS)):
+            file, run = peers.cold.popleft()
+            while run and not self._is_next((file, run[0]), Purpose.COLD, peers):
                 self._make_cold((file, run[0]))
                 run = run[1:]
             store = self.files[file].origins[1]
             own = 0
-            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS:
+            while own < len(run) and len(store.cold) < _MAX_MOVED_RUNS:
                 key = (file, run[own])
-                if not self._is_next(key, Purpose.COLD, places) or self._step(key, now) is not None:
+                if not self._is_next(key, Purpose.COLD, peers) or self._step(key, now) is not None:
                     break
                 self.wanted.setdefault(key, Wanted(prefetch=Purpose.COLD)).origin = 1
                 own += 1
@@ -255,96 +256,103 @@ class RoutedScheduler(Scheduler):
                 store.cold.append((file, run[:own]))
             if run[own:]:
                 kept.append((file, run[own:]))
-        places.cold.extendleft(reversed(kept))
+        peers.cold.extendleft(reversed(kept))
         yield from (((file, run[0]), self._step((file, run[0]), now)) for file, run in kept)
 
-    # What to do
+    # What to start
 
     def _start_demand(self, origin: Origin, now: float, fetches: list[Fetch]) -> None:
-        places, settings = self._places, self._settings
-        if places is None or origin is not places:
+        peers, settings = self._peers, self._settings
+        if peers is None or origin is not peers:
             super()._start_demand(origin, now, fetches)
             return
-        for key in list(places.demand):
-            if key not in places.demand:
-                continue  # it went with the one before
+        for key in list(peers.demand):
+            if key not in peers.demand:
+                continue  # it was requested with an earlier one
             step = self._step(key, now)
             if step is None:
-                self._pass_on(key)
+                self._move_to_next_origin(key)
                 continue
-            if not (self._has_demand_slot(places) and places.has_room(step, settings.place_requests + 1, now)):
+            if not (self._has_demand_slot(peers) and peers.has_room(step, settings.peer_requests + 1, now)):
                 continue
 
-            def eligible(other: Key, step: Hashable = step, places: Places = places) -> bool:
-                hot = not self._hot_suspended and self._is_next(other, Purpose.HOT, places)
-                return (other in places.demand or hot) and self._step(other, now) == step
+            def eligible(other: Key, step: Hashable = step, peers: PeerQueues = peers) -> bool:
+                hot = not self._hot_suspended and self._is_next(other, Purpose.HOT, peers)
+                return (other in peers.demand or hot) and self._step(other, now) == step
 
             room = settings.inflight_bytes - self.inflight_bytes
             blocks, sizes = self._adjacent(key, min(settings.demand_bytes, room), eligible)
             if sum(sizes) > room and self.inflight_bytes:
                 continue
-            fetches.append(self._ask(places, step, key[0], blocks, sizes, Purpose.DEMAND, now))
+            fetches.append(self._start_request(peers, step, key[0], blocks, sizes, Purpose.DEMAND, now))
 
     def _has_demand_slot(self, origin: Origin) -> bool:
-        if origin is not self._places:
+        if origin is not self._peers:
             return super()._has_demand_slot(origin)
         limit = self._settings.max_requests + self._settings.reserved_requests
-        return origin.num_running < self._settings.place_requests_in_all and len(self.running) < limit
+        return origin.num_running < self._settings.total_peer_requests and len(self.running) < limit
 
     def _start_prefetch(
         self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
     ) -> None:
-        places, settings = self._places, self._settings
-        if places is None or origin is not places:
+        peers, settings = self._peers, self._settings
+        if peers is None or origin is not peers:
             super()._start_prefetch(origin, purpose, window_bytes, now, fetches)
             return
-        if not window_bytes or now < places.look_at:
+        if not window_bytes or now < peers.blocked_until:
             return
         before = len(fetches)
-        for key, step in self._ahead(places, purpose, now):
-            limit = settings.place_requests_in_all - settings.reserved_place_requests
-            if places.num_running >= limit or len(self.running) >= settings.max_requests:
+        for key, step in self._ahead(peers, purpose, now):
+            limit = settings.total_peer_requests - settings.reserved_peer_requests
+            if peers.num_running >= limit or len(self.running) >= settings.max_requests:
                 return
-            if not places.has_room(step, settings.place_requests, now) or not self._is_next(key, purpose, places):
+            if not peers.has_room(step, settings.peer_requests, now) or not self._is_next(key, purpose, peers):
                 continue
 
-            def eligible(other: Key, step: Hashable = step, places: Places = places) -> bool:
-                return self._is_next(other, purpose, places) and self._step(other, now) == step
+            def eligible(other: Key, step: Hashable = step, peers: PeerQueues = peers) -> bool:
+                return self._is_next(other, purpose, peers) and self._step(other, now) == step
 
             left = settings.inflight_bytes - settings.reserved_bytes - self.inflight_bytes
-            room = min(_WINDOWS * window_bytes - places.prefetch_bytes, left)
-            most_bytes = min(places.next_bytes, window_bytes // _REQUESTS_PER_WINDOW)
-            if room < most_bytes and places.num_prefetch:
-                return  # rather a request of that size a little later than a small one now
+            room = min(_WINDOWS * window_bytes - peers.prefetch_bytes, left)
+            most_bytes = min(peers.next_bytes, window_bytes // _REQUESTS_PER_WINDOW)
+            if room < most_bytes and peers.num_prefetch:
+                return  # better a full-sized request a little later than a small one now
             blocks, sizes = self._adjacent(key, min(most_bytes, room), eligible)
-            # One block may go alone, however small the window.
-            if sum(sizes) > (room if places.num_prefetch else left) and self.inflight_bytes:
+            # A single block may always go, however small the window.
+            if sum(sizes) > (room if peers.num_prefetch else left) and self.inflight_bytes:
                 return
-            fetches.append(self._ask(places, step, key[0], blocks, sizes, purpose, now))
-        if len(fetches) == before and (purpose is Purpose.COLD or places.hot):
-            places.look_at = now + _LOOK_AGAIN_S
+            fetches.append(self._start_request(peers, step, key[0], blocks, sizes, purpose, now))
+        if len(fetches) == before and (purpose is Purpose.COLD or peers.hot):
+            peers.blocked_until = now + _RETRY_S
 
-    def _ask(
-        self, places: Places, step: Hashable, file: int, blocks: range, sizes: list[int], purpose: Purpose, now: float
+    def _start_request(
+        self,
+        peers: PeerQueues,
+        step: Hashable,
+        file: int,
+        blocks: range,
+        sizes: list[int],
+        purpose: Purpose,
+        now: float,
     ) -> Fetch:
-        fetch = self._launch(places, file, blocks, sizes, purpose, now, step=step)
-        places.running[step] += 1
+        fetch = self._launch(peers, file, blocks, sizes, purpose, now, step=step)
+        peers.running[step] += 1
         for block in blocks:
             self.wanted[file, block].tried += (step,)
         return fetch
 
     def _wake_at(self, now: float) -> float | None:
         wake_at = super()._wake_at(now)
-        places = self._places
-        if places is not None:
-            hot = places.hot and not self._hot_suspended
-            if places.demand or hot or (places.cold and self._cold_from(now) <= now):
-                return now + _LOOK_AGAIN_S if wake_at is None else min(wake_at, now + _LOOK_AGAIN_S)
+        peers = self._peers
+        if peers is not None:
+            hot = peers.hot and not self._hot_suspended
+            if peers.demand or hot or (peers.cold and self._cold_from(now) <= now):
+                return now + _RETRY_S if wake_at is None else min(wake_at, now + _RETRY_S)
         return wake_at
 
 
 def rotated(items: list[T], window: int, turn: float) -> list[T]:
-    """The same items; within each window of so many, those behind `turn` of it come first."""
+    """The same items; each window of this size is rotated to start at its fraction `turn`."""
     parts = (items[start : start + window] for start in range(0, len(items), window))
     return [item for part in parts for half in _halves(part, int(turn * len(part))) for item in half]
 

@@ -1,20 +1,21 @@
-"""Decide which blocks to fetch next, from where, and how many at once.
+"""Decide which blocks to fetch next, from which origin, and how many at once.
 
-The fetcher reports what happened: a reader wants blocks, a block arrived, a request failed. `tick` answers with the
-requests to start now and when to ask again. The rules:
+The fetcher reports events: a reader wants blocks, a block arrived, a request failed. `tick` returns the requests to
+start now and when to call it again. The rules:
 
-- A block is asked from the first of its file's origins that is well. What an origin does not give is asked from the
-  next one; the last one is tried again with growing pauses. Pace and health of each are learned (`ledger.Pace`).
-- A reader's block (`DEMAND`) goes first and has slots and bytes that prefetch cannot take, because a blocked `read(2)`
-  stalls the whole container. A queued prefetch that a reader wants is promoted; a running one is not asked for again
-  but counts as the reader's from then on. One that is late is asked for a second time (hedge).
-- Hot blocks go in the order of recorded need, adjacent ones in one request, as long as the hot set proves its worth
-  (`HotSetTrust`). Until then they give way whenever a reader waits for a block that is not hot.
-- Cold blocks go when hot ones are done and readers are silent.
-- What runs is bounded in requests and bytes.
+- A block is requested from the first healthy one of its file's origins, and after a failure from the next one; the last
+  one is retried with growing pauses. Pace and health of each origin are learned (`ledger.Pace`).
+- A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
+the
+  whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then on,
+  without a second request. A late one is hedged.
+- Hot blocks are fetched in the recorded order, adjacent ones in one request, as long as the hot set proves its worth
+  (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set.
+- Cold blocks are fetched when hot ones are done and readers are idle.
+- Running requests are limited in number and bytes.
 
-Readers have deadlines, which `pending` watches: a read that is over is reported as `cancelled`, and a block without
-readers falls back to the purpose that it has besides. Decides and touches nothing: simulations run it in virtual time.
+Readers' deadlines are watched by `pending`: a read that ended is reported as `reader_cancelled`, and a block without
+readers keeps only its prefetch purpose. Decides and touches nothing: simulations run it in virtual time.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from bootseer.fetch.hotset import HotSetTrust
 from bootseer.fetch.ledger import Fetch, Key, Ledger, Origin, Request, Wanted
 from bootseer.fetch.settings import FetchSettings, Purpose
 
-# Never ask to be called again at once: a clock may stand still.
+# Minimum delay until the next call: a clock may not advance.
 _MIN_SLEEP_S = 0.001
-# A run of all-zero blocks has no bytes that would end it.
+# Limits runs of all-zero blocks, which have no bytes.
 _MAX_RUN = 1024
-# A window holds several requests, so that one ends while the others fill the line.
+# A window holds several requests, so that the link stays full when one ends.
 _REQUESTS_PER_WINDOW = 4
-# How far ahead of its readers a hot set is fetched that was wrong before: enough to keep the line full.
+# How far a hot set that was wrong before is fetched ahead of its readers: enough to keep the link full.
 _AHEAD_WINDOWS = 2
 
 
@@ -44,15 +45,15 @@ class Plan:
 
     fetches: list[Fetch]
     cancelled: list[int]
-    """Numbers of running requests that can bring nothing new any more."""
+    """Running requests that cannot bring anything new any more."""
     given_up: list[tuple[int, int, BootseerError]]
-    """File, block and reason: their readers will not get them."""
+    """File, block and reason: blocks that readers will not get."""
     wake_at: float | None
-    """Call `tick` then, even if nothing happens. None: nothing to do before something happens."""
+    """When to call `tick` at the latest; None: not before the next event."""
 
 
 class Scheduler(Ledger):
-    """All files of one fetcher. `jitter` gives random numbers from 0 to 1; `now` is seconds of one clock throughout."""
+    """The scheduler of one fetcher. `jitter` returns random numbers from 0 to 1; `now` is in seconds of one clock."""
 
     def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
         super().__init__(settings)
@@ -75,22 +76,22 @@ class Scheduler(Ledger):
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
 
-    # What happened
+    # Events
 
-    def needed(self, file: int, block: int, now: float) -> None:
+    def note_need(self, file: int, block: int, now: float) -> None:
         """A reader needs the block for the first time, cached or not."""
         self._last_need = now
-        if self._has_hot_set:  # one that comes late is not judged by what was needed before
-            self.trust.needed(bool(self.files[file].hot[block]), (file, block))
+        if self._has_hot_set:  # earlier needs do not count for a hot set that comes late
+            self.trust.note_need(bool(self.files[file].hot[block]), (file, block))
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
-        """These blocks are wanted. The caller calls `cancelled` for a reader that leaves before the block has arrived
-        or is given up. A block that had arrived and is wanted again is fetched again."""
-        first = self._first_well(file, now)
+        """These blocks are wanted. If a reader leaves before a block has arrived or was given up, the caller must call
+        `reader_cancelled`. A block that had arrived before is fetched again."""
+        first = self._first_healthy(file, now)
         if purpose is Purpose.DEMAND:
             self._last_need = now
             for block in blocks:
-                if self._demand((file, block), first):
+                if self._add_reader((file, block), first):
                     self._watch((file, block), now)
                 origin = self.origin_of((file, block))
                 if (file, block) in origin.uncovered:
@@ -99,97 +100,97 @@ class Scheduler(Ledger):
             self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
                 if purpose is Purpose.HOT:
-                    self.trust.planned((file, block), self.files[file].geometry.place(block).length)
-                self._prefetch((file, block), purpose, first)
+                    self.trust.add_block((file, block), self.files[file].geometry.place(block).length)
+                self._add_prefetch((file, block), purpose, first)
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
-        """Queue all these blocks as cold; cached ones are skipped."""
-        self.files[file].origins[self._first_well(file, now)].cold.append((file, blocks))
-        if self._last_need is None:  # a file that has not been read yet is about to be read
+        """Queue these blocks as cold; cached ones are skipped later."""
+        self.files[file].origins[self._first_healthy(file, now)].cold.append((file, blocks))
+        if self._last_need is None:  # a file that has not been read yet will be read soon
             self._last_need = now
 
     def fetch_all_now(self) -> None:
-        """Fetch everything soon: prefetches do not wait for idle readers, and no hot set is judged."""
+        """Fetch everything soon: prefetches do not wait for idle readers, and the hot set is not judged."""
         self._fetch_all_now = True
 
-    def cancelled(self, file: int, blocks: Iterable[int]) -> None:
-        """One reader does not wait for these blocks any more."""
+    def reader_cancelled(self, file: int, blocks: Iterable[int]) -> None:
+        """A reader does not wait for these blocks any more."""
         for block in blocks:
-            self._leave((file, block))
+            self._remove_reader((file, block))
 
-    def expired(self, file: int, blocks: Collection[int], now: float) -> None:
-        """One reader reached its deadline while it waited for these blocks."""
+    def reader_timed_out(self, file: int, blocks: Collection[int], now: float) -> None:
+        """A reader reached its deadline while it waited for these blocks."""
         for origin in {id(origin): origin for origin in (self.origin_of((file, each)) for each in blocks)}.values():
-            origin.pace.gave_up(now)
-        self.cancelled(file, blocks)
+            origin.pace.reader_timed_out(now)
+        self.reader_cancelled(file, blocks)
 
-    def arrived(self, number: int, block: int, now: float) -> None:
-        """A running request brought a block, verified."""
+    def block_arrived(self, number: int, block: int, now: float) -> None:
+        """A running request brought a valid block."""
         request = self.running[number]
         self._received(request, block, now)
         if request.fetch.purpose is Purpose.DEMAND and request.fetch.step is None:
             self._hedge_credit = min(self._hedge_credit + self._hedge_earned, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
         self._detach(number, key)
-        self.have(*key)
+        self.mark_present(*key)
 
-    def foreign(self, number: int, block: int) -> None:
-        """Another process is about to bring a block of this request. `have` or `freed` follows."""
+    def claimed_elsewhere(self, number: int, block: int) -> None:
+        """Another process fetches a block of this request. `mark_present` or `claim_released` follows."""
         request = self.running[number]
-        self._release(request, block)
+        self._remove_outstanding(request, block)
         wanted = self._detach(number, (request.fetch.file, block))
         if wanted is not None:
-            wanted.foreign = True
+            wanted.claimed_elsewhere = True
 
-    def freed(self, file: int, block: int) -> None:
-        """The other process stopped without bringing the block."""
+    def claim_released(self, file: int, block: int) -> None:
+        """The other process stopped without fetching the block."""
         wanted = self.wanted.get((file, block))
-        if wanted is not None and wanted.foreign:
-            wanted.foreign = False
+        if wanted is not None and wanted.claimed_elsewhere:
+            wanted.claimed_elsewhere = False
             self._requeue((file, block))
 
-    def failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
-        """One block of a running request cannot be used; the request goes on."""
+    def block_failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
+        """A running request brought an invalid block; the request goes on."""
         request = self.running[number]
         self._received(request, block, now)
-        self._lost(number, (request.fetch.file, block), error, now)
+        self._retry_or_give_up(number, (request.fetch.file, block), error, now)
 
-    def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
-        """A request has ended, with `error` if it failed. Blocks that it did not bring are retried."""
+    def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
+        """A request has ended, with `error` if it failed. Its outstanding blocks are retried."""
         request = self._end(number)
-        # An origin before the last one need not have all blocks.
+        # Origins before the last one need not have all blocks.
         others = self.files[request.fetch.file].origins[:-1]
         is_absent = isinstance(error, NotFoundError) and request.origin in others
         pace = request.origin.pace
         if request.cancelled:
-            pass  # it broke off because we wanted it to
+            pass  # aborted by us
         elif error is None or is_absent:
             pace.succeeded(request.origin.num_running + 1)
         else:
             self.counts.failures += 1
             pace.failed(error, request.started, now, self._jitter())
         for block in list(request.left):
-            self._release(request, block)
-            self._lost(number, (request.fetch.file, block), error, now)
+            self._remove_outstanding(request, block)
+            self._retry_or_give_up(number, (request.fetch.file, block), error, now)
 
-    # What is known
+    # Queries
 
     def in_flight(self, file: int, block: int) -> bool:
         wanted = self.wanted.get((file, block))
         return wanted is not None and wanted.in_flight
 
     def requests_for(self, file: int, block: int) -> list[int]:
-        """Numbers of the running requests that are to bring the block."""
+        """Running requests for the block."""
         wanted = self.wanted.get((file, block))
         return list(wanted.requests) if wanted else []
 
     def error(self, file: int, block: int) -> BootseerError | None:
-        """Why the latest attempt for a block that is still wanted failed."""
+        """The error of the latest attempt for a wanted block."""
         wanted = self.wanted.get((file, block))
         return wanted.error if wanted else None
 
     def outage(self, file: int, until: float, now: float) -> BootseerError | None:
-        """Why no reader of the file can get a block until then: all origins are down and paused for longer."""
+        """The error if no reader can get a block before `until`: all origins are down and paused for longer."""
         paces = [origin.pace for origin in self.files[file].origins]
         return paces[-1].error if all(pace.is_down(now) and pace.paused_until > until for pace in paces) else None
 
@@ -198,25 +199,25 @@ class Scheduler(Ledger):
         """The latest error of an origin that fails."""
         return next((origin.pace.error for origin in self.origins.values() if origin.pace.error), None)
 
-    def _first_well(self, file: int, now: float) -> int:
-        """Which of the file's origins to ask first: none that is down or has asked us to wait, but for the last one."""
+    def _first_healthy(self, file: int, now: float) -> int:
+        """The first of the file's origins that is neither down nor paused; otherwise the last one."""
         paces = [origin.pace for origin in self.files[file].origins[:-1]]
         for number, pace in enumerate(paces):
             if not pace.is_down(now) and now >= max(pace.paused_until, pace.prefetch_after):
                 return number
         return len(paces)
 
-    # What to do
+    # What to start
 
     def tick(self, now: float) -> Plan:
-        """The requests to start now, and when to ask again."""
+        """The requests to start now, and when to call again."""
         fetches: list[Fetch] = []
         origins = list(self.origins.values())
         for origin in origins:
             for key in origin.due(now):
                 wanted = self.wanted.get(key)
-                if wanted is not None and wanted.later:
-                    wanted.later = False
+                if wanted is not None and wanted.postponed:
+                    wanted.postponed = False
                     self._requeue(key)
         self._start_hedges(now, fetches)
         for origin in origins:
@@ -264,7 +265,7 @@ class Scheduler(Ledger):
             blocks, sizes = self._adjacent(
                 key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
             )
-            # One block may go alone, however small the window.
+            # A single block may always go, however small the window.
             if sum(sizes) > (room if origin.num_prefetch else max_bytes) and self.inflight_bytes:
                 return
             fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))
@@ -305,9 +306,9 @@ class Scheduler(Ledger):
         return origin.num_running < origin.pace.limit + reserved and len(self.running) < limit
 
     def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
-        """The block and those after it whose bytes follow in the same stripe, and their stored sizes.
+        """The block with its successors in the same stripe whose stored bytes are adjacent, and their stored sizes.
 
-        At least the block itself, then as many as are `eligible` and fit into `most_bytes`.
+        At least the block itself, then those that are `eligible` and fit into `most_bytes`.
         """
         number, first = key
         geometry = self.files[number].geometry
@@ -344,7 +345,7 @@ class Scheduler(Ledger):
         self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
         total = sum(sizes)
         self.inflight_bytes += total
-        origin.pace.launched(origin.num_running, now)
+        origin.pace.request_started(origin.num_running, now)
         origin.num_running += 1
         if purpose is not Purpose.DEMAND:
             origin.num_prefetch += 1
@@ -364,7 +365,7 @@ class Scheduler(Ledger):
         return fetch
 
     def _watch(self, key: Key, now: float) -> None:
-        """A reader's block is on its way: remember when that has taken too long."""
+        """A reader's block is in flight: set the time at which it is hedged."""
         wanted = self.wanted[key]
         if self._may_hedge(wanted):
             after_s = max(self.origin_of(key).pace.hedge_after_s(), self._hedge_from_s)
@@ -381,7 +382,7 @@ class Scheduler(Ledger):
         window_bytes = origin.pace.window_bytes()
         if self._fetch_all_now:
             return window_bytes
-        # What runs already fills the line while a set that has proven itself gives way to a reader for a moment.
+        # A proven set gives way to a reader only briefly: its running requests keep the link full meanwhile.
         if origin.uncovered and (not self.trust.proven or now < origin.yield_until):
             return 0
         return self.trust.allowance(window_bytes)
@@ -408,7 +409,8 @@ class Scheduler(Ledger):
         return None
 
     def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
-        """Whether a block can be prefetched from there now. Cold ones come last, with hot ones that were suspended."""
+        """Whether a block can be prefetched from this origin now. Suspended hot blocks are fetched with the cold
+        ones."""
         wanted = self.wanted.get(key)
         if wanted is None:
             return purpose is Purpose.COLD and not self.files[key[0]].done[key[1]]
@@ -421,8 +423,8 @@ class Scheduler(Ledger):
         )
 
     def _cold_from(self, now: float) -> float:
-        """When cold blocks may go, if nothing happens before."""
-        if self.hot_left and (self._fetch_all_now or not self.trust.doubted):
+        """When cold blocks may be fetched, if nothing happens before."""
+        if self.hot_left and (self._fetch_all_now or not self.trust.was_wrong):
             return float("inf")
         if self._fetch_all_now or self._last_need is None:
             return now
@@ -430,8 +432,9 @@ class Scheduler(Ledger):
 
     # Failures
 
-    def _lost(self, number: int, key: Key, error: BootseerError | None, now: float) -> None:
-        """Request `number` did not bring a block."""
+    def _retry_or_give_up(self, number: int, key: Key, error: BootseerError | None, now: float) -> None:
+        """Request `number` did not bring a block: requeue it, try the next origin, postpone it, or give it
+        up."""
         wanted = self._detach(number, key)
         if wanted is None:
             return
@@ -453,17 +456,17 @@ class Scheduler(Ledger):
         if wanted.readers and origin.pace.is_down(now):
             self._given_up.append((*key, error))
             while wanted.readers:
-                self._leave(key)
+                self._remove_reader(key)
             return
         pause = min(self._settings.backoff_s * 2 ** min(wanted.attempts - 1, 20), self._settings.max_backoff_s)
-        wanted.later = True
+        wanted.postponed = True
         until = now + pause * (0.5 + 0.5 * self._jitter())
         origin.postpone(key, max(until, origin.pace.paused_until))
 
     def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:
         if isinstance(error, CorruptError):
             return wanted.corrupt >= self._settings.corrupt_attempts
-        max_attempts = self._attempts.get(purpose)  # a reader's block: until the deadlines of its readers
+        max_attempts = self._attempts.get(purpose)  # none for readers: their deadlines limit the attempts
         return isinstance(error, PermanentError) or (max_attempts is not None and wanted.attempts >= max_attempts)
 
     def _give_up(self, key: Key, wanted: Wanted, error: BootseerError) -> None:
@@ -475,13 +478,13 @@ class Scheduler(Ledger):
         self._forget(key)
         if isinstance(error, PermanentError) and not isinstance(error, CorruptError):
             self.prefetch_error = error
-            self.stop_prefetch(key[0])  # the next block would be refused too
+            self.stop_prefetch(key[0])  # its other blocks would fail too
 
     def _wake_at(self, now: float) -> float | None:
         times = [late[0] for late in self._late[:1]]
         may_wait = False
         for origin in self.origins.values():
-            times += [later[0] for later in origin.later[:1]]
+            times += [postponed[0] for postponed in origin.postponed[:1]]
             if origin.demand:
                 times.append(origin.pace.paused_until)
             if origin.hot and origin.uncovered:

@@ -1,6 +1,6 @@
-"""One request for blocks: which of them are ours to fetch, from which origin, verified, and kept in the cache.
+"""One request for blocks: claim them, read them from an origin, verify them, and store them in the cache.
 
-Runs on a worker thread of the fetcher and takes no lock. Holds no more than one block and one piece of the answer.
+Runs on a worker thread of the fetcher without locks. Holds at most one block and one piece of the response in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from bootseer.blocks.codec import RAW, Buffer, decode
 from bootseer.blocks.index import Index
@@ -25,51 +25,51 @@ _LOG = logger(__name__)
 
 
 class Form(Enum):
-    """In which form an origin hands out blocks."""
+    """The form in which an origin sends blocks."""
 
     STORED = "stored"
-    """As a store has them: compressed, as the index says."""
+    """As stored: compressed according to the index."""
     PLAIN = "plain"
-    """The bytes of the file, as the node's cache has them."""
+    """The bytes of the file, as in the cache."""
 
 
 class Origin(Protocol):
-    """A place that blocks come from. May be used from any thread."""
+    """A source of blocks. Usable from any thread."""
 
     @property
     def uri(self) -> str:
-        """Its name for errors and figures; files of origins of one name share its pace."""
+        """Its name in errors and statistics; files whose origins have the same name share its pace."""
 
     @property
     def form(self) -> Form:
-        """In which form blocks travel."""
+        """The form in which it sends blocks."""
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
-        """Each of the blocks, which are adjacent in their stripe, with its bytes: not verified, not decompressed.
+        """Yield each block with its bytes, neither verified nor decompressed. The blocks are adjacent in their stripe.
 
         Raises the errors of `bootseer.errors`. Closing the iterator ends the request.
         """
 
 
 class Peers(Routes, Protocol):
-    """Other nodes that have blocks of a file: the origin that is asked before its store. Used from any thread."""
+    """The other nodes that have blocks of a file: the origin that is asked before its store. Usable from any thread."""
 
     uri: str
-    """Their name in all, as `Origin.uri`."""
+    """Their common name, as `Origin.uri`."""
 
     def at(self, step: Any) -> Origin:
-        """One of them: a step of a route."""
+        """The origin for one step of a route."""
 
     def sent_wrong(self, step: Any, error: CorruptError) -> None:
-        """It sent a block whose digest is wrong."""
+        """The peer of `step` sent a block with a wrong digest."""
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What each of them sent, by name."""
+        """What each peer sent, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOrigin:
-    """The store that has the stripes of a file: ranges of them come back while they stream in."""
+    """The store with the stripes of a file: a range is streamed."""
 
     store: Store
 
@@ -86,7 +86,7 @@ class StoreOrigin:
         start = next((place.offset for place in places if place.length), 0)
         total = sum(place.length for place in places)
         stripe = index.stripes[places[0].stripe].name
-        if not total:  # blocks of zeros are stored in no bytes
+        if not total:  # all-zero blocks are not stored
             yield from ((block, b"") for block in blocks)
             return
         with contextlib.closing(self.store.read(stripe, start, total, timeout_s=timeout_s)) as pieces:
@@ -100,27 +100,27 @@ class StoreOrigin:
 
 @dataclass(slots=True)
 class Claim:
-    """The state of the blocks of one request before it is sent."""
+    """How the blocks of one request are divided among processes."""
 
     owned: list[int] = field(default_factory=list)
-    """Fetched by this process."""
+    """To be fetched by this process."""
     held: set[int] = field(default_factory=set)
-    """Those of them that this process holds a claim on."""
+    """Those of them with a claim held by this process."""
     ready: list[int] = field(default_factory=list)
-    """Cached by now."""
-    foreign: list[int] = field(default_factory=list)
+    """Cached meanwhile."""
+    claimed_elsewhere: list[int] = field(default_factory=list)
     """Claimed by another process."""
 
 
-class Arrived(NamedTuple):
-    """A block that an origin sent."""
+class ArrivedBlock(NamedTuple):
+    """A block received from an origin."""
 
     block: int
     received_bytes: int
     data: bytes | CorruptError
-    """Verified, or the error that names the damaged block."""
-    not_kept: BootseerError | None
-    """Why the cache did not take it."""
+    """The verified block, or the error that names the damaged one."""
+    cache_error: BootseerError | None
+    """Why it could not be cached."""
     decode_s: float
 
 
@@ -134,24 +134,26 @@ class File:
     """Asked before the store."""
     cached: CachedFile
     needed: bytearray
-    """1 for each block that a reader has needed. Written under the fetcher's lock, read without: it only ever grows."""
-    brought_hot: bytearray
+    """1 for each block that a reader has needed. Written under the fetcher's lock, read without: bits are only
+    added."""
+    prefetched_hot: bytearray
     """1 for each block that was fetched because it is hot."""
 
     def origin(self, fetch: Fetch) -> Origin:
         """The origin of a request."""
         return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
-    def is_here(self, block: int) -> bool | None:
-        """Whether the block is cached; None where it is neither cached nor claimed. Asked hundreds of times a second:
-        no claim is made to find out."""
-        try:
-            return self.cached.ready(block) or (False if self.cached.is_claimed(block) else None)
-        except BootseerError:
-            return None  # and a block that came between both questions is found by the request for it
+    def state(self, block: int) -> Literal["cached", "claimed", "free"]:
+        """Whether the block is cached, claimed by a process, or neither. Polled often, so it does not try to claim."""
+        with contextlib.suppress(BootseerError):
+            if self.cached.ready(block):
+                return "cached"
+            if self.cached.is_claimed(block):
+                return "claimed"
+        return "free"  # if it was cached in between, the request for it will find it
 
-    def assembled(self, offset: int, length: int, held: Mapping[int, bytes]) -> Buffer:
-        """A range of the file, from blocks at hand and from the cache. Raises `MissingBlocks`."""
+    def assemble(self, offset: int, length: int, held: Mapping[int, bytes]) -> Buffer:
+        """A range of the file, from blocks in memory and from the cache. Raises `MissingBlocks`."""
         size = self.index.block_size
         end = min(offset + length, self.index.size_bytes)
         pieces: list[Buffer] = []
@@ -169,23 +171,26 @@ class File:
         return list(_ranges(self.cached.missing(0, self.index.size_bytes)))
 
 
-def bring(
-    file: File, fetch: Fetch, distrusted: Container[int], turn: Callable[[], contextlib.AbstractContextManager[object]]
-) -> Generator[Claim | Arrived, None, None]:
-    """Send a request: first yields a claim if other processes have or fetch blocks; then each block as it arrives.
+def fetch_blocks(
+    file: File,
+    fetch: Fetch,
+    distrusted: Container[int],
+    decode_slot: Callable[[], contextlib.AbstractContextManager[object]],
+) -> Generator[Claim | ArrivedBlock, None, None]:
+    """Execute a request: yields a `Claim` if other processes have or fetch some blocks, then each block as it arrives.
 
-    `turn` is waited for before a block is decompressed. Closing the iterator ends the request.
+    `decode_slot` is entered while a block is decoded. Closing the iterator ends the request.
     """
     claim = _claim(file.cached, fetch, distrusted)
     try:
-        if claim.ready or claim.foreign:
+        if claim.ready or claim.claimed_elsewhere:
             yield claim
         origin = file.origin(fetch)
         for blocks in _ranges(claim.owned, fetch.blocks.step):
             with contextlib.closing(origin.read(file.index, blocks, fetch.timeout_s)) as answer:
                 for block, received in answer:
-                    with turn():
-                        arrived = _keep(file, origin, block, received)
+                    with decode_slot():
+                        arrived = _verify_and_cache(file, origin, block, received)
                     _release(file.cached, claim.held & {block})
                     claim.held.discard(block)
                     yield arrived
@@ -194,7 +199,7 @@ def bring(
 
 
 def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Claim:
-    """Divide blocks by the process that fetches them. Hedges do not wait; `distrusted` blocks are always fetched."""
+    """Claim the blocks of a request. Hedges ignore claims of others; `distrusted` blocks are fetched without one."""
     claim = Claim()
     for block in fetch.blocks:
         if block in distrusted:
@@ -207,17 +212,17 @@ def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Clai
             elif cached.ready(block):
                 claim.ready.append(block)
             else:
-                (claim.owned if fetch.hedge else claim.foreign).append(block)
-        except BootseerError as error:  # without claims a block may be fetched twice: better than not at all
+                (claim.owned if fetch.hedge else claim.claimed_elsewhere).append(block)
+        except BootseerError as error:  # without claims a block may be fetched twice, which is better than not at all
             _LOG.debug("block %d cannot be claimed: %s", block, error)
             claim.owned.append(block)
     return claim
 
 
-def _keep(file: File, origin: Origin, block: int, received: Buffer) -> Arrived:
+def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) -> ArrivedBlock:
     begin, index, place = time.perf_counter(), file.index, file.index.place(block)
     codec = place.codec if origin.form is Form.STORED else RAW
-    not_kept: BootseerError | None = None
+    cache_error: BootseerError | None = None
     data: bytes | CorruptError
     try:
         data = decode(codec, received, index.length(block), index.digest(block))
@@ -229,23 +234,23 @@ def _keep(file: File, origin: Origin, block: int, received: Buffer) -> Arrived:
         try:
             file.cached.put(block, data)
         except BootseerError as error:
-            not_kept = error
-    return Arrived(block, len(received), data, not_kept, decode_s)
+            cache_error = error
+    return ArrivedBlock(block, len(received), data, cache_error, decode_s)
 
 
 def _release(cached: CachedFile, blocks: Iterable[int]) -> None:
-    """Leave these blocks to other processes."""
+    """Release the claims on these blocks."""
     for block in blocks:
-        # The kernel releases what is left with the process.
+        # The kernel releases the others when the process ends.
         with contextlib.suppress(BootseerError):
             cached.release(block)
 
 
 def _cut(pieces: Iterator[bytes], lengths: list[int]) -> Iterator[Buffer | None]:
-    """The same bytes in parts of these lengths; None when they end too early."""
+    """The same bytes in parts of these lengths; None if they end too early."""
     piece = memoryview(b"")
     for length in lengths:
-        if length <= len(piece):  # the usual case within a piece: nothing is copied
+        if length <= len(piece):  # usually within one piece: no copy
             yield piece[:length]
             piece = piece[length:]
             continue
@@ -263,7 +268,7 @@ def _cut(pieces: Iterator[bytes], lengths: list[int]) -> Iterator[Buffer | None]
 
 
 def _ranges(blocks: list[int], step: int = 1) -> Iterator[range]:
-    """The same ascending numbers as ranges, each as long as possible."""
+    """The same ascending numbers as maximal ranges."""
     start = 0
     for position in range(1, len(blocks) + 1):
         if position == len(blocks) or blocks[position] != blocks[position - 1] + step:

@@ -18,7 +18,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.hotset import Found
+from bootseer.fetch.hotset import Availability
 from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
@@ -102,7 +102,7 @@ class _OpenBlockFiles:
         self.recorder: RecordWriter | None = None
         if spec.record is not None:
             on_record = spec.on_record or (lambda path: None)
-            self.recorder = RecordWriter(spec.record, started_s=time.time(), hand_over=on_record)
+            self.recorder = RecordWriter(spec.record, started_s=time.time(), on_finished=on_record)
         self._peers = open_peers(on_error)
         self.fetcher = Fetcher(spec.fetch, on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:
@@ -177,7 +177,7 @@ class _OpenBlockFiles:
         for store in self._stores.values():
             store.close()
 
-    def _record_need(self, file: int, block: int, found: Found) -> None:
+    def _record_need(self, file: int, block: int, found: Availability) -> None:
         if self.recorder is not None:
             self.recorder.need(self._identities[file], block, found)
 

@@ -235,7 +235,7 @@ class Loader:
 
     def prefetch(self, blocks: Iterable[Key]) -> None:
         """Load a hot set."""
-        for file, block in self.scheduler.in_turn(list(blocks)):
+        for file, block in self.scheduler.rotate_hot(list(blocks)):
             if (file, block) not in self.node.here:
                 self.scheduler.want(file, (block,), Purpose.HOT, self._engine.now)
         self._engine.soon(self._tick)
@@ -250,7 +250,7 @@ class Loader:
         """One read, which waits for what is not here."""
         now = self._engine.now
         for block in blocks:
-            self.scheduler.needed(file, block, now)
+            self.scheduler.note_need(file, block, now)
         missing = [block for block in blocks if (file % self._num_files, block) not in self.node.here]
         if not missing:
             done(b"")
@@ -280,7 +280,7 @@ class Loader:
     def found(self, key: Key) -> None:
         """Another process of the node has brought a block."""
         for file in range(key[0], len(self.scheduler.files), self._num_files):
-            self.scheduler.have(file, key[1])
+            self.scheduler.mark_present(file, key[1])
             for read in self._pending.arrived((file, key[1]), None):
                 read.done(b"")
         self._engine.soon(self._tick)
@@ -288,7 +288,7 @@ class Loader:
     def freed(self, key: Key) -> None:
         """Another process of the node has given up a block that it had claimed."""
         for file in range(key[0], len(self.scheduler.files), self._num_files):
-            self.scheduler.freed(file, key[1])
+            self.scheduler.claim_released(file, key[1])
         self._engine.soon(self._tick)
 
     def _tick(self) -> None:
@@ -299,7 +299,7 @@ class Loader:
             if number in self._requests:
                 self._end(self._requests[number], None)
         for file, block, error in plan.given_up:
-            for read, _ in self._pending.given_up((file, block)):
+            for read, _ in self._pending.fail_block((file, block)):
                 read.done(error)
         wake_s = plan.wake_at
         if wake_s is not None and (self._wake_s is None or wake_s < self._wake_s or self._wake_s <= self._engine.now):
@@ -313,9 +313,9 @@ class Loader:
         for block in fetch.blocks:
             key = (fetch.file % self._num_files, block)
             if key in self.node.here:
-                self.scheduler.have(fetch.file, block)
+                self.scheduler.mark_present(fetch.file, block)
             elif self.node.claims.get(key, self) is not self:
-                self.scheduler.foreign(fetch.number, block)
+                self.scheduler.claimed_elsewhere(fetch.number, block)
             else:
                 self.node.claims[key] = self
                 mine.append(block)
@@ -406,7 +406,7 @@ class Loader:
         for block in done:
             key = (fetch.file % self._num_files, block)
             if block in self.scheduler.running[fetch.number].left:
-                self.scheduler.arrived(fetch.number, block, now)
+                self.scheduler.block_arrived(fetch.number, block, now)
             self.node.brought(key, self)
             self.found(key)
 
@@ -423,7 +423,7 @@ class Loader:
                 self._bring(request, len(request.mine) - int(-(-request.flow.left // size)))
         if request.asked is not None:
             self.health.ended(request.asked, late=late and error is not None, now_s=now)
-        self.scheduler.finished(request.fetch.number, now, error)
+        self.scheduler.request_finished(request.fetch.number, now, error)
         for block in request.mine:
             self.node.let_go((request.fetch.file % self._num_files, block), self)
         self._engine.soon(self._tick)
