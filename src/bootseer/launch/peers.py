@@ -214,7 +214,7 @@ class PeersStart:
         finally:
             if service is not None:
                 service.close()
-                left = service.left_behind() if isinstance(source, Listed) else None
+                left = service.state_for_agent() if isinstance(source, Listed) else None
                 if left is not None:
                     _tell_agent(wanted.runtime, left, begins=False)
             blocks.close()

@@ -1,4 +1,4 @@
-"""Asks peers for ranges of block files. Connections stay open between requests."""
+"""Requests to peers for ranges of block files, over persistent connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
 _MAX_READERS: Final = 1 << 14
 _MAX_INTERIM: Final = 10_000
-"""Signs of life of one answer, of which there are ten in a second: more than can be waited for."""
+"""Limit of interim responses, of which there are ten per second."""
 
 
 class UnreachableError(TransientError):
@@ -30,14 +30,14 @@ class UnreachableError(TransientError):
 
 
 class FillFailedError(TransientError):
-    """The peer did not get what it was asked for."""
+    """The peer could not get the requested range."""
 
 
 class Watch:
-    """Tells `Health` how one request to a peer goes: `heard` for `Client.stream`, then `ended`."""
+    """Reports the course of one request to `Health`: `progress` during `Client.stream`, then `ended`."""
 
     def __init__(self, health: Health, lock: threading.Lock, peer: str, length: int) -> None:
-        """`lock` guards `health`, and is held now; not when the methods are called."""
+        """`lock` guards `health`; it is held now, but not when the methods are called."""
         self.begun_s = time.monotonic()
         self._health = health
         self._lock = lock
@@ -46,11 +46,11 @@ class Watch:
 
     @property
     def num_bytes(self) -> int:
-        """Of the answer, so far."""
+        """Received bytes of the response."""
         return self._request.num_bytes
 
     def progress(self, num_bytes: int) -> float:
-        """`on_progress` of `Client.stream`. Raises `TransientError` when the peer is late."""
+        """The `on_progress` of `Client.stream`. Raises `TransientError` when the peer is late."""
         now_s, health, request = time.monotonic(), self._health, self._request
         with self._lock:
             if num_bytes > 0:
@@ -72,7 +72,7 @@ class Watch:
         return error
 
     def ended(self, error: BootseerError | None, file: str) -> bool:
-        """The request is over. Returns whether its peer was late or broke off."""
+        """The request has ended. Returns whether its peer was late or broke the connection."""
         now_s, health, request = time.monotonic(), self._health, self._request
         late = False
         with self._lock:
@@ -98,8 +98,8 @@ class Client:
     def __init__(
         self, secret: bytes, pace: Callable[[int], object] = lambda num_bytes: None, *, tls: bool = False
     ) -> None:
-        """`pace` is called with the number of bytes of each piece that came, and may wait before the next one. `tls`:
-        whether connections are encrypted."""
+        """`pace` is called with the number of bytes after each piece, and may delay the next one. `tls`: whether
+        connections are encrypted."""
         self._secret = secret
         self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
@@ -114,14 +114,14 @@ class Client:
     def stream(
         self, address: str, request: Request, parts: Iterable[memoryview], *, on_progress: Callable[[int], float]
     ) -> Generator[memoryview, None, None]:
-        """Fill the parts of a range one after the other, and give each as soon as it is full.
+        """Fill the parts of a range in order, and yield each when it is full.
 
-        Closing the iterator ends the request. `on_progress` is called at the beginning, for each interim response and
-        after each piece of the body, with the number of bytes received since the last call, -1 if the peer itself has
+        Closing the iterator ends the request. `on_progress` is called at the start, for each interim response and after
+        each piece of the body, with the number of bytes received since the last call, or -1 if the peer itself has
         received nothing since; it returns the timeout for the next one in seconds, or raises. Raises `TransientError`
-        after that timeout, or when the peer is gone or full (with `retry_after_s`); `UnreachableError` without a
-        connection, `FillFailedError` when the peer could not get the range, `NotFoundError` for a file it does not
-        serve, `AccessError` when it does not accept the secret.
+        after that timeout, or when the peer is gone or overloaded (with `retry_after_s`); `UnreachableError` without a
+        connection, `FillFailedError` when the peer could not get the range, `NotFoundError` for a file that it does not
+        serve, `AccessError` when it rejects the secret.
         """
         connection, signer = self._connection(address, min(on_progress(0), _CONNECT_S))
         try:
@@ -137,13 +137,13 @@ class Client:
                     connection.sock.settimeout(on_progress(count))
                 yield part
         except BaseException:
-            # A half-received answer is not drained: that would take as long as receiving it.
+            # A partial response is not drained: that would take as long as receiving it.
             connection.sock.close()
             raise
         self._keep(address, connection, signer)
 
     def probe(self, address: str) -> str:
-        """The name of the node that serves at an address, after it has proved the secret.
+        """The name of the node at an address, after it has proved knowledge of the secret.
 
         Raises `TransientError` when nothing answers, `AccessError` when it does not have the secret.
         """
@@ -180,7 +180,7 @@ class Client:
         return bytes(body)
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         with self._lock:
             connections = [connection for idle in self._idle.values() for connection, _ in idle]
             self._idle.clear()
@@ -240,7 +240,7 @@ class Client:
             if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
                 raise AccessError(f"{address} does not know this job's secret")
             return connection, signer, name
-        except CorruptError as error:  # another program's port, as long as it has not shown that it knows the secret
+        except CorruptError as error:  # another program's port: it has not proved knowledge of the secret
             sock.close()
             raise AccessError(f"{address} is not a node of this job: {error}") from error
         except BaseException:
@@ -249,7 +249,7 @@ class Client:
 
 
 def _checked(head: Head | None, peer: str) -> Head:
-    """The head of an answer that refuses nothing."""
+    """The head of a response that is not an error."""
     if head is None:
         raise TransientError(f"{peer} closed the connection")
     match head.first[0]:
@@ -265,7 +265,7 @@ def _checked(head: Head | None, peer: str) -> Head:
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Whether the other side has closed an idle connection, or sent what was not asked for."""
+    """Whether the peer has closed an idle connection, or sent unrequested data."""
     with contextlib.suppress(BlockingIOError):
         sock.setblocking(False)
         socket.socket.recv(sock, 1, socket.MSG_PEEK)  # one with TLS cannot do this by itself

@@ -1,4 +1,4 @@
-"""One TCP connection between two peers: heads in and out, with a deadline for each wait; with TLS 1.3 where asked."""
+"""One TCP connection between peers: message heads and bodies with deadlines, optionally over TLS 1.3."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 _END = b"\r\n\r\n"
 _TLS_PIECE = 1 << 18
 _PIECE = 1 << 18
-"""To be woken for each packet of a body costs more than to receive it: 9 ms of processor per MiB instead of 1.6 on a
-link of 100 Mbit/s."""
+"""SO_RCVLOWAT for bodies: waking up for each packet costs 9 ms of CPU per MiB instead of 1.6 on a link of 100
+Mbit/s."""
 
 
 @lru_cache(maxsize=16)
 def tls_contexts(secret: bytes) -> tuple[SSLContext, SSLContext]:
-    """How the nodes of a job encrypt, as server and as client: with the certificate of the job.
+    """TLS contexts of the job's nodes, as server and as client, with the job's certificate.
 
-    Key and certificate follow from the secret, so that each node makes the same one, accepts no other from either side,
-    and none is sent or kept. Raises `UsageError` without the package `cryptography`.
+    Key and certificate are derived from the secret: each node computes the same ones, accepts no others, and nothing is
+    sent or stored. Raises `UsageError` without the package `cryptography`.
     """
     try:
         from cryptography import x509
@@ -43,13 +43,13 @@ def tls_contexts(secret: bytes) -> tuple[SSLContext, SSLContext]:
 
     key = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, b"bootseer peers tls 1", "sha256"))
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "bootseer job")])
-    # Fixed, since the job's secret is what ends: nodes with different clocks make the same certificate.
+    # Fixed dates: all nodes compute the same certificate whatever their clocks say; its lifetime is the secret's.
     begin, end = datetime(2020, 1, 1), datetime(2120, 1, 1)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, begin, end)
     signed = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(key, None)
     certificate = signed.public_bytes(Encoding.PEM)
     contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    fd = os.memfd_create("bootseer-job", os.MFD_CLOEXEC)  # `ssl` reads keys from files alone
+    fd = os.memfd_create("bootseer-job", os.MFD_CLOEXEC)  # `ssl` reads keys only from files
     with os.fdopen(fd, "wb") as file:
         file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate)
         file.flush()
@@ -59,13 +59,13 @@ def tls_contexts(secret: bytes) -> tuple[SSLContext, SSLContext]:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=certificate.decode())
             context.load_cert_chain(f"/proc/self/fd/{fd}")
-    contexts[0].num_tickets = 0  # what waits on an idle connection is an end, or was not asked for
+    contexts[0].num_tickets = 0  # otherwise readable data on an idle connection could be a session ticket
     return contexts
 
 
 class Connection:
-    """Owns the socket. All methods raise `TransientError` when the other side is gone, or silent for `timeout_s`; a
-    message that does not come to its end has no more than twice as long."""
+    """Owns the socket. All methods raise `TransientError` when the peer is gone or silent for `timeout_s`; a whole
+    message may take at most twice as long."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.sock = sock
@@ -75,10 +75,10 @@ class Connection:
         self._is_tls = hasattr(sock, "do_handshake")
         self._received = b""
         self._woken_at = 1
-        """Bytes that must be there before the kernel wakes a reader."""
+        """Minimum number of bytes for the kernel to wake a reader (SO_RCVLOWAT)."""
 
     def read_head(self) -> Head | None:
-        """The next head; None when the other side has closed the connection between two messages."""
+        """The next head; None when the peer has closed the connection between messages."""
         data, until_s = self._received, self.until_s()
         self._wake_at(1)
         while (end := data.find(_END)) < 0:
@@ -95,17 +95,17 @@ class Connection:
         return parse_head(data[:end])
 
     def until_s(self) -> float:
-        """When a message that begins now has to be here."""
+        """The deadline of a message that begins now."""
         return time.monotonic() + (self.sock.gettimeout() or 0.0)
 
     def check(self, until_s: float) -> None:
-        """Raise `TransientError` for a message that comes too slowly: each of its bytes in time, and never all."""
+        """Raise `TransientError` after a message's deadline: each byte may be in time, and the message too slow."""
         if time.monotonic() > until_s:
             raise TransientError(f"{self.peer} sends a message too slowly")
 
     def read_some(self, into: memoryview) -> int:
-        """Bytes of a body: how many were written to the beginning of `into`, at least one; after the time limit fewer
-        than are waited for."""
+        """Receive a part of a body into the beginning of `into`; returns the number of bytes, at least one. After the
+        timeout, takes what has arrived below SO_RCVLOWAT."""
         if self._received:
             count = min(len(self._received), len(into))
             into[:count] = self._received[:count]
@@ -129,16 +129,16 @@ class Connection:
         return count
 
     def send(self, data: bytes, *, more: bool = False) -> None:
-        """Send all of it; `more` follows at once."""
+        """Send all of `data`; `more` data follows at once."""
         try:
             self.sock.sendall(data, socket.MSG_MORE if more and not self._is_tls else 0)
         except OSError as error:
             raise TransientError(f"{self.peer}: {error}") from error
 
     def send_file(self, fd: int, offset: int, length: int) -> int:
-        """Send a part of a file; how much, which is less where the file ends.
+        """Send a part of a file; returns the number of bytes, less than `length` if the file ends.
 
-        `socket.sendfile` costs a fifth more: it makes a selector for each call. With TLS the bytes pass through here.
+        `socket.sendfile` costs a fifth more: it creates a selector per call. With TLS the data is read and sent.
         """
         if self._is_tls:
             remaining = length

@@ -1,7 +1,7 @@
-"""The network interfaces of this node: which are fast, and what addresses they have.
+"""The network interfaces of this node: speeds and addresses.
 
-A training node has several fast interfaces (RoCE, InfiniBand with IPoIB) that carry TCP and idle until the first
-collective. Peers use the fastest ones, all of the same class at once, and leave them when training begins.
+A training node has several fast interfaces (RoCE, InfiniBand with IPoIB) that support TCP and are idle until the first
+collective. Peers use all of the fastest class concurrently, and stop using them when training begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from bootseer.errors import UsageError
 
 PORT: Final = 17_507
-"""Default port of nodes in a list; other nodes use it where it is free."""
+"""Default port of listed nodes; other nodes use it if it is free."""
 _ADDRESS: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):(\d{1,5})")
 _NET: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915
@@ -39,27 +39,27 @@ _VIRTUAL: Final = (
     "podman",
     "lxc",
 )
-"""Interfaces that lead to containers of this machine, not to other nodes."""
+"""Interfaces to containers of this machine, not to other nodes."""
 _SLOWER: Final = 2
-"""One with less than a part of the fastest's speed is left out: it would hold up the requests that it gets."""
+"""An interface slower than the fastest by this factor is not used: it would delay its share of the requests."""
 _UNKNOWN: Final = 125_000_000
-"""1 Gbit/s in bytes, for an interface that does not say how fast it is: virtual machines' often do not."""
+"""Assumed speed for interfaces that do not report theirs, such as those of virtual machines: 1 Gbit/s in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One that is up and has an address."""
+    """An interface that is up and has an address."""
 
     name: str
     address: str
     bytes_s: int
-    """Its speed; 1 Gbit/s where it does not say."""
+    """Its speed; 1 Gbit/s if unknown."""
     is_main: bool = False
-    """It has the default route and does not tell its speed, which may be any."""
+    """Whether it has the default route and an unknown speed."""
 
 
 def interfaces() -> list[Interface]:
-    """All that lead to other nodes, the fastest first."""
+    """All interfaces to other nodes, the fastest first."""
     found = []
     default = _default_route()
     for folder in sorted(_NET.iterdir()):
@@ -74,9 +74,9 @@ def interfaces() -> list[Interface]:
 
 
 def chosen(names: Sequence[str]) -> list[Interface]:
-    """Those of these names, or else the fastest ones; the loopback interface where there is no other.
+    """The named interfaces, or else the fastest ones; the loopback interface if there is no other.
 
-    Raises `UsageError` for a name that no usable interface has.
+    Raises `UsageError` for a name without a usable interface.
     """
     found = interfaces()
     if names:
@@ -93,31 +93,31 @@ def chosen(names: Sequence[str]) -> list[Interface]:
 
 
 def link_bytes_s(addresses: Iterable[str]) -> int:
-    """The speed of the interfaces with these addresses together."""
+    """The total speed of the interfaces with these addresses."""
     known = {each.address: each.bytes_s for each in interfaces()}
     return sum(known.get(address, _UNKNOWN) for address in set(addresses))
 
 
 def name_of(address: str) -> str:
-    """The name of the interface with this address; the address itself where none has it."""
+    """The name of the interface with this address; the address itself if there is none."""
     names = {each.address: each.name for each in (*interfaces(), _LOOPBACK)}
     return names.get(address.removeprefix("::ffff:"), address)
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where a socket listens, as `host:port`."""
+    """The address of a listening socket, as `host:port`."""
     host, port = sock.getsockname()[:2]
     return joined(host, port)
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this machine; port 0: any. Raises `OSError`."""
+    """Listen at an address of this machine; port 0: any port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
 
 def joined(host: str, port: int) -> str:
-    """`host:port`, with brackets where they are needed."""
+    """`host:port`, with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -135,7 +135,7 @@ def _speed(folder: Path) -> int:
 
 
 def _address(name: str) -> str:
-    """Its IPv4 address, else its global IPv6 address, else nothing."""
+    """Its IPv4 address, else its global IPv6 address, else ""."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])

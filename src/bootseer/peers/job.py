@@ -1,19 +1,19 @@
-"""The peers folder: what the processes of one job on one node know of its peers, and what the node may serve to them.
+"""The peers folder: shared state of the processes of one job on one node.
 
-    secret              32 bytes, 0600: what requests are signed with
-    tls                 is there where connections are encrypted
+    secret              32 bytes, 0600: the key that signs requests
+    tls                 exists if connections are encrypted
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
-    files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
-    files/IDENTITY.index the index of a file of blocks
-    files/IDENTITY.ahead names of nodes that asked for it before any process here did, or have it from an earlier job
-    state.json          what the service has done, for `report` and `status`
-    stage               what this node's start is doing, or `ready`: see `readiness`
-    start.json          {"nodes": listed, "ready": ..., "others": ...}: how far the job's nodes are
-    began               made when training begins: from then on the network belongs to it
+    files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that it serves to peers
+    files/IDENTITY.index the index of a block file
+    files/IDENTITY.ahead nodes that requested the file before any process here did, or have it from an earlier job
+    state.json          statistics of the service, for `report` and `status`
+    stage               the stage of this node's start, or `ready`: see `readiness`
+    start.json          {"nodes": listed, "ready": ..., "others": ...}: the readiness of the job's nodes
+    began               exists once training has begun: from then on the network belongs to it
 
-The launcher makes the folder, owner-only, and puts its path into BOOTSEER_PEERS_DIR for the processes that it starts.
+The launcher creates the folder, owner-only, and passes its path in BOOTSEER_PEERS_DIR to the processes that it starts.
 The service writes `members.json` and `state.json`; a process that reads a file registers it before its first request.
-All files are replaced as a whole.
+All files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER: Final = "BOOTSEER_PEERS_DIR"
 SWITCH: Final = "BOOTSEER_PEERS"
 SECRET_BYTES: Final = 32
 BLOCKS: Final = "blocks"
-"""The kind of a file that is stored in blocks: an image's layer, an environment's snapshot."""
+"""The kind of block files: an image's layer, an environment's snapshot."""
 _LOOK_EVERY_S: Final = 0.5
 _BURST_S: Final = 0.05
 _MAX_WAIT_S: Final = 1.0
@@ -50,7 +50,7 @@ _MAX_UNKNOWN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockSource:
-    """Where the service finds a file of blocks."""
+    """Where the service finds a block file."""
 
     index: Index
     store: str
@@ -61,7 +61,7 @@ class BlockSource:
 
 
 class JobPeers:
-    """The folder, as one process sees it. Safe to use from many threads."""
+    """The folder, as seen by one process. Safe for many threads."""
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self.folder = folder
@@ -73,13 +73,13 @@ class JobPeers:
         self._members = Members((), "")
         self._limit: int | None = None
         self._ahead: dict[str, tuple[float, frozenset[str]]] = {}
-        """Of each file, as it was when it was looked at."""
+        """Per file: when to read it again, and the nodes."""
         self._paid_until_s = float("-inf")
-        """When what came so far would have come at the limit."""
+        """When the bytes received so far would have arrived at the rate limit."""
 
     @classmethod
     def create(cls, folder: Path, secret: bytes | None = None, *, tls: bool = False) -> JobPeers:
-        """Make the folder, unless it is there, for the launcher. Without a `secret` it gets a new one."""
+        """Create the folder, for the launcher, unless it exists. Without a `secret` a new one is generated."""
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "files").mkdir(mode=0o700, exist_ok=True)
         secret = secret or secrets.token_bytes(SECRET_BYTES)
@@ -103,15 +103,15 @@ class JobPeers:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> JobPeers | None:
-        """Of the job that this process belongs to; None without peers. Raises like `open`."""
+        """The folder of the job that this process belongs to; None without peers. Raises like `open`."""
         folder = environment.get(FOLDER)
         return cls.open(Path(folder)) if folder and environment.get(SWITCH) != "0" else None
 
     def members(self) -> Members:
-        """The job's nodes as the service knows them; the same object until that changes.
+        """The job's nodes as written by the service; the same object until it changes.
 
-        Looks for a change at most twice a second. Empty until the service has written them, and what is damaged is
-        taken as no change: a start does without peers rather than fail.
+        Checks for a change at most twice a second. Empty until the service has written it; a damaged file counts as
+        unchanged: a start works without peers.
         """
         with self._lock:
             now = time.monotonic()
@@ -121,7 +121,7 @@ class JobPeers:
             return self._members
 
     def pace(self, num_bytes: int) -> None:
-        """Wait until this process may get more from peers than these bytes: the download limit of each process."""
+        """Delay this process according to its download limit after it received `num_bytes` from peers."""
         self.members()
         with self._lock:
             if not self._limit:
@@ -133,21 +133,21 @@ class JobPeers:
             time.sleep(min(wait_s, _MAX_WAIT_S))
 
     def write_members(self, own: str, peers: Iterable[Peer], limit: int | None = None) -> None:
-        """Tell the local processes that these are the job's nodes, and how many bytes per second each process may get
-        from them; None: any number."""
+        """Publish the job's nodes to the local processes, and how many bytes per second each process may receive from
+        them (None: unlimited)."""
         listed = {"own": own, "peers": [asdict(peer) for peer in peers], "limit": limit}
         _replace(self.folder / "members.json", json.dumps(listed).encode())
 
     def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
-        """Let the service serve a file to the job's nodes. `fields` are those of its `kind`, as JSON."""
+        """Let the service serve a file to the job's nodes. `fields` depend on its `kind`, as JSON."""
         _replace(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
 
     def unregister(self, identity: str) -> None:
-        """Do not serve a file any more."""
+        """Stop serving a file."""
         self._file(identity, "json").unlink(missing_ok=True)
 
     def registered(self, identity: str) -> dict[str, Any] | None:
-        """What was registered: `kind` and its fields. None for what this job does not use, or what is damaged."""
+        """The registration: `kind` and its fields. None if the file is not registered, or its record is damaged."""
         path = self._file(identity, "json")
         try:
             fields = json.loads(path.read_bytes())
@@ -156,17 +156,17 @@ class JobPeers:
         return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
 
     def note_ahead(self, identity: str, node: str) -> None:
-        """A node has blocks of a file that this one has not, or not yet. For the service."""
+        """Record that a node has blocks of a file that this one lacks. For the service."""
         known = self.ahead(identity)
         with self._lock:
             if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) > _MAX_UNKNOWN:
                 return
             self._ahead[identity] = float("inf"), known | {node}
-        with contextlib.suppress(OSError):  # without it more comes from the store
+        with contextlib.suppress(OSError):  # only costs more reads of the store
             _replace(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
 
     def ahead(self, identity: str) -> frozenset[str]:
-        """Nodes that had begun to read a file before any process of this node did, or have it from an earlier job."""
+        """Nodes that started to read a file before any process of this node, or have it from an earlier job."""
         with self._lock:
             now = time.monotonic()
             until, known = self._ahead.get(identity, (float("-inf"), frozenset()))
@@ -177,21 +177,21 @@ class JobPeers:
             return known
 
     def identities(self) -> set[str]:
-        """Of all files that are registered by now."""
+        """The identities of all registered files."""
         try:
             return {path.stem for path in (self.folder / "files").glob("[!.]*.json")}
         except OSError:
             return set()
 
     def register_blocks(self, source: BlockSource) -> None:
-        """`register` a file of blocks."""
+        """`register` a block file."""
         identity = source.index.identity
         _replace(self._file(identity, "index"), source.index.encode())
         fields = {"store": source.store, "plain_http": source.plain_http, "cache": str(source.cache)}
         self.register(identity, BLOCKS, fields)
 
     def block_source(self, identity: str) -> BlockSource | None:
-        """What `register_blocks` got; None for what this job does not use as a file of blocks."""
+        """The source given to `register_blocks`; None if there is no such block file."""
         fields = self.registered(identity)
         if fields is None or fields["kind"] != BLOCKS:
             return None
@@ -203,11 +203,11 @@ class JobPeers:
         return source if index.identity == identity else None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Keep what the service has done."""
+        """Publish the service's statistics."""
         _replace(self.folder / "state.json", json.dumps(state).encode())
 
     def state(self) -> dict[str, Any]:
-        """What the service has done; empty while that is not known."""
+        """The service's statistics; empty if unknown."""
         try:
             state = json.loads((self.folder / "state.json").read_bytes())
         except (OSError, ValueError):
@@ -215,22 +215,22 @@ class JobPeers:
         return state if isinstance(state, dict) else {}
 
     def write_stage(self, stage: str) -> None:
-        """Tell the service what this node's start is doing."""
+        """Publish the stage of this node's start to the service."""
         _replace(self.folder / "stage", stage.encode())
 
     @property
     def stage(self) -> str:
-        """What this node's start is doing."""
+        """The stage of this node's start."""
         with contextlib.suppress(OSError, ValueError):
             return (self.folder / "stage").read_text()
         return "begin"
 
     def write_readiness(self, readiness: Readiness, num_nodes: int) -> None:
-        """Tell the launcher how far the job's nodes are, of which `num_nodes` are listed."""
+        """Publish the readiness of the job's nodes, of which `num_nodes` are listed, to the launcher."""
         _replace(self.folder / "start.json", json.dumps({**asdict(readiness), "nodes": num_nodes}).encode())
 
     def readiness(self) -> tuple[Readiness, int] | None:
-        """How far the job's nodes are, and how many are listed; None while that is not known."""
+        """The readiness of the job's nodes, and how many are listed; None if unknown."""
         try:
             body = (self.folder / "start.json").read_bytes()
             return Readiness.of(body), int(json.loads(body)["nodes"])
@@ -243,7 +243,7 @@ class JobPeers:
         return (self.folder / "began").exists()
 
     def training_began(self) -> None:
-        """Tell the service and the local processes."""
+        """Notify the service and the local processes."""
         (self.folder / "began").touch(mode=0o600)
 
     def _file(self, identity: str, suffix: str) -> Path:
@@ -268,7 +268,7 @@ class JobPeers:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file in one step: a reader sees the old bytes or the new ones."""
+    """Write a file atomically."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:

@@ -1,10 +1,10 @@
-"""Which nodes a job has, and which of them answer.
+"""Which nodes a job has, and which of them respond.
 
-A list names them: on the command line, in a file that may change, as Slurm's host list, or as the addresses of a DNS
-name (a headless service). Otherwise they meet in a folder that all of them reach (`rendezvous`).
+A list names them: the command line, a file that may change, Slurm's host list, or the addresses of a DNS name (a
+headless service). Otherwise they meet in a shared folder (`rendezvous`).
 
-Nothing in a list is believed: a node counts when it answers at an address, proves that it knows the job's secret, and
-has the name that the list gives to this address. A node that cannot be reached is a client of the others, no more.
+Lists are not trusted: a node counts once it responds at an address, proves knowledge of the job's secret, and has the
+name that the list gives for this address. An unreachable node is only a client of the others.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LOG = logger(__name__)
 _MAX_SECRET: Final = 4096
 _FAST_S, _FAST_FOR_S = 0.2, 5.0
 _SLOW_S, _PER_PEER_S = 2.0, 0.02
-"""How often the list is read at first, and later: every 2 s, with 1,000 nodes every 20 s."""
+"""Polling interval of the list at first, and later: 2 s, with 1,000 nodes 20 s."""
 _RETRY_S: Final = 2.0
 _AGAIN_S, _AGAIN_PER_PEER_S = 15.0, 0.05
-"""One that answered is asked again after a while, since it may have died."""
+"""A responding node is probed again after a while, as it may have died."""
 _PROBES: Final = 64
 _ROUND_S: Final = 1.0
-"""Nodes that were not asked by then wait for the next round: what is known by now counts first."""
+"""Probes not started by then wait for the next round: what is known so far is published first."""
 _SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
@@ -46,31 +46,31 @@ class Source(Protocol):
     """Where the job's nodes are listed."""
 
     own: Peer | None
-    """This node, once it listens; None: it is a client only."""
+    """This node, once it listens; None: it is only a client."""
     link_bytes_s: int
-    """The speed of the links that this node serves on."""
+    """The speed of the links on which this node serves."""
 
     def secret(self) -> bytes:
         """The job's. Raises `BootseerError`."""
 
     def listen(self) -> list[socket.socket]:
-        """Begin to listen where the others expect it; nothing where this node is not one that serves."""
+        """Listen where the others expect this node; empty if it does not serve."""
 
     def poll(self) -> list[Peer]:
-        """The nodes that are listed now. Raises `BootseerError`."""
+        """The nodes listed now. Raises `BootseerError`."""
 
     def leave(self) -> None:
-        """This node serves no more."""
+        """This node stops serving."""
 
 
 class Listed:
-    """Nodes that a list names. Each knows itself by its address: it is the first one that it can listen at."""
+    """Nodes named by a list. A node recognizes itself by the first listed address that it can listen at."""
 
     def __init__(self, secret: bytes, read: Callable[[], list[Peer]]) -> None:
         self.own: Peer | None = None
         self.link_bytes_s = 0
         self.before_listening: Callable[[list[str]], None] = lambda addresses: None
-        """Called with all addresses that are listed, before this node listens at some of them."""
+        """Called with all listed addresses before this node listens at some of them."""
         self._secret = secret
         self._read = read
         self._announced: list[str] = []
@@ -96,39 +96,39 @@ class Listed:
         return self._read()
 
     def leave(self) -> None:
-        """The list is not ours to change."""
+        """Nothing to do: the list is not ours."""
 
 
 class Membership:
-    """The nodes that are listed and answer. `refresh` belongs to one thread, the rest to any."""
+    """The listed nodes that respond. `refresh` belongs to one thread, everything else to any."""
 
     def __init__(self, source: Source, probe: Callable[[str], str]) -> None:
-        """`probe` returns the name of the node at an address, and raises `BootseerError` if none answers."""
+        """`probe` returns the name of the node at an address, and raises `BootseerError` if none responds."""
         self._source = source
         self._probe = probe
         self._began_s = time.monotonic()
         self._answers: dict[Peer, Peer | None] = {}
-        """What is left of a listed node: the addresses at which it answered."""
+        """Each listed node with only the addresses at which it responded; None if it did not."""
         self._again_s: dict[Peer, float] = {}
         self.peers: tuple[Peer, ...] = (source.own,) if source.own else ()
 
     @property
     def unreachable(self) -> list[str]:
-        """Nodes that are listed and do not answer."""
+        """Listed nodes that do not respond."""
         return sorted(listed.name for listed, found in list(self._answers.items()) if found is None)
 
     @property
     def listed(self) -> list[str]:
-        """The names of all nodes that are listed, this one among them."""
+        """The names of all listed nodes, including this one."""
         own = [self._source.own.name] if self._source.own else []
         return own + [peer.name for peer in list(self._answers)]
 
     def refresh(self) -> bool:
-        """Look again; whether the nodes that answer have changed. Raises `BootseerError`."""
+        """Probe the listed nodes; returns whether the set of responding ones has changed. Raises `BootseerError`."""
         own = self._source.own
         listed = {peer for peer in self._source.poll() if own is None or peer.name != own.name}
         now = time.monotonic()
-        # Those that were silent come last: a list with hundreds of dead nodes must not hide the others.
+        # Silent nodes last: a list with hundreds of dead nodes must not delay the others.
         due = [peer for peer in listed if now >= self._again_s.get(peer, 0.0)]
         due.sort(key=lambda peer: peer in self._answers and self._answers[peer] is None)
         found: dict[Peer, Peer | None] = {}
@@ -154,13 +154,13 @@ class Membership:
         return changed
 
     def pause_s(self) -> float:
-        """How long to wait before the next `refresh`."""
+        """Delay until the next `refresh`."""
         if time.monotonic() - self._began_s < _FAST_FOR_S:
             return _FAST_S
         return max(_SLOW_S, _PER_PEER_S * len(self._answers))
 
     def _reached(self, peer: Peer) -> Peer | None:
-        """The node with the addresses at which it answers by its own name; None when there are none."""
+        """The node with the addresses at which it responds under its own name; None if there are none."""
         good = []
         for address in peer.addresses:
             try:
@@ -176,8 +176,8 @@ class Membership:
 
 
 def parse_list(lines: Iterable[str], source: str) -> list[Peer]:
-    """The nodes that lines name: `HOST[:PORT][,HOST[:PORT]...] [RACK]` each, where several hosts are the interfaces of
-    one node. Raises `UsageError`."""
+    """Parse lines of `HOST[:PORT][,HOST[:PORT]...] [RACK]`, one node each; several hosts are interfaces of one node.
+    Raises `UsageError`."""
     peers = []
     for line in lines:
         words = line.partition("#")[0].split()
@@ -192,7 +192,7 @@ def parse_list(lines: Iterable[str], source: str) -> list[Peer]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list as Slurm writes it: `gpu[001-003,007],login1`. Raises `UsageError`."""
+    """Expand a list of hosts in Slurm's notation: `gpu[001-003,007],login1`. Raises `UsageError`."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         found = [""]
@@ -216,7 +216,7 @@ def slurm_hosts(env: Mapping[str, str]) -> list[str]:
 
 
 def hosts_of(name: str, port: int) -> list[Peer]:
-    """A node for each address of a DNS name. Raises `NotFoundError` while it has no address."""
+    """One node per address of a DNS name. Raises `NotFoundError` while it has none."""
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -247,14 +247,14 @@ def _with_port(word: str, source: str) -> str:
 
 
 def _listen_at(addresses: Sequence[str]) -> list[socket.socket]:
-    """Sockets at those of the addresses that are this machine's; none when none is, or the ports are taken."""
+    """Listen at those addresses that belong to this machine; empty if none does, or the ports are taken."""
     listening = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         with contextlib.suppress(OSError):
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
             if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
-                found = "0.0.0.0"  # noqa: S104 - Debian gives a host's own name a loopback address
+                found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
             listening.append(listen_at(str(found), int(port)))
     return listening
 
@@ -276,8 +276,8 @@ def open_source(
     interface_names: Sequence[str] = (),
     secret_file: Path | None = None,
 ) -> Source:
-    """The source that `--peers` names: `auto`, `slurm[:PORT]`, `dns:NAME[:PORT]`, `@FILE`, the address of a folder, or
-    hosts separated by commas. `attempt` is the name of this start in a folder. Raises `UsageError`."""
+    """The source named by `--peers`: `auto`, `slurm[:PORT]`, `dns:NAME[:PORT]`, `@FILE`, a folder's address, or hosts
+    separated by commas. `attempt` is the name of this start in a folder. Raises `UsageError`."""
     given = None if secret_file is None else read_secret(secret_file)
     read: Callable[[], list[Peer]]
     if text == "auto":
@@ -322,7 +322,7 @@ def open_source(
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret that a file gives, which only this user can read.
+    """Read the secret from a file that must be readable only by this user.
 
     Raises `AccessError`, `CorruptError` and `NotFoundError`.
     """
@@ -341,7 +341,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def read_list(path: Path) -> list[Peer]:
-    """The nodes that a file names now. Raises `NotFoundError` and `UsageError`."""
+    """The nodes listed in a file now. Raises `NotFoundError` and `UsageError`."""
     try:
         return parse_list(path.read_text(encoding="utf-8").splitlines(), str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,9 +1,9 @@
-"""The names of a job's nodes without DNS: the /etc/hosts that the job's processes see.
+"""Names of a job's nodes without DNS: the /etc/hosts of the job's processes.
 
-PyTorch's TCPStore asks for the name of each client's address, for a log line. The address is IPv4 mapped to IPv6, which
-an ordinary line of a hosts file does not answer, so that a resolver which is slow or dead holds the job up.
-The peer service keeps the file `hosts` in the peers folder: the machine's own, then a line for each address of each
-node, plain and mapped. It only appends, in the same inode, which the job has mounted on its /etc/hosts.
+PyTorch's TCPStore resolves the name of each client's address for a log line. The address is IPv4 mapped to IPv6, which
+ordinary lines of a hosts file do not match, so a slow or dead resolver would delay the job. The peer service maintains
+the file `hosts` in the peers folder: the machine's own lines, then one for each address of each node, plain and mapped.
+It only appends, to the same inode, which is mounted over the job's /etc/hosts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SWITCH: Final = "BOOTSEER_NAMES"
 RES_OPTIONS: Final = "timeout:1 attempts:1"
 MAX_HOSTS: Final = 16
 _REVERSE: Final = ".peer"
-"""Ends names that only answer reverse look-ups: what a node's name leads to is left as it is."""
+"""Suffix of names that exist only for reverse lookups: the resolution of a node's real name is not changed."""
 
 
 class HostsFile:
     """The file, for the service. `add` belongs to one thread."""
 
     def __init__(self, folder: Path, system: Path = SYSTEM) -> None:
-        """Begin it with what the machine knows. Raises `OSError`."""
+        """Start with the machine's own entries. Raises `OSError`."""
         try:
             known = system.read_bytes()
         except FileNotFoundError:
@@ -45,16 +45,16 @@ class HostsFile:
         lines = known.decode(errors="replace").splitlines()
         self._known = {word for line in lines for word in line.partition("#")[0].split()}
         self._file = os.open(folder / HOSTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.fchmod(self._file, 0o644)  # another user of a container reads it
+        os.fchmod(self._file, 0o644)  # other users in a container read it
         os.write(self._file, known.rstrip(b"\n") + b"\n# by BootSeer: the nodes of this job\n")
         self._append("127.0.0.1", "localhost")
 
     def add(self, peers: Iterable[Peer]) -> None:
-        """Append what is not there yet; what is there stays. Raises `OSError`."""
+        """Append missing entries. Raises `OSError`."""
         for peer in peers:
             name = peer.name if peer.hosts else _host(peer.name)
             for address in peer.hosts or addresses_of(peer):
-                # A name leads to one address, as it does without us: which interface a job uses is not ours to choose.
+                # A node's name resolves to one address, as without us: the choice of the interface is not ours.
                 self._append(address, name)
 
     def _append(self, address: str, name: str) -> None:
@@ -71,7 +71,7 @@ class HostsFile:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """This node's IPv4 addresses that lead to other nodes, first the one that it is known by."""
+    """This node's IPv4 addresses to other nodes, the primary one first."""
     found = [each.address for each in interfaces() if is_host(each.address)]
     with contextlib.suppress(OSError):
         found.insert(0, socket.gethostbyname(socket.gethostname()))
@@ -79,7 +79,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def is_host(address: object) -> bool:
-    """Whether this is the IPv4 address of one node, not a loopback's."""
+    """Whether this is a unicast IPv4 address, not loopback."""
     try:
         parsed = ipaddress.IPv4Address(str(address))
     except ValueError:
@@ -88,7 +88,7 @@ def is_host(address: object) -> bool:
 
 
 def addresses_of(peer: Peer) -> list[str]:
-    """The addresses that a node of a list is reached at; a name is looked up."""
+    """The addresses of a listed node; names are resolved."""
     found: list[str] = []
     for host in map(_host, peer.addresses):
         with contextlib.suppress(OSError):
@@ -101,12 +101,12 @@ def _host(address: str) -> str:
 
 
 def hosts_for(env: Mapping[str, str]) -> Path | None:
-    """The file for a job with this environment; None where it has no peers or they are switched off."""
+    """The file for a job with this environment; None without peers, or if it is switched off."""
     return Path(env[FOLDER], HOSTS) if env.get(FOLDER) and env.get(SWITCH) != "0" else None
 
 
 def reverse_s(deadline_s: float) -> tuple[str, float]:
-    """Seconds that a reverse look-up of this node's own address takes, as a TCPStore makes it, and the address.
+    """The address of this node, and the seconds of a reverse lookup of it as made by TCPStore.
 
     Raises `TransientError` after `deadline_s` seconds.
     """
@@ -114,7 +114,7 @@ def reverse_s(deadline_s: float) -> tuple[str, float]:
 
     def look_up() -> float:
         began_s = time.monotonic()
-        with contextlib.suppress(OSError):  # that there is no name is an answer
+        with contextlib.suppress(OSError):  # "no name" is a valid answer
             socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
         return time.monotonic() - began_s
 

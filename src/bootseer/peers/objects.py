@@ -1,9 +1,9 @@
-"""Small objects of stores that all nodes of a job read whole, such as the indexes of block files.
+"""Small objects of stores that all nodes of a job read whole, such as indexes of block files.
 
-A node needs an index before it knows any block of its file, so that an index itself does not come in blocks. It is
-named by its content, and that name stands in the (signed) document: the first node that asks reads it from the store,
-each other one gets it from a node that asked before (`readers`), which sends it when all of it has come, and compares
-it with the name. Whatever other nodes do, the store is asked in the end.
+A node needs an index before it knows any block of its file, so an index itself cannot be transferred in blocks. It is
+named by its content, and that name is in the (signed) document: the first node that asks reads it from the store, the
+others get it from a node that asked before (`readers`), which sends it once it is complete, and verify its name. If
+other nodes fail, the store is asked in the end.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from bootseer.peers.protocol import MAX_RANGE, Question, Request
 
 _LOG = logger(__name__)
 OBJECT: Final = "object"
-"""The kind of a file that is a whole object: it is served when it lies in its place."""
+"""The kind of whole objects: served once the file exists."""
 _SOURCES: Final = 3
 _TRIES: Final = 4
 _ANSWER_S: Final = 1.0
-"""A question is answered from memory."""
+"""Answers come from memory."""
 _SILENT_S: Final = 2.0
 _WAIT_S: Final = 60.0
 _POLL_S: Final = 0.005
@@ -42,7 +42,7 @@ _RANDOM: Final = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class OfferedObject:
-    """An object that this node has, or is about to get; the job's other nodes may ask for it."""
+    """An object that this node has or is about to get, offered to the job's other nodes."""
 
     job: JobPeers
     digest: str
@@ -51,8 +51,8 @@ class OfferedObject:
 
     @classmethod
     def of_environment(cls, name: str, size_bytes: int, path: Path) -> OfferedObject | None:
-        """For the job that this process belongs to; None without peers. `name`: by its content; `path`: where it lies
-        once it is here."""
+        """For the job that this process belongs to; None without peers. `name`: by content; `path`: its file, once it
+        exists."""
         try:
             job = JobPeers.of_environment()
             if job is None or job.training:
@@ -65,11 +65,11 @@ class OfferedObject:
         return offered
 
     def withdraw(self) -> None:
-        """It will not arrive: nodes that wait for it here ask others."""
+        """It will not arrive: nodes that wait for it here must ask others."""
         self.job.unregister(self.digest)
 
     def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
-        """Its bytes, from another node; None if this node is to read it from its store. `on_wrong` is called with a
+        """Its bytes from another node; None if this node must read it from its store. `on_wrong` is called with a
         message when a node sent wrong bytes."""
         members, without = self.job.members(), ""
         if all(peer.name == members.own for peer in members.peers):
@@ -128,13 +128,13 @@ class OfferedObject:
 
 
 class ObjectFiles:
-    """Opens objects that local processes read; nothing is fetched for other nodes."""
+    """Opens objects that local processes read; fetches nothing for other nodes."""
 
     def __init__(self) -> None:
         self.timer = Timer("bootseer-peers-objects")
 
     def open(self, job: JobPeers, identity: str) -> ObjectFile | None:
-        """The content of an object that was registered as `OBJECT`."""
+        """The content of an object registered as `OBJECT`."""
         match job.registered(identity):
             case {"path": str(path), "size_bytes": int(size_bytes)} if size_bytes >= 0:
                 return ObjectFile(self.timer, OfferedObject(job, identity, size_bytes, Path(path)))
@@ -145,7 +145,7 @@ class ObjectFiles:
 
 
 class ObjectFile:
-    """An object as `server.Content`: one block, ready as soon as the file is in its place."""
+    """An object as `server.Content`: one block, ready once the file exists."""
 
     def __init__(self, timer: Timer, offered: OfferedObject) -> None:
         self.size_bytes = offered.size_bytes

@@ -1,7 +1,7 @@
-"""The other nodes of a job, as origins of the block files that this process reads.
+"""The other nodes of a job as origins of the block files that this process reads.
 
-Which node has a block is `choice`, which is asked for it and when `fetch.routed`, which is late `health`. This is what
-moves bytes: requests over `client`, whose outcome is told to `health`, and what each node sent, for the report.
+`choice` knows which node owns a block, `fetch.routed` which one is asked and when, `health` which are late. This module
+transfers the blocks over `client`, reports outcomes to `health`, and counts what each node sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME: Final = "peers"
 _MIN_RUN_BYTES: Final = 1 << 20
 _RUNS: Final = 1024
 _ROUTES_S: Final = 0.1
-"""Nodes that come, or were ahead, are known so much later, of the half second that it takes anyway."""
+"""How long routes are cached: changes of members and `ahead` are noticed within half a second anyway."""
 
 
 @dataclass(slots=True)
@@ -40,18 +40,19 @@ class Sent:
     bytes: int = 0
     requests: int = 0
     late: int = 0
-    """Requests that were given up as late, or broke off."""
+    """Requests given up as late, or broken off."""
     seconds: float = 0.0
-    """What all requests took, waiting for the origin included."""
+    """Total duration of the requests, including waiting for the origin."""
     wrong: int = 0
-    """Blocks with other bytes than their digests say: it is not asked again."""
+    """Blocks with a wrong digest: the node is excluded."""
 
 
 class PeerGroup:
-    """The job's other nodes, as one process knows them. Safe to use from many threads."""
+    """The job's other nodes, as seen by one process. Safe for many threads."""
 
     def __init__(self, job: JobPeers, *, levels: frozenset[Level] = frozenset(Level)) -> None:
-        """`levels`: at which others may be asked; a service that fills for its rack asks global owners alone."""
+        """`levels`: the levels at which others may be asked; a service that fetches for its rack asks only global
+        owners."""
         self.job = job
         self.lock = threading.Lock()
         self.client = Client(job.secret, job.pace, tls=job.tls)
@@ -61,7 +62,7 @@ class PeerGroup:
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
-        """Those of the job that this process belongs to; None without peers, and when they cannot be used."""
+        """For the job that this process belongs to; None without peers, or if they cannot be used."""
         try:
             job = JobPeers.of_environment()
         except BootseerError as error:
@@ -70,7 +71,7 @@ class PeerGroup:
         return None if job is None else cls(job)
 
     def file(self, index: Index, store: str, plain_http: bool, cache: Path) -> FilePeers:
-        """A file whose blocks the nodes have, this one included: from now on it is served. Like `BlockSource`."""
+        """A file whose blocks the nodes have; also registers it to be served by this node. Like `BlockSource`."""
         try:
             self.job.register_blocks(BlockSource(index, store, plain_http, cache))
         except OSError as error:
@@ -78,7 +79,7 @@ class PeerGroup:
         return FilePeers(self, index)
 
     def absent(self, file: str, now: float) -> frozenset[str]:
-        """Nodes that are not asked for a file now; the same object until that changes."""
+        """Nodes excluded for a file now; the same object until that changes."""
         with self.lock:
             return self.health.absent(now, file)
 
@@ -88,7 +89,7 @@ class PeerGroup:
         route = members.route(file, run, absent, ahead)
         if self._levels is not None:
             steps = tuple(step for step in route.steps if step.level in self._levels)
-            # One that is asked as an owner may ask the origin, whatever its own list says.
+            # A node asked as an owner may ask the origin, whatever its own list says.
             return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
         return route
 
@@ -116,7 +117,7 @@ class FilePeers:
         self._identity = index.identity
         self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
         self._routes: dict[int, Route] = {}
-        """Of runs, as long as they are true: hundreds of blocks are looked up whenever a request ends."""
+        """Cached per run: hundreds of blocks are looked up whenever a request ends."""
         self._absent: frozenset[str] = frozenset()
         self._routes_until_s = float("-inf")
 
@@ -147,7 +148,7 @@ class FilePeers:
 
 
 def run_bytes(file_bytes: int) -> int:
-    """Bytes of a file that have one owner: some hundred runs, so that owners share the work of small files too."""
+    """The size of a run: a file has some hundred runs, so that owners share the work also for small files."""
     return min(max(1 << (file_bytes // _RUNS - 1).bit_length(), _MIN_RUN_BYTES), RUN_BYTES)
 
 
@@ -168,9 +169,9 @@ class PeerOrigin:
         return Form.PLAIN
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
-        """`timeout_s` is not used: an owner reports that it waits for the origin, and when it gives up; silence and
-        slowness have their own limits. Raises only `TransientError`: another node may serve what this one refuses."""
-        # A range is sent or refused as a whole, and of what is held a part may be there.
+        """`timeout_s` is unused: an owner reports that it waits for the origin, and when it gives up; silence and low
+        rates have their own limits. Raises only `TransientError`: another node may serve what this one refuses."""
+        # A range is sent or refused as a whole, and at level HELD only some of its blocks may be present.
         whole = blocks.step == 1 and self.step.level is not Level.HELD
         max_blocks = max(MAX_RANGE // index.block_size, 1) if whole else 1
         for first in range(0, len(blocks), max_blocks):
@@ -185,7 +186,7 @@ class PeerOrigin:
         with group.lock:
             watch = Watch(group.health, group.lock, peer.name, length)
             sent = group.sent.setdefault(peer.name, Sent())
-            # A second request at the same time takes another of its interfaces.
+            # Concurrent requests are spread over the peer's interfaces.
             address = peer.addresses[sent.requests % len(peer.addresses)]
             sent.requests += 1
         parts = (memoryview(bytearray(index.length(block))) for block in blocks)

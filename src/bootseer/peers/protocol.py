@@ -1,10 +1,9 @@
-"""What peers say to each other: HTTP/1.1 requests for ranges of block files, each signed with the job's secret.
+"""The protocol between peers: HTTP/1.1 requests for ranges of block files, signed with the job's secret.
 
-A connection begins with `GET /v1/hello`, by which both sides give a nonce; its key is the HMAC of both under the job's
-secret. The server says its name and proves that it knows the secret. Each request then carries a number that grows and
-an HMAC of all that matters in it. So a request cannot be replayed, on its connection or another, without clocks that
-agree or a memory of nonces, which a date in each request would need. Answers are not signed: every block is compared
-with its digest by its receiver.
+A connection starts with `GET /v1/hello`, in which both sides send a nonce; the connection's key is the HMAC of both
+under the job's secret. The server sends its name and proves knowledge of the secret. Each request then carries an
+increasing number and an HMAC of its significant fields. So requests cannot be replayed, on this or another connection,
+without synchronized clocks or a memory of nonces. Responses are not signed: receivers verify the digest of each block.
 
     GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
@@ -87,11 +86,11 @@ class Question:
     blocks: int
     """Bits: number 0 is block `first`."""
     sender: str
-    """The name of the requesting node, which reads the blocks that no other one reads."""
+    """The name of the requesting node, which reads the blocks that no other node reads."""
     keeps: bool
-    """Whether it keeps and serves them."""
+    """Whether it caches and serves them."""
     without: str = ""
-    """A node that was named before and did not send them."""
+    """A node named before that did not send them."""
 
     @property
     def lines(self) -> str:
@@ -114,21 +113,21 @@ class Question:
 
 @dataclass(slots=True)
 class Signer:
-    """Signs and checks the requests of one connection. Each side has its own."""
+    """Signs or verifies the requests of one connection. Each side has its own."""
 
     key: bytes
     number: int = field(default=0)
 
     @classmethod
     def of(cls, secret: bytes, client_nonce: str, server_nonce: str) -> Signer:
-        """For a connection whose two sides gave these nonces. Raises `CorruptError` for what is not a nonce."""
+        """For a connection with these nonces. Raises `CorruptError` for an invalid nonce."""
         for nonce in (client_nonce, server_nonce):
             if not _NONCE.fullmatch(nonce):
                 raise CorruptError("malformed nonce of a peer")
         return cls(hmac.digest(secret, f"bootseer peers 1\n{client_nonce}\n{server_nonce}".encode(), "sha256"))
 
     def proof(self, name: str) -> str:
-        """By which a server of this name shows that it knows the secret."""
+        """The proof that a server of this name knows the secret."""
         return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
 
     def encode(self, request: Request | Question | StartReport, host: str) -> bytes:
@@ -147,7 +146,7 @@ class Signer:
         ).encode()
 
     def decode(self, head: Head) -> Request | Question | StartReport | None:
-        """The request that a client sent; None when it did not sign it, or has sent it before.
+        """Parse and verify a client's request; None if it is not signed or was sent before.
 
         Raises `CorruptError` when it is malformed.
         """
@@ -190,12 +189,12 @@ def _parse_request(head: Head) -> Request:
 
 
 def encode_readers(found: dict[str, int]) -> bytes:
-    """The body of the answer to a `Question`: a node and its blocks in each line."""
+    """The body of the response to a `Question`: a node and its blocks per line."""
     return "".join(f"{name}\t{blocks:x}\n" for name, blocks in found.items()).encode()
 
 
 def parse_readers(body: bytes) -> dict[str, int]:
-    """What `encode_readers` encoded. Raises `CorruptError`."""
+    """Parse what `encode_readers` encoded. Raises `CorruptError`."""
     try:
         lines = [line.split("\t") for line in body.decode().splitlines()]
         return {name: int(blocks, 16) for name, blocks in lines}
@@ -204,18 +203,18 @@ def parse_readers(body: bytes) -> dict[str, int]:
 
 
 def is_identity(text: str) -> bool:
-    """Whether this can be the identity of an index."""
+    """Whether this is a valid identity of an index."""
     return _IDENTITY.fullmatch(text) is not None
 
 
 def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:
-    """The head of an answer; `fields` are whole lines. An interim answer (1xx) has no length."""
+    """The head of a response; `fields` are whole lines. An interim response (1xx) has no length."""
     size = "" if status < 200 else f"Content-Length: {length}\r\n"
     return f"HTTP/1.1 {status} {REASONS[status]}\r\n{size}{fields}\r\n".encode()
 
 
 def parse_head(data: bytes) -> Head:
-    """A head without the empty line after it. Raises `CorruptError`."""
+    """Parse a head without its final empty line. Raises `CorruptError`."""
     lines = data.decode("latin-1").split("\r\n")
     words = lines[0].split(" ", 2)
     if len(words) == 3 and words[2] == "HTTP/1.1":

@@ -1,15 +1,15 @@
-"""Chunks that are read by one node of a job and passed on by it: which node has each, and the serving of them.
+"""Chunks read by one node of a job and passed on to others: which node has each chunk, and the serving of chunks.
 
 Blocks of images and environments are needed by all nodes, so each has an owner that fetches it for the others. Chunks
-of checkpoints need not be: a sharded one is read by every node once, and would cross the network twice if owners
-fetched it. So the owner of a unit of chunks fetches nothing. It remembers which nodes read them (`Readers`): the first
-that asks reads the chunk where it lies, the others get it from those that asked before. A chunk that one node alone
-reads costs its share of one question.
+of checkpoints may not be: in a sharded checkpoint each chunk is read by one node only, and would cross the network
+twice if an owner fetched it. So the owner of a unit of chunks fetches nothing and only records which nodes read them
+(`Readers`): the first node that asks reads a chunk from the place, later ones get it from earlier ones. A chunk read by
+a single node costs its share of one question.
 
-A node is sent to one of those that asked before it, so that nodes cannot wait for each other in a circle: to one of
-the later half of them, another one for each unit and node. So no node has to send much more than it gets, and an object
-of one unit passes through few nodes: with a binary tree, the node that is ahead of all the others is the root of every
-unit and sends each of them twice.
+Why there are no deadlocks and no hot spots: a node is only sent to nodes that asked before it, so waits cannot form a
+cycle. Among these it is sent to the later half, varied by unit and node, so no node sends much more than it receives,
+and an object of one unit passes through few nodes. (With a binary tree, the node ahead of all others would be the root
+of every unit and send each of them twice.)
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question
 
 CHECKPOINT: Final = "checkpoint"
-"""The kind of a file whose chunks are served as far as the node's cache has them: a segment of a checkpoint."""
+"""The kind of files whose cached chunks are served: segments of checkpoints."""
 UNIT_BLOCKS: Final = 16
-"""Blocks of one question. They begin at a multiple of it."""
+"""Blocks per question; each starts at a multiple of it."""
 _MAX_UNITS: Final = 1 << 17
-"""Of 16 MiB each: 2 TiB of a job's checkpoint for each of its nodes."""
+"""Units of 16 MiB: 2 TiB of checkpoints per node."""
 _MAX_READERS: Final = 64
-"""As many nodes serve each chunk of a unit, and more where one is asked for alone; those that ask later are sent to one
-of them."""
+"""How many nodes serve each chunk of a unit (more when chunks are requested singly); later ones are sent to these."""
 _MAX_LEASES: Final = 64
 _POLL_S: Final = 0.02
 _STILL_S: Final = 2.0
-"""A node that fetches nothing of a file for so long has given up what it was going to read."""
+"""A node that fetches nothing of a file for this long has given up reading it."""
 
 
 class Readers:
-    """Which nodes read chunks of which unit, in the order of their first questions. Safe to use from many threads."""
+    """Which nodes read which chunks, in the order of their first questions. Safe for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._units: OrderedDict[tuple[str, int], defaultdict[int, dict[str, bool]]] = OrderedDict()
 
     def answer(self, question: Question, own: int, name: str) -> dict[str, int]:
-        """Which node to get which of the blocks from, as bits; what is left the asker is to read itself.
+        """The nodes to get blocks from, as bits; the asking node reads the other blocks itself.
 
-        `own`: what this node, called `name`, has of them.
+        `own`: the blocks that this node, called `name`, has.
         """
         found: dict[str, int] = {}
         with self._lock:
@@ -74,7 +73,7 @@ class Readers:
 
     @staticmethod
     def _choose(nodes: dict[str, bool], question: Question) -> str:
-        """`nodes`: whether each still serves it. None is removed, so that the order never changes."""
+        """`nodes`: whether each still serves the block. None is removed, so that the order is stable."""
         if question.without in nodes:
             nodes[question.without] = False
         before = [name for name in takewhile(lambda name: name != question.sender, nodes) if nodes[name]]
@@ -86,20 +85,20 @@ class Readers:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
+    """The indexes of the set bits."""
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1
 
 
 def ready(cached: CachedFile, first: int, blocks: int) -> int:
-    """Those of the blocks from `first` on that a file has, as bits."""
+    """The present blocks of a file among `blocks`, both as bits relative to `first`."""
     num_blocks = cached.index.num_blocks - first
     return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and cached.ready(first + bit))
 
 
 class CachedFiles:
-    """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
+    """Opens cached files that local processes read; fetches nothing for other nodes."""
 
     def __init__(self, idle_limit_s: float = _STILL_S) -> None:
         """`idle_limit_s`: how long local processes may fetch nothing of a file before waiting requests fail."""
@@ -110,7 +109,7 @@ class CachedFiles:
         self._leases: OrderedDict[str, CachedFile] = OrderedDict()
 
     def open(self, job: JobPeers, identity: str) -> CachedContent | None:
-        """The content of a file that was registered as `CHECKPOINT`, None for what was not. Raises `BootseerError`."""
+        """The content of a file registered as `CHECKPOINT`, None for others. Raises `BootseerError`."""
         registered = job.registered(identity)
         if registered is None or registered["kind"] != CHECKPOINT or not isinstance(registered.get("cache"), str):
             return None
@@ -129,7 +128,7 @@ class CachedFiles:
         return cached
 
     def release_all(self) -> None:
-        """Close all files; they are opened again when requested."""
+        """Close all files; they are reopened on request."""
         with self._lock:
             leases = list(self._leases.values())
             self._leases.clear()
@@ -142,8 +141,8 @@ class CachedFiles:
 
 
 class CachedContent:
-    """Missing blocks are waited for as long as local processes fetch any of the file: they proceed in their own order,
-    and one that waits for a slow origin is not gone."""
+    """Requests for missing blocks wait as long as local processes fetch any of the file: they proceed in their own
+    order, and may wait for a slow origin."""
 
     def __init__(self, files: CachedFiles, root: Path, identity: str) -> None:
         """Raises `BootseerError` where the cache has no such file."""
@@ -168,7 +167,7 @@ class CachedContent:
         return ready(self._cached, first, blocks)
 
     def mark_unavailable(self, first: int, blocks: int) -> None:
-        """These blocks were read but do not fit into the cache: other nodes need not wait for them."""
+        """These blocks were read but did not fit into the cache: other nodes need not wait for them."""
         self._unavailable.update(first + bit for bit in bits(blocks))
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:

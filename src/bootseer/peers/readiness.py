@@ -1,14 +1,14 @@
-"""Which nodes of a job are ready for their command: each reports to one of them, which collects all.
+"""Which nodes of a job are ready for their command: each reports to one of them, the collector.
 
-That one is the first by name of the nodes that answer. Nodes whose lists differ for a moment tell different ones, and
-the same one soon after: each tells its stage again and again, a ready node more seldom.
+The collector is the first by name of the responding nodes. Nodes whose lists differ for a moment report to different
+ones, and soon to the same one: each repeats its report, a ready node less often.
 
     GET /v1/start HTTP/1.1
     Bootseer-Sender: NAME
     Bootseer-Stage: STAGE | ready               the stage that its start is in
 
-The answer is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE IT WAS HEARD OF], ...}}, of the others the
-first few by name; one that was never heard of has the stage "". Decides and touches nothing.
+The response is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE ITS LAST REPORT], ...}}, with the first
+few of the other nodes by name; a node without a report has the stage "". Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READY: Final = "ready"
 _NAME: Final = re.compile(r"[!-~]{1,255}")
 _STAGE: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _MAX_NODES: Final = 20_000
-_MAX_TOLD: Final = 20
+_MAX_LISTED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """How many nodes are ready. `others`: of some that are not, the stage and the seconds since their last report."""
+    """How many nodes are ready, and for some others their stage and the seconds since their last report."""
 
     ready: int
     others: dict[str, tuple[str, float]]
@@ -71,7 +71,7 @@ class Readiness:
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
     def missing(self, num_nodes: int) -> str:
-        """The nodes that are not ready, for people."""
+        """The nodes that are not ready, for messages."""
         words = [_described(name, stage, silent_s) for name, (stage, silent_s) in sorted(self.others.items())]
         if unknown := num_nodes - self.ready - len(words):
             words.append(f"{unknown} more" if words else f"{unknown} that nothing was heard of")
@@ -94,10 +94,10 @@ class RollCall:
         self._stages: dict[str, tuple[str, float]] = {}
 
     def answer(self, report: StartReport, listed: Iterable[str], now_s: float) -> bytes:
-        """Record a report. Returns the state of all nodes, including `listed` ones that never reported."""
+        """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
         late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._stages.items() if stage != READY}
         num_ready = len(self._stages) - len(late)
         late |= {name: ("", 0.0) for name in listed if name not in self._stages}
-        return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_TOLD))}).encode()
+        return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_LISTED))}).encode()

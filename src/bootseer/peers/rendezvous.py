@@ -1,10 +1,10 @@
-"""Where nodes meet that no list names: a folder of a file system or store that all of them reach.
+"""Where nodes meet that no list names: a folder of a file system or store shared by all of them.
 
-    <place>/peers/<job>.<attempt>.u<uid>/secret               made by the first of them
-                                        /<node>.<nonce>.json  where a node can be reached: {"name", "addresses", "rack",
+    <place>/peers/<job>.<attempt>.u<uid>/secret               created by the first of them
+                                        /<node>.<nonce>.json  a node's addresses: {"name", "addresses", "rack",
                                                                "hosts"}
 
-In a file system only the job's user can read and change the folder. What is announced is checked by `members`.
+In a file system only the job's user can access the folder. Announcements are verified by `members`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rendezvous:
     def __init__(
         self, uri: str, attempt: str, name: str, rack: str, interfaces: Sequence[Interface], given: bytes | None
     ) -> None:
-        """`attempt`: the folder's name, the same for all nodes of one start. `given`: a secret that they have."""
+        """`attempt`: the folder's name, equal for all nodes of one start. `given`: a secret that they already share."""
         self.own: Peer | None = None
         self.link_bytes_s = sum(each.bytes_s for each in interfaces)
         self._files: _Files = _PlaceFiles(uri, attempt) if _is_place(uri) else _StoreFiles(uri, attempt)
@@ -55,7 +55,7 @@ class Rendezvous:
         self._seen: dict[str, Peer | None] = {}
 
     def secret(self) -> bytes:
-        """The first node creates it; of two at once, one succeeds."""
+        """The first node creates it; of two concurrent ones, one succeeds."""
         if self._given is not None:
             return self._given
         made = secrets.token_bytes(SECRET_BYTES)
@@ -67,7 +67,7 @@ class Rendezvous:
         return secret
 
     def listen(self) -> list[socket.socket]:
-        """Announces the addresses."""
+        """Also announces the addresses."""
         if self.own is not None:
             return []
         listening = []
@@ -82,7 +82,7 @@ class Rendezvous:
         document = {"name": own.name, "addresses": own.addresses, "rack": own.rack, "hosts": own.hosts}
         try:
             for earlier in self._files.names():
-                # Of an earlier process of this node, which was killed.
+                # Left by an earlier process of this node that was killed.
                 if earlier.rpartition(".json")[0].rpartition(".")[0] == self._name:
                     self._files.delete(earlier)
             self._files.create(self._record, json.dumps(document).encode())
@@ -117,7 +117,7 @@ class Rendezvous:
 
 
 def parse_record(data: bytes) -> Peer:
-    """A node's announcement. Raises `CorruptError`."""
+    """Parse a node's announcement. Raises `CorruptError`."""
     try:
         document = json.loads(data)
         peer = Peer(document["name"], tuple(document["addresses"]), document["rack"], tuple(document.get("hosts", ())))
@@ -137,8 +137,8 @@ def parse_record(data: bytes) -> Peer:
 
 
 def _is_nodes(address: object) -> bool:
-    """Whether this can be announced as the address of a node: no name, which others may know otherwise, and no group,
-    nor a link's own address, behind which clouds have the logins of a machine."""
+    """Whether this may be announced as a node's address: no name, which others may resolve differently, and neither
+    multicast nor link-local, where clouds serve credentials of a machine."""
     try:
         host = ipaddress.ip_address(str(address).rpartition(":")[0].strip("[]"))
     except ValueError:
@@ -156,7 +156,7 @@ def _is_place(uri: str) -> bool:
 
 
 class _Files(Protocol):
-    """Small files in a folder that the job's nodes share."""
+    """Small files in a folder shared by the job's nodes."""
 
     uri: str
 
@@ -198,26 +198,26 @@ class _PlaceFiles:
             self._place.delete(join(self._folder, name))
 
     def remove(self) -> None:
-        with contextlib.suppress(PermanentError):  # one that came meanwhile needs it
+        with contextlib.suppress(PermanentError):  # another node has joined meanwhile
             self._place.delete(self._folder)
 
     def _make(self) -> None:
         self._place.make_folder("", parents=True)
         with contextlib.suppress(TakenError):
             self._place.make_folder("peers")
-            self._place.set_mode("peers", 0o1777)  # jobs of several users meet in one store
+            self._place.set_mode("peers", 0o1777)  # jobs of several users share a store
         with contextlib.suppress(TakenError):
             self._place.make_folder(self._folder, mode=0o700)
 
     def _check(self, path: str) -> None:
-        """Raise `AccessError` where another user could have made the folder or what lies in it."""
+        """Raise `AccessError` if another user could have created the folder or its files."""
         folder, file = self._place.stat(self._folder), self._place.stat(path)
         if folder.mode & 0o077 or file.mode & 0o077 or folder.owner != file.owner:
             raise AccessError(f"{self.uri} can be read or changed by other users; remove it, or give --peers-secret")
 
 
 class _StoreFiles:
-    """In an object store: they can be read by every user of the bucket."""
+    """In an object store, where every user of the bucket can read them."""
 
     def __init__(self, uri: str, attempt: str) -> None:
         if uri.startswith("oci://"):

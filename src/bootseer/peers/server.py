@@ -1,8 +1,8 @@
-"""Serves this node's blocks to the other nodes of its job, from the cache's files by `sendfile`.
+"""Serves this node's blocks to the other nodes of its job, from files of the cache by `sendfile`.
 
-A thread per connection: `sendfile` gives the GIL back, and costs a quarter of a second of processor for a GiB, like
-nginx and half of what asyncio takes. What is not here is asked of the origin by the node's own fetcher, so that a
-block is fetched once however many peers wait for it; they hear `102` at once and again until it is here.
+One thread per connection: `sendfile` releases the GIL and costs a quarter of a second of CPU per GiB, like nginx and
+half of asyncio. Missing blocks are requested from the origin by the node's own fetcher, so that each is fetched once
+however many peers wait for it; those get `102` at once and repeatedly until the block is present.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 _FILLING_EVERY_S: Final = 0.1
 _SOON_S: Final = 3.0
-"""So long after the first request for a file this node may still begin to read it. A job whose nodes read different
-files pays it once for each."""
+"""For this long after the first request for a file, this node may still be about to read it. A job whose nodes read
+different files pays it once for each."""
 _AGAIN_S: Final = 0.2
 _MAX_UNKNOWN: Final = 4096
 _SO_MAX_PACING_RATE: Final = 47
 _UNLIMITED: Final = (1 << 64) - 1
 _CS1: Final = 8 << 2
-"""Low priority, in the upper bits of the traffic class (RFC 8622's predecessor that switches know)."""
+"""Low priority, in the upper bits of the traffic class (predecessor of RFC 8622, known to switches)."""
 
 
 class Content(Protocol):
-    """One block file that peers may ask for."""
+    """One block file that peers may request."""
 
     size_bytes: int
 
     @property
     def num_ready(self) -> int:
-        """The number of blocks that are here."""
+        """The number of present blocks."""
 
     def open(self) -> int:
-        """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
+        """A descriptor of the file with its uncompressed bytes. The caller closes it."""
 
     def here(self, first: int, blocks: int) -> int:
-        """Those of the blocks from `first` on that are here, as bits."""
+        """The present blocks among `blocks`, both as bits relative to `first`."""
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        """Whether a range is here. If not, it is fetched, and `done` is called once when that has ended."""
+        """Whether a range is present. If not, it is fetched, and `done` is called once when that has ended."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What was served so far. Changed under the server's lock."""
+    """Statistics. Changed under the server's lock."""
 
     bytes_sent: int = 0
     requests: int = 0
     refused: int = 0
     by_interface: dict[str, int] = field(default_factory=dict)
-    """Bytes sent, by the address of this node that they left from."""
+    """Bytes sent, by local address."""
 
 
 class Server:
-    """Listens on sockets that its owner has bound. Safe to use from many threads."""
+    """Listens on sockets bound by its owner. Safe for many threads."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Server:
         soon: bool = True,
         tls: bool = False,
     ) -> None:
-        """`find` gives the content of an index' identity, None for what this job does not use.
+        """`find` returns the content for an index identity, None for a file that this job does not use.
 
-        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together;
-        `on_unknown` is called with the node that asked for what this one does not use, or not yet. `soon`: whether
-        this node may be about to read what it does not use yet. `tls`: whether connections are encrypted.
+        `name`: this node's name; `max_rate`: bytes per second over all connections; `on_unknown` is called with a file
+        that this node does not use (yet) and the node that requested it. `soon`: whether this node may be about to read
+        such a file. `tls`: whether connections are encrypted.
         """
         self._name = name
         self._listening = listening
@@ -105,32 +105,32 @@ class Server:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
-        """Connections between two requests, the one that waits longest first: they make room for others."""
+        """Connections without a request, the longest waiting first: they are closed to make room for others."""
         self._closed = False
         self._first_asked_s: dict[str, float] = {}
-        """Of each file, since when it is asked for."""
+        """When each file was requested first."""
         self._readers = Readers()
         self._roll = RollCall()
         self.listed: Sequence[str] = ()
-        """The names of all nodes that the job's list has."""
+        """The names of all listed nodes."""
         self.served = Served()
         self._threads = Executor("bootseer-peers", 2 * MAX_CONNECTIONS + len(listening))
         for sock in listening:
             self._threads.submit(partial(self._accept, sock))
 
     def limit(self, max_rate: int | None) -> None:
-        """From now on send no more than this many bytes per second in all; None for no limit."""
+        """Limit the total rate to `max_rate` bytes per second; None: unlimited."""
         with self._lock:
             self._max_rate = max_rate
             self._pace()
 
     def answer_readiness(self, report: StartReport) -> bytes:
-        """Note how far a node's start is; how far all are."""
+        """Record a node's report; returns the readiness of all nodes."""
         with self._lock:
             return self._roll.answer(report, self.listed, time.monotonic())
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End all connections. Safe to call twice."""
+        """Close all connections. Safe to call twice."""
         with self._lock:
             self._closed = True
             sockets = [*self._connections, *self._listening]
@@ -146,12 +146,12 @@ class Server:
             try:
                 sock, address = listening.accept()
             except OSError as error:
-                if not self._closed:  # no descriptor is left for a moment, or it was gone before it was taken
-                    _LOG.warning("a connection cannot be taken: %s", error)
+                if not self._closed:  # out of descriptors for a moment, or the client is gone already
+                    _LOG.warning("cannot accept a connection: %s", error)
                     time.sleep(_AGAIN_S)
                 continue
             if self._tls is not None:
-                try:  # the first one that reads or writes makes the handshake
+                try:  # the handshake happens at the first read or write
                     sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 except OSError:
                     sock.close()
@@ -209,7 +209,7 @@ class Server:
                         self._answer(connection, request)
         except CorruptError as error:
             _LOG.warning("%s: %s", connection.peer, error)
-        except (BootseerError, OSError) as error:  # what the cache says of a file that was deleted, too
+        except (BootseerError, OSError) as error:  # also from the cache, for a deleted file
             _LOG.debug("%s: %s", connection.peer, error)
         finally:
             with self._lock:
@@ -226,7 +226,7 @@ class Server:
                 self._idle.pop(connection.sock, None)
 
     def _end(self, sock: socket.socket) -> None:
-        """Make room for another connection. Under the lock."""
+        """Close an idle connection to make room for another one. Under the lock."""
         self._idle.pop(sock)
         self._connections.discard(sock)
         with contextlib.suppress(OSError):
@@ -263,8 +263,8 @@ class Server:
             self._send(connection, content, request)
 
     def _find_soon(self, connection: Connection, file: str) -> Content | None:
-        """What is asked for, or will be here in a moment: the nodes of a job start the same files within a second, and
-        the first ones would take all of them from the origin while the others are not ready."""
+        """Wait for content that may be registered in a moment: the nodes of a job start to read the same files within a
+        second, and the first ones would fetch everything from the origin while the others are not ready."""
         content = self._find(file)
         with self._lock:
             if len(self._first_asked_s) >= _MAX_UNKNOWN:
@@ -285,7 +285,7 @@ class Server:
         connection.send(encode_answer(200, len(body)) + body)
 
     def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
-        """Until the range is here, or cannot be had: why."""
+        """Wait for the range; returns the error if it cannot be had."""
         ended = threading.Event()
         problems: list[BootseerError] = []
 
@@ -310,7 +310,7 @@ class Server:
         finally:
             os.close(fd)
         if sent != request.length:
-            raise TransientError("the file in the cache is shorter than its index says")
+            raise TransientError("the cached file is shorter than its index says")
         left_from = connection.sock.getsockname()[0]
         with self._lock:
             self.served.bytes_sent += sent

@@ -1,10 +1,10 @@
-"""The peer service of one job on one node: serves what the job reads here to the job's other nodes, and knows these.
+"""The peer service of one job on one node: serves what the job reads here to its other nodes, and tracks these.
 
 One process, which `bootseer run` starts before anything is mounted and which ends with it. It shares a folder (`job`)
-with the local processes of the job: they say there which files they read, it says which nodes there are.
+with the local processes of the job: they register the files that they read, it publishes the job's nodes.
 
-What it serves lies in the node's cache. What is missing there it fetches from the origin, into the same cache: claims
-keep it and the local readers from fetching a block twice.
+It serves from the node's cache. Missing blocks are fetched from the origin into the same cache; claims keep the service
+and local readers from fetching a block twice.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ _STATE_EVERY_S: Final = 1.0
 _TRAINING_SHARE: Final = 0.05
 _RANDOM: Final = random.SystemRandom()
 _HOLDERS: Final = 8
-"""So many nodes are asked whether they have a file from an earlier job."""
+"""How many nodes are asked whether they have a file from an earlier job."""
 _HOLDER_S: Final = 1.0
 _FULL_S: Final = 5.0
-"""A node without room fetches nothing for others for so long: each of them would have it fetched once more."""
+"""A node without disk space fetches nothing for others for this long: it would have to fetch each block repeatedly."""
 _READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
 _READY_SELDOM: Final = 10
-"""A ready node reports less often, but still does: another node may become the first one and needs its report."""
+"""A ready node reports less often, but not never: another node may become the collector and need its report."""
 
 Opener = Callable[[JobPeers, str], Content | None]
-"""Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
+"""Opens the content of a registered file by identity; None if its record is damaged. Raises `BootseerError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes per second that this node sends; None: as many as there are."""
+    """Upload limits in bytes per second; None: unlimited."""
 
     before: int | None = 1 << 30
     """Until training begins."""
     after: int | None = None
-    """From then on; None: a twentieth of the links' speed; 0: nothing is served any more."""
+    """Afterwards; None: a twentieth of the links' speed; 0: nothing is served."""
 
 
 class BlockFiles:
-    """Opens block files, of images and environments: kind `blocks`."""
+    """Opens block files of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        # All nodes wait for the same origin: one that is slow is not asked twice for what others wait for.
+        # No hedges: all nodes wait for the same origin, and second requests would slow it down further.
         self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
         self._groups: list[PeerGroup] = []
-        """Which nodes a global owner asks, and an owner in a rack: never one that would ask a node like itself."""
+        """The peers to ask as a global owner, and as an owner in a rack: never one that would ask its own kind."""
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
         """An `Opener`."""
@@ -135,7 +135,7 @@ class _BlockFile:
         return ready(self._cached, first, blocks)
 
     def sample(self) -> tuple[int, int]:
-        """A sample of the missing blocks, as the first and bits; empty when few are missing."""
+        """A sample of the missing blocks, as first block and bits; empty if few are missing."""
         index = self._cached.index
         first = _RANDOM.randrange(max(index.num_blocks - 31, 1))
         blocks = range(first, min(first + 32, index.num_blocks))
@@ -164,7 +164,7 @@ class _BlockFile:
 
 
 class Service:
-    """All that one node does for its job's other nodes. `run` is called in the process's main thread."""
+    """What one node does for its job's other nodes. `run` belongs to the process's main thread."""
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class Service:
         tls: bool = False,
         name: str = "",
     ) -> None:
-        """`openers`: for each kind of file, by the word in its description, what opens it. `figures`: what else stands
-        in the state. `tls`: whether nodes encrypt what they say to each other. `name`: what a node that serves nothing
-        is called where nodes tell each other how far their starts are; empty: they do not."""
+        """`openers`: by kind of file. `figures`: additional fields of the state. `tls`: whether connections between
+        nodes are encrypted. `name`: the name of a node that serves nothing in reports of readiness; empty: none are
+        made."""
         self._figures = figures
         self._interfaces: dict[str, str] = {}
         """Names by address."""
@@ -199,13 +199,13 @@ class Service:
         """Bytes per second that this node may send, and each of its processes receive."""
         self._training = False
         self._is_written = False
-        """Whether the list of members for local processes is up to date."""
+        """Whether the published list of members is up to date."""
         self._stopped = threading.Event()
         self._name = name
         self._written: dict[str, Any] = {}
         self._job = JobPeers.create(folder, self._secret, tls=tls)
         self._hosts = HostsFile(folder)
-        with contextlib.suppress(NotFoundError):  # the DNS name of a headless service has no address before a pod runs
+        with contextlib.suppress(NotFoundError):  # a headless service has no address before a pod runs
             self._serve()
         self._write_members()
 
@@ -220,7 +220,7 @@ class Service:
         opened: set[str] = set()
         while True:
             now = time.monotonic()
-            # Opening takes up to a second where processors are busy: peers that ask meanwhile would get no answer.
+            # Opened in advance: that takes up to a second on busy processors, during which peers would get no answer.
             for identity in self._job.identities() - opened:
                 opened.add(identity)
                 content = self._find(identity)
@@ -234,23 +234,24 @@ class Service:
                 self._training_began()
             if now >= state_at:
                 state_at = now + _STATE_EVERY_S
-                with contextlib.suppress(OSError):  # the disk may be full for a while
+                with contextlib.suppress(OSError):  # the disk may be full temporarily
                     self._write_state()
             time.sleep(_LOOK_EVERY_S if is_ready else 0.02)
 
     def close(self) -> None:
-        """Leave the job's other nodes, and write the last figures."""
+        """Leave the job's other nodes, and write the final statistics."""
         self._stopped.set()
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(BootseerError):
             self._source.leave()
         self._client.close()
-        with contextlib.suppress(OSError):  # the folder may be gone already
+        with contextlib.suppress(OSError):  # the folder may be gone
             self._write_state()
 
-    def left_behind(self) -> dict[str, Any] | None:
-        """The state that the node's agent needs to go on serving; None if nothing is served after training began."""
+    def state_for_agent(self) -> dict[str, Any] | None:
+        """The state that the node's agent needs to continue serving; None if nothing is to be served after training
+        began."""
         own, rate = self._source.own, self._limits.after
         if rate is None:
             rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
@@ -264,7 +265,7 @@ class Service:
         return {"secret": self._secret.hex(), "tls": self._job.tls, **document}
 
     def _serve(self) -> None:
-        """Begin to serve, unless this node is (not yet) one of those that do."""
+        """Start to serve, unless this node does not serve (yet)."""
         listening = self._source.listen()
         if listening:
             own = self._source.own
@@ -286,13 +287,13 @@ class Service:
                 if self._membership.refresh() or not self._is_written:
                     self._write_members()
             except BootseerError as error:
-                _LOG.warning("the job's nodes cannot be looked for: %s", error)
+                _LOG.warning("cannot list the job's nodes: %s", error)
             except OSError as error:
                 _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
 
     def _report_readiness(self) -> None:
-        """Report this node's stage to the first reachable node, and the readiness of all to the launcher."""
+        """Report this node's stage to the collector, and the readiness of all nodes to the launcher."""
         while not self._stopped.is_set() and not self._training:
             first, own, stage = next(iter(self._membership.peers), None), self._source.own, self._job.stage
             report = StartReport(own.name if own else self._name, stage)
@@ -311,7 +312,7 @@ class Service:
                     if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
             except (BootseerError, OSError) as error:
-                _LOG.info("how far the job's nodes are is not known: %s", error)
+                _LOG.info("the readiness of the job's nodes is unknown: %s", error)
             self._stopped.wait(pause_s)
 
     def _ask_holders(self, identity: str, content: _BlockFile) -> None:
@@ -350,7 +351,7 @@ class Service:
 
     def _training_began(self) -> None:
         self._training = True
-        # Without an own limit, or where nothing is sent any more, for what this node's processes still get from others.
+        # If uploads are unlimited or off, the default share limits the downloads of this node's processes.
         self._rate = self._limits.after or int(self._source.link_bytes_s * _TRAINING_SHARE)
         _LOG.info("training began: at most %d bytes/s from now on", self._rate)
         with contextlib.suppress(OSError):

@@ -174,4 +174,4 @@ def test_a_full_disk_costs_the_memory_and_no_start(full_disk: Path, store: Store
     assert local.look(published(store), KEY) == Lookup("found", document())
     assert local.object(document().manifest, store) == b"manifest of content"
     assert len(said) == 2
-    assert "not kept on this node" in said[0]
+    assert "no copy was stored on this node" in said[0]
