@@ -153,7 +153,7 @@ class TestSigned:
             known, said = sets(tmp_path, store, "n1", strict)
             assert known.load(WORKLOAD) is None
             assert len(said) == 1
-            assert "not what was signed" in said[0]
+            assert "holds another signed object" in said[0]
 
     @pytest.mark.parametrize("required", [True, False])
     def test_a_signed_set_is_not_replaced_by_one_without_a_signature(

@@ -92,7 +92,7 @@ def test_several_keys_may_be_trusted_in_a_file_or_a_folder(folder: Path, tmp_pat
 )
 def test_a_signed_object_cannot_stand_for_another_one(folder: Path, strict: Signatures, other: str) -> None:
     data = sealed(folder, "a")
-    with pytest.raises(SignatureError, match=f"not what was signed: that is '{NAME}'"):
+    with pytest.raises(SignatureError, match=f"holds another signed object: '{NAME}'"):
         strict.open(other, data, "s")
     kind = json.loads(sealed(folder, "b", name=other))["payloadType"]
     with pytest.raises(SignatureError, match="does not match"):

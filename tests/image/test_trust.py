@@ -256,7 +256,7 @@ class TestSigned:
         with closing(open_store(uri)) as store:
             data = read_all(store, document_name(evil), 1 << 20)
         put(uri, document_name(node.digest), data)
-        with pytest.raises(SignatureError, match=f"not what was signed: that is '{document_name(evil)}'"):
+        with pytest.raises(SignatureError, match=f"holds another signed object: '{document_name(evil)}'"):
             look(node.digest)
 
     @pytest.mark.parametrize("data", [b"", b'{"payload":"', b'{"payload":"' + b"A" * (24 << 20)])

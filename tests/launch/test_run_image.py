@@ -351,7 +351,7 @@ def test_a_mount_daemon_that_dies_under_the_command_is_told(image: str, env: dic
         state.daemon.signal(signal.SIGKILL)
         until(lambda: state.daemon is not None and not state.daemon.alive)
         _, err = process.communicate("go\n", timeout=180)
-    assert "the mount daemon died while the command ran: its reads of the image failed from then on" in err
+    assert "the mount daemon died while the command ran: later reads of the image failed" in err
     assert err.count("mount daemon") == 1
 
 

@@ -113,7 +113,7 @@ class TestEnvironments:
         value = json.loads(Signatures().open(str(forged.relative_to(place.store)), forged.read_bytes(), "store"))
         renamed = json.dumps({**value, "key": document.parent.name}, sort_keys=True, separators=(",", ":")).encode()
         for data, why in (
-            (forged.read_bytes(), "is not what was signed"),
+            (forged.read_bytes(), "holds another signed object"),
             (renamed, "is not signed"),
             (attacker.seal(name, renamed), "a key that is not trusted"),
         ):

@@ -123,7 +123,7 @@ def test_nothing_goes_while_it_is_not_known_what_is_used(catalog: Catalog, store
         raise TransientError("no answer about images")
 
     done = prune(catalog, LATER_S, also_used=unknown)
-    assert done.problems == ["nothing was deleted, since it is not known what else is used: no answer about images"]
+    assert done.problems == ["nothing was deleted, because it is unknown what else is used: no answer about images"]
     put(store, document_name(OTHER_KEY), json.dumps({"schema": "bootseer.environment/9"}).encode())
     assert "not all environments could be read" in prune(catalog, LATER_S).problems[0]
     assert is_complete(catalog)
