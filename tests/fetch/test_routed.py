@@ -167,7 +167,7 @@ def test_a_late_reader_is_not_hedged_at_places() -> None:
 def test_where_all_nodes_wait_for_the_store_it_is_asked_twice_for_what_hangs_alone() -> None:
     own = [block for block in range(400) if block // RUN % 4 == 2]
     hangs, slow = own[-1], own[40:-1]
-    faults = {hangs: Fault(hang=True), **{block: Fault(foreign={block: (2.0, True)}) for block in slow}}
+    faults = {hangs: Fault(hang=True), **{block: Fault(claimed_elsewhere={block: (2.0, True)}) for block in slow}}
     w = world(Ring(FOUR), (BLOCK,) * 400, fault=lambda fetch, earlier: None if earlier else faults.get(fetch.blocks[0]))
     for block in [block for block in range(400) if block not in slow]:
         void(w.read(0, [block], void))
@@ -230,7 +230,7 @@ faults = st.one_of(
     st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
     st.builds(
         Fault,
-        foreign=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+        claimed_elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
     ),
 )
 

@@ -334,7 +334,7 @@ def test_prefetch_of_a_dead_origin_pauses_longer_each_time_and_goes_on_when_it_i
 
 
 def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
-    w = world(fault=lambda fetch, earlier: Fault(foreign={4: (1.0, True)}))
+    w = world(fault=lambda fetch, earlier: Fault(claimed_elsewhere={4: (1.0, True)}))
     answers = Answers()
     w.read(0, [3, 4, 5], answers)
     w.run(until=0.15)
@@ -346,7 +346,7 @@ def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
 
 
 def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
-    w = world(fault=lambda fetch, earlier: None if earlier else Fault(foreign={4: (0.1, False)}))
+    w = world(fault=lambda fetch, earlier: None if earlier else Fault(claimed_elsewhere={4: (0.1, False)}))
     answers = Answers()
     w.read(0, [4], answers)
     w.run()

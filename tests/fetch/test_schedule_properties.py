@@ -39,7 +39,7 @@ faults = st.one_of(
     st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
     st.builds(
         Fault,
-        foreign=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+        claimed_elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
     ),
 )
 

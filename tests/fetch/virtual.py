@@ -52,7 +52,7 @@ class Fault:
     """Arrive, but with other bytes."""
     hang: bool = False
     """Brings nothing more; ends by its timeout."""
-    foreign: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    claimed_elsewhere: dict[int, tuple[float, bool]] = field(default_factory=dict)
     """Blocks that another process has claimed: for how long, and whether it brings them."""
 
 

@@ -340,7 +340,7 @@ def test_no_bytes_break_the_reading_of_a_request(data: bytes) -> None:
     device = os.open(os.devnull, os.O_RDWR)
     session = Session(TreeRequests(MemoryTree({})), Path("/nowhere"), device, faults.append)
     view = memoryview(bytearray(data.ljust(protocol.REQUEST_BYTES, b"\0")))
-    session._take(view, len(data))
+    session._handle(view, len(data))
     assert data[:4] == len(data).to_bytes(4, "little") or faults == ["/nowhere: malformed FUSE request"]
 
 

@@ -1,7 +1,8 @@
-"""The agent of a node: keeps the cache within its limit, clears away what killed processes left, says how the node is.
+"""The agent of a node: keeps the cache within its limit, cleans up after killed processes, and reports the node's
+state.
 
-It holds nothing that a job needs: mounts have daemons of their own, which `mounts.recovery` restarts, and a start finds
-cache and mounts by itself. So it may be killed at any time, and `bootseer run` works without one.
+No job depends on it: mounts have their own daemons, which `mounts.recovery` restarts, and starts find cache and mounts
+by themselves. So it may be killed at any time, and `bootseer run` works without one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from socketserver import BaseServer, TCPServer, ThreadingMixIn, UnixStreamServer
 from typing import Any, Final
 
 from bootseer import __version__
-from bootseer.agent.held import HeldJobs
+from bootseer.agent.ended_jobs import EndedJobs
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
@@ -37,60 +38,60 @@ from bootseer.units import PROMETHEUS, Figures
 _LOG = logger(__name__)
 SOCKET: Final = "agent"
 _LOCK: Final = "agent.lock"
-_PASSED: Final = 3  # where descriptors begin that systemd passes
+_FIRST_FD: Final = 3  # the first descriptor that systemd passes
 STATUS: Final = "/v1/status"
 PEERS: Final = "/v1/peers"
-"""Takes over an ended job's files, for its other nodes."""
+"""Take over the files of an ended job, for its other nodes."""
 PEERS_BEGIN: Final = "/v1/peers/begin"
-"""Leaves a job's addresses to the job, which begins."""
+"""Release the addresses of a starting job."""
 _MAX_BODY: Final = 1 << 20
 _MAX_REQUESTS: Final = 8
-"""At once: one that scrapes and some that look. Others are turned away rather than kept waiting."""
-_PATIENCE_S: Final = 5.0
+"""Concurrent requests: one scraper and some users. Others are refused rather than queued."""
+_TIMEOUT_S: Final = 5.0
 _REQUEST_S: Final = 10.0
-"""What a request may take from its first byte to the last of its answer, however slowly they come."""
+"""Limit of a request from its first byte to the last of its response, however slowly they come."""
 _DAEMON_S, _DAEMONS_S = 1.0, 3.0
-"""How long one daemon, and all together, are waited for: Prometheus waits some ten seconds for all figures."""
+"""How long to wait for one daemon, and for all together: Prometheus waits about ten seconds for all figures."""
 _MAX_ANSWER: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent looks after."""
+    """What an agent takes care of."""
 
     cache: Path
     runtime: Path
     max_bytes: int | None = None
-    """What the cache may take on the disk; None: up to the share of the disk that others leave free."""
+    """Limit of the cache's disk usage; None: a share of the space that others leave free."""
     every_s: float = 60.0
     service: str = ""
-    """Address of the service that this node's spools are sent to; empty: they are not sent."""
+    """Address of the service to send this node's spools to; empty: they are not sent."""
     spools: tuple[str, ...] = ()
     """Roots of spools."""
     idle_s: float = 7 * 86_400.0
-    """How long layers that nothing uses stay mounted, and unpacked images on the disk."""
+    """How long unused layers stay mounted and unpacked images on the disk."""
     peers_s: float = 3600.0
-    """How long what ended jobs have read is served to their other nodes; 0: not at all."""
+    """How long files read by ended jobs are served to their other nodes; 0: not at all."""
 
 
 class Agent:
-    """`tidy` belongs to one thread, the rest to any."""
+    """`clean_up` belongs to one thread, everything else to any."""
 
     def __init__(self, settings: AgentSettings) -> None:
-        """Raises `PermanentError` where a folder cannot be made or belongs to another user, `UsageError` for an address
-        or token of the service that cannot be used."""
+        """Raises `PermanentError` if a folder cannot be created or belongs to another user, `UsageError` for an invalid
+        address or token of the service."""
         self.settings = settings
         self._cache = Cache(blocks_folder(settings.cache), max_bytes=settings.max_bytes)
         self._runtime = Runtime(settings.runtime)
         self._began = time.monotonic()
-        self._tidied: float | None = None
+        self._cleaned_up: float | None = None
         self._error = ""
         self._counts: Counter[str] = Counter()
-        self.held = HeldJobs(settings.peers_s)
+        self.ended_jobs = EndedJobs(settings.peers_s)
         self._link = Link(target(settings.service, os.environ)) if settings.service else None
 
     def ship(self, stop: threading.Event) -> None:
-        """Send the spools to the service until `stop`, where there is one. Never raises."""
+        """Send the spools to the service, if there is one, until `stop`. Never raises."""
         if self._link is None:
             return
         sender = Spools(list(self.settings.spools), self._link)
@@ -98,10 +99,10 @@ class Agent:
             sender.step()
         sender.close()
 
-    def tidy(self) -> None:
-        """Make room as far as the limit demands, and forget mounts that are gone. What is in use stays."""
+    def clean_up(self) -> None:
+        """Evict down to the cache's limit, and remove stale mounts. What is in use stays."""
         try:
-            self.held.tidy()
+            self.ended_jobs.clean_up()
             unmount_idle(self._runtime, self._cache, idle_s=self.settings.idle_s)
             delete_idle_trees(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
             freed = self._cache.prune().freed_bytes
@@ -109,22 +110,22 @@ class Agent:
         except (BootseerError, OSError) as error:
             self._counts["failures"] += 1
             self._error = str(error)
-            _LOG.warning("the cache cannot be looked after: %s", error)
+            _LOG.warning("cleaning up failed: %s", error)
         else:
             self._error = ""
             self._counts["freed_bytes"] += freed
             self._counts["forgotten_mounts"] += cleaned
             if freed or cleaned:
-                _LOG.info("freed %d bytes, forgot %d mounts", freed, cleaned)
-        self._tidied = time.monotonic()
+                _LOG.info("freed %d bytes, removed the records of %d mounts", freed, cleaned)
+        self._cleaned_up = time.monotonic()
 
     def problem(self) -> str:
-        """Why the node is not looked after; "" when it is."""
-        overdue_s = time.monotonic() - (self._tidied or self._began) - 3 * self.settings.every_s
-        return self._error or (f"the cache was not looked after for {overdue_s:.0f} s" if overdue_s > 0 else "")
+        """Why the node is not cleaned up; "" if it is."""
+        overdue_s = time.monotonic() - (self._cleaned_up or self._began) - 3 * self.settings.every_s
+        return self._error or (f"the cache was not cleaned up for {overdue_s:.0f} s" if overdue_s > 0 else "")
 
     def status(self) -> dict[str, Any]:
-        """What there is on this node and how it is. Sizes in bytes."""
+        """The state of this node. Sizes in bytes."""
         entries = self._cache.entries()
         until = time.monotonic() + _DAEMONS_S
         mounts = [self._mount(state, until) for state in self._runtime.all()]
@@ -142,7 +143,7 @@ class Agent:
                 "damaged": sum(entry.damaged for entry in entries),
             },
             "mounts": mounts,
-            "peers": self.held.status(),
+            "peers": self.ended_jobs.status(),
             "freed_bytes": self._counts["freed_bytes"],
             "forgotten_mounts": self._counts["forgotten_mounts"],
             "failures": self._counts["failures"],
@@ -208,7 +209,7 @@ class Agent:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S
+    timeout = _TIMEOUT_S
     server_version = "bootseer-agent"
     server: _Server
 
@@ -229,17 +230,17 @@ class _Handler(BaseHTTPRequestHandler):
             _LOG.info("%s was not answered: %s", self.path[:64], error)
 
     def do_POST(self) -> None:
-        held = self.server.agent.held
-        todo = {PEERS: held.take, PEERS_BEGIN: held.release}.get(self.path)
+        ended_jobs = self.server.agent.ended_jobs
+        handle = {PEERS: ended_jobs.take_over, PEERS_BEGIN: ended_jobs.release}.get(self.path)
         length = self.headers.get("Content-Length", "")
         try:
-            if todo is None or not isinstance(self.server, _UnixServer):
-                self._answer(404, "text/plain", "there is no such thing\n")
+            if handle is None or not isinstance(self.server, _UnixServer):
+                self._answer(404, "text/plain", "not found\n")
             elif not (length.isascii() and length.isdecimal() and int(length) <= _MAX_BODY):
                 self._answer(413, "text/plain", f"at most {_MAX_BODY} bytes\n")
             else:
                 request = json.loads(self.rfile.read(int(length)))
-                todo(request if isinstance(request, dict) else {})
+                handle(request if isinstance(request, dict) else {})
                 self._answer(200, "application/json", "{}\n")
         except (BootseerError, ValueError) as error:
             self._answer(400, "application/json", json.dumps({"error": str(error)}) + "\n")
@@ -274,7 +275,7 @@ class _Server(ThreadingMixIn, BaseServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        late = threading.Timer(_REQUEST_S, _end, (request,))
+        late = threading.Timer(_REQUEST_S, _shut_down, (request,))
         late.daemon = True
         try:
             late.start()
@@ -284,11 +285,11 @@ class _Server(ThreadingMixIn, BaseServer):
             self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _LOG.debug("a request broke off", exc_info=True)
+        _LOG.debug("a request failed", exc_info=True)
 
 
-def _end(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has just been closed
+def _shut_down(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it may be closed already
         link.shutdown(socket.SHUT_RDWR)
 
 
@@ -305,7 +306,7 @@ class _Tcp6Server(_TcpServer):
 
 
 def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Server]:
-    """The servers of an agent: on its socket, or the one that systemd opened, and on an address."""
+    """The servers of an agent: on its Unix socket, or the one opened by systemd, and on an address."""
     path = runtime / SOCKET
     if is_activated():
         unix = _UnixServer(str(path), _Handler, bind_and_activate=False)
@@ -318,7 +319,7 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
             with socket_path(runtime, SOCKET) as short:
                 unix = _UnixServer(short, _Handler)
         except OSError as error:
-            raise PermanentError(f"{path}: no socket can be made here: {error.strerror}") from error
+            raise PermanentError(f"{path}: cannot create the socket: {error.strerror}") from error
         path.chmod(0o600)
         yield unix
     if listen is not None:
@@ -329,16 +330,16 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
 
 
 def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[str, int] | None = None) -> None:
-    """Look after the node until `stop`. `listen`: an address for `/metrics` and `/healthz` besides the Unix socket.
+    """Take care of the node until `stop`. `listen`: an address for `/metrics` and `/healthz` besides the Unix socket.
 
-    Raises `UsageError` when another agent runs, `PermanentError` for folders that cannot be used.
+    Raises `UsageError` when another agent runs, `PermanentError` for unusable folders.
     """
     agent = Agent(settings)
     servers: list[_Server] = []
     locks: list[int] = []
     try:
         locks.append(_locked(settings.runtime / _LOCK, "an agent runs already", "bootseer agent status"))
-        # One that knows other mounts would delete what these use. Other nodes' agents may share the cache.
+        # An agent with another runtime folder would delete what its unknown mounts use. Hosts may share the cache.
         shared = settings.cache / f"agent.{socket.gethostname()}.lock"
         hint = "stop it, or give this one a cache of its own (BOOTSEER_CACHE)"
         locks.append(_locked(shared, f"an agent with another runtime folder looks after {settings.cache}", hint))
@@ -347,15 +348,15 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             server.agent = agent
             server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
             threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
-        _LOG.info("looks after %s, every %g s", settings.cache, settings.every_s)
+        _LOG.info("cleaning up %s every %g s", settings.cache, settings.every_s)
         notify("READY=1")
         threading.Thread(target=agent.ship, args=(stop,), name="bootseer-agent-ship", daemon=True).start()
         while not stop.is_set():
-            agent.tidy()
+            agent.clean_up()
             stop.wait(settings.every_s)
     finally:
         notify("STOPPING=1")
-        agent.held.close()
+        agent.ended_jobs.close()
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -366,7 +367,7 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
 
 
 def _locked(path: Path, refused: str, hint: str) -> int:
-    """A descriptor that holds the lock. Raises `UsageError`, which says `refused`, when another process has it."""
+    """Take the lock; returns its descriptor. Raises `UsageError(refused)` if another process holds it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if try_flock(lock):
         return lock
@@ -375,21 +376,20 @@ def _locked(path: Path, refused: str, hint: str) -> int:
 
 
 def request_status(runtime: Path) -> dict[str, Any]:
-    """What the agent of this node says of itself. Raises like `request`."""
+    """The status of this node's agent. Raises like `request`."""
     return request(runtime, STATUS)
 
 
 def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ask the agent of this node, or tell it `body`.
+    """Send a request to this node's agent: GET, or POST with `body`.
 
-    Raises `NotFoundError` when none runs, `TransientError` when it does not answer, `PermanentError` with its reason
-    when it refuses.
+    Raises `NotFoundError` when none runs, `TransientError` when it does not respond, `PermanentError` when it refuses.
     """
     answer = b""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.0\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(_PATIENCE_S)
+        link.settimeout(_TIMEOUT_S)
         try:
             with socket_path(runtime, SOCKET) as short:
                 link.connect(short)
@@ -397,15 +397,15 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
             while len(answer) < _MAX_ANSWER and (more := link.recv(1 << 16)):
                 answer += more
         except TimeoutError as error:
-            raise TransientError(f"the agent did not answer in {_PATIENCE_S:g} s") from error
+            raise TransientError(f"the agent did not answer in {_TIMEOUT_S:g} s") from error
         except PermissionError as error:
-            raise NotFoundError(f"no agent answers this user: {runtime / SOCKET}: {error.strerror}") from error
+            raise NotFoundError(f"no agent is accessible to this user: {runtime / SOCKET}: {error.strerror}") from error
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFoundError("no agent runs on this node") from error
-        except OSError:  # it hung up, or its queue is full
+        except OSError:  # it closed the connection, or its queue is full
             answer = b""
     if not answer:
-        raise TransientError(f"the agent answers {_MAX_REQUESTS} requests already; try again")
+        raise TransientError(f"the agent is busy with {_MAX_REQUESTS} requests; try again")
     try:
         document = json.loads(answer.partition(b"\r\n\r\n")[2])
     except ValueError as error:
@@ -413,32 +413,32 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
     if not isinstance(document, dict):
         raise PermanentError("the agent sent a malformed response")
     if "error" in document:
-        raise PermanentError(f"the agent refuses: {document['error']}")
+        raise PermanentError(f"the agent refused: {document['error']}")
     return document
 
 
 def is_activated() -> bool:
-    """Whether systemd opened sockets for this process (sd_listen_fds(3))."""
+    """Whether systemd passed sockets to this process (sd_listen_fds(3))."""
     return os.environ.get("LISTEN_PID") == str(os.getpid())
 
 
 def activated_socket() -> socket.socket:
-    """The socket that systemd opened. Raises `UsageError` unless it is the only one, and a Unix socket that listens."""
+    """The socket passed by systemd. Raises `UsageError` unless it is the only one, and a listening Unix socket."""
     number = os.environ.get("LISTEN_FDS", "")
     try:
         if number != "1":
             raise UsageError(f"LISTEN_FDS={number}", hint="one ListenStream= in the .socket unit")
-        passed = socket.socket(fileno=_PASSED)
+        passed = socket.socket(fileno=_FIRST_FD)
         if passed.family != socket.AF_UNIX or not passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise UsageError("the socket that was passed has no path", hint="ListenStream=/run/... in the unit")
     except OSError as error:
-        raise UsageError(f"LISTEN_FDS=1, and descriptor {_PASSED} is no socket: {error.strerror}") from error
+        raise UsageError(f"LISTEN_FDS=1, and descriptor {_FIRST_FD} is no socket: {error.strerror}") from error
     passed.set_inheritable(False)
     return passed
 
 
 def notify(state: str) -> None:
-    """Tell systemd, where it started us (sd_notify(3))."""
+    """Notify systemd, if it started this process (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link, contextlib.suppress(OSError):

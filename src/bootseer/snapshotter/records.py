@@ -1,6 +1,6 @@
-"""What is known of snapshots: one SQLite file that survives a power cut, and the filters of containerd's lists.
+"""The table of snapshots: an SQLite file that survives a power failure, and the filters of containerd's lists.
 
-A key names a snapshot; a committed one is the parent of others. The number of a row is the name of its folder.
+A key names a snapshot; committed ones can be parents of others. The number of a row is the name of its folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 
 VIEW, ACTIVE, COMMITTED = 1, 2, 3
-"""Kinds, as the protocol numbers them."""
+"""Kinds, with the numbers of the protocol."""
 _KINDS: Final = {VIEW: "View", ACTIVE: "Active", COMMITTED: "Committed"}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS snapshots (
@@ -39,17 +39,17 @@ CREATE INDEX IF NOT EXISTS by_image ON snapshots (image);
 """
 _COLUMNS = "id, key, parent, kind, created_s, updated_s, labels, size_bytes, inodes, image"
 _LABELS = 6
-"""Which of the columns holds JSON."""
+"""The index of the JSON column."""
 _FIELD = re.compile(r"\s*(\w+)((?:\.(?:[\w\-/]+|\"(?:[^\"\\]|\\.)*\"))*)\s*", re.ASCII)
 _VALUE = re.compile(r"(==|!=|~=)\s*(\"(?:[^\"\\]|\\.)*\"|[^,]*)")
 
 
 class ExistsError(PermanentError):
-    """There is a snapshot of this name."""
+    """A snapshot of this name exists."""
 
 
 class RefusedError(PermanentError):
-    """Not in the state that this asks for: it has children, or is of another kind."""
+    """The snapshot has children, or is of the wrong kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,34 @@ class Record:
     updated_s: float
     labels: Mapping[str, str]
     size_bytes: int = 0
-    """Of its own files on the disk, once it is committed; so are `inodes`."""
+    """Disk usage of its own files once it is committed; `inodes` likewise."""
     inodes: int = 0
     image: str = ""
-    """Which converted image shows its files (`lazy.Layer.name`); empty: they lie in its own folder."""
+    """The converted image that provides its files (`lazy.Layer.name`); empty: they are in its own folder."""
 
 
 class Records:
-    """The table. Its calls may come from any thread."""
+    """The table. Safe for any thread."""
 
     def __init__(self, path: Path) -> None:
-        """Open it, or make it. Raises `PermanentError` for a file that is not one."""
+        """Open or create it. Raises `PermanentError` for an invalid file."""
         self._lock = threading.RLock()
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-            reason = "make room" if full else "it is not the state of a snapshotter, or its disk fails"
+            reason = "free space" if full else "it is not the state of a snapshotter, or its disk fails"
             raise PermanentError(f"{path}: {error}; {reason}") from error
 
     def close(self) -> None:
-        """Write it out."""
+        """Close the file."""
         with self._lock:
             self._db.close()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """All or nothing of what is changed in the block; other threads wait."""
+        """A transaction; other threads wait."""
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -110,23 +110,23 @@ class Records:
         return found[0] if found else None
 
     def get(self, key: str) -> Record:
-        """The same. Raises `NotFoundError`."""
+        """The snapshot of this name. Raises `NotFoundError`."""
         found = self.find(key)
         if found is None:
             raise NotFoundError(f"snapshot {key}: not found")
         return found
 
     def all(self) -> list[Record]:
-        """All of them, in the order of their making."""
+        """All snapshots in the order of creation."""
         return self._select("ORDER BY id")
 
     def children(self, key: str) -> int:
-        """How many snapshots have this parent."""
+        """The number of snapshots with this parent."""
         with self._lock:
             return int(self._db.execute("SELECT count(*) FROM snapshots WHERE parent = ?", (key,)).fetchone()[0])
 
     def ancestors(self, key: str) -> list[Record]:
-        """A parent, its parent and so on, down to the lowest; none for an empty key."""
+        """A snapshot, its parent and so on, down to the lowest; empty for an empty key."""
         chain = []
         while key:
             chain.append(self.get(key))
@@ -134,7 +134,8 @@ class Records:
         return chain
 
     def add(self, key: str, parent: str, kind: int, labels: Mapping[str, str], image: str = "") -> Record:
-        """A new one. Raises `ExistsError`, `NotFoundError` for the parent, `RefusedError` for one not committed."""
+        """Create a snapshot. Raises `ExistsError`, `NotFoundError` for the parent, `RefusedError` if that is not
+        committed."""
         with self.change():
             if not key:
                 raise UsageError("a snapshot needs a key")
@@ -150,7 +151,7 @@ class Records:
             return self.get(key)
 
     def commit(self, key: str, name: str, labels: Mapping[str, str], size_bytes: int, inodes: int) -> None:
-        """Turn an active snapshot into a committed one of another name. Raises as `add`."""
+        """Turn an active snapshot into a committed one with another name. Raises as `add`."""
         with self.change():
             found = self.get(key)
             if found.kind != ACTIVE:
@@ -165,7 +166,7 @@ class Records:
             )
 
     def relabel(self, key: str, labels: Mapping[str, str], paths: Sequence[str]) -> Record:
-        """Change labels: those of the paths `labels.KEY`, or all. Raises `UsageError` for any other path."""
+        """Change the labels named by paths `labels.KEY`, or all. Raises `UsageError` for any other path."""
         with self.change():
             found = self.get(key)
             changed = dict(found.labels) if paths and "labels" not in paths else dict(labels)
@@ -183,7 +184,7 @@ class Records:
             return self.get(key)
 
     def remove(self, key: str) -> Record:
-        """Forget one. Raises `NotFoundError`, `RefusedError` where it has children."""
+        """Remove a snapshot. Raises `NotFoundError`, and `RefusedError` if it has children."""
         with self.change():
             found = self.get(key)
             if self.children(key):
@@ -201,9 +202,9 @@ class Records:
 
 
 def matching(filters: Sequence[str]) -> Callable[[Record], bool]:
-    """Whether a snapshot meets one of containerd's filters, as `kind==active,labels."a.b"~=^x`; none: all do.
+    """A predicate for containerd's filters, such as `kind==active,labels."a.b"~=^x`; without filters all match.
 
-    Raises `UsageError` for a filter that cannot be read.
+    Raises `UsageError` for a malformed filter.
     """
     parsed = [_rules(text) for text in filters]
     return lambda record: not parsed or any(all(rule(record) for rule in rules) for rules in parsed)
@@ -236,7 +237,7 @@ def _rule(field: str, label: str, operator: str, wanted: str) -> Callable[[Recor
         values = {"kind": _KINDS[record.kind], "name": record.key, "parent": record.parent}
         found = record.labels.get(label) if field == "labels" else values.get(field)
         if operator == "==":
-            # Kinds are written in both ways.
+            # Kinds are written in upper or lower case.
             return found == wanted or (field == "kind" and str(found).lower() == wanted.lower())
         if operator == "!=":
             return found != wanted

@@ -1,7 +1,7 @@
-"""containerd's snapshots API v1 over gRPC on a Unix socket: the messages, the errors, and the life of the server.
+"""containerd's snapshots API v1 over gRPC on a Unix socket: messages, errors, and the server.
 
-The messages are those of containerd's `api/services/snapshots/v1/snapshots.proto`, a dozen fields in all, which are
-read and written by number (`hdfs.protobuf`): no generated code. grpcio is the extra `containerd`.
+The messages of containerd's `api/services/snapshots/v1/snapshots.proto` have a dozen fields, which are read and written
+by number (`hdfs.protobuf`), without generated code. grpcio is the extra `containerd`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logger(__name__)
 SERVICE = "containerd.services.snapshots.v1.Snapshots"
 SOCKET = "snapshotter.sock"
 CHECK = "containerd"
-"""What the doctor's line is called."""
+"""The name of the doctor's check."""
 _CHECK_S = 3.0
 _THREADS = 32
 _STOP_S = 5.0
@@ -45,12 +45,12 @@ _MAX_SOCKET = 107
 def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threading.Event) -> None:
     """Serve snapshots below `root` until `stop`. Nothing is unmounted or deleted at the end.
 
-    Where systemd has opened the socket, callers wait in its queue while no process serves; `socket` is not looked at.
+    If systemd passed a socket, callers wait in its queue while no process serves, and `socket` is ignored.
 
-    Raises `UsageError` where grpcio is missing or another snapshotter has the folder, `PermanentError` for folders and
-    sockets that cannot be used.
+    Raises `UsageError` if grpcio is missing or another snapshotter uses the folder, `PermanentError` for unusable
+    folders and sockets.
     """
-    import bootseer.store.oci  # noqa: F401 - the first image has a second, of which this would be a part
+    import bootseer.store.oci  # noqa: F401 - in advance: the lookup of the first image is limited to a second
 
     try:
         import grpc
@@ -68,9 +68,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     snapshots = Snapshots(root, LazyImages(root, settings))
     own_folder(socket.parent, otherwise="name another socket with --socket")
     if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):
-        raise UsageError(f"{socket}: there is a file of this name", hint="name another socket with --socket")
+        raise UsageError(f"{socket}: a file of this name exists", hint="name another socket with --socket")
     with network.socket(network.AF_UNIX) as probe, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        probe.connect(str(socket))  # one that was killed leaves a socket that refuses
+        probe.connect(str(socket))  # a killed process leaves a socket that refuses connections
         raise UsageError(f"another process answers on {socket}", hint="name another socket with --socket")
     socket.unlink(missing_ok=True)
     server = grpc.server(
@@ -85,7 +85,7 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     finally:
         os.umask(before)
     server.start()
-    # A mount that hangs must not keep pods of other images from starting.
+    # In the background: a mount that hangs must not block pods of other images.
     threading.Thread(target=snapshots.remount, name="bootseer-remount", daemon=True).start()
     if passed is not None:
         threading.Thread(target=_accept, args=(passed, socket, stop), name="bootseer-accept", daemon=True).start()
@@ -101,9 +101,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
 
 
 def _accept(passed: network.socket, socket: Path, stop: threading.Event) -> None:
-    """Hand on what comes to systemd's socket: gRPC's server in Python takes no socket that others opened.
+    """Relay connections from systemd's socket: Python's gRPC server cannot use a socket opened by others.
 
-    Ends with `stop`, so that callers wait for the next process instead of hearing that this one ends.
+    Stops accepting with `stop`, so that later callers wait for the next process instead of being refused.
     """
     while not stop.is_set():
         if not select.select([passed], [], [], _LOOK_S)[0]:
@@ -112,7 +112,7 @@ def _accept(passed: network.socket, socket: Path, stop: threading.Event) -> None
             link, own = passed.accept()[0], network.socket(network.AF_UNIX)
             own.connect(str(socket))
         except OSError as error:
-            _LOG.warning("a connection is not answered: %s", error)
+            _LOG.warning("a connection cannot be relayed: %s", error)
             stop.wait(_LOOK_S)
             continue
         for ends in ((link, own), (own, link)):
@@ -124,12 +124,12 @@ def _copy(source: network.socket, target: network.socket) -> None:
         while data := source.recv(1 << 16):
             target.sendall(data)
     for end in (source, target):
-        with contextlib.suppress(OSError):  # what was sent is still read
+        with contextlib.suppress(OSError):  # data sent before is still delivered
             end.shutdown(network.SHUT_RDWR)
 
 
 def check(runtime: Path) -> Check:
-    """The doctor's line: whether containerd would be answered on this node's usual socket."""
+    """The doctor's check: whether the snapshotter responds on this node's usual socket."""
     opens, socket = ("pods of converted images that start without a pull",), runtime / SOCKET
     try:
         import grpc
@@ -151,7 +151,7 @@ def check(runtime: Path) -> Check:
 
 
 def _handlers(grpc: Any, snapshots: Snapshots) -> Any:
-    """The ten calls. `grpc` is the module, which is imported by those that serve alone."""
+    """The ten calls. `grpc` is the module, imported only by processes that serve."""
     codes = {
         NotFoundError: grpc.StatusCode.NOT_FOUND,
         ExistsError: grpc.StatusCode.ALREADY_EXISTS,

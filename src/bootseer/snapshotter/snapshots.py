@@ -1,10 +1,10 @@
-"""containerd's snapshots on this node: converted images lazily, everything else as the overlayfs snapshotter has it.
+"""containerd's snapshots on this node: converted images lazily, everything else like the overlayfs snapshotter.
 
     <root>/state.db                    see `records`
-    <root>/snapshots/<number>/fs       the files of one layer, or what a container has changed
-    <root>/snapshots/<number>/work     overlayfs' own, of those that can be changed
+    <root>/snapshots/<number>/fs       the files of one layer, or the changes of a container
+    <root>/snapshots/<number>/work     overlayfs' work folder of a writable snapshot
 
-Nothing is mounted here but converted images (`lazy`): containerd and its shims mount what `mounts` answers.
+Only converted images are mounted here (`lazy`): containerd and its shims mount what `mounts` returns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, R
 
 _LOG = logger(__name__)
 _REF = "containerd.io/snapshot.ref"
-"""The name under which containerd looks for a layer before it fetches it: the chain id."""
+"""The name under which containerd looks for a layer before fetching it: the chain id."""
 _BLOCK_BYTES = 512
 
 
 class Mount(NamedTuple):
-    """What is to be mounted for a container, in the words of mount(8)."""
+    """A mount of a container, in the terms of mount(8)."""
 
     type: str
     source: str
@@ -37,10 +37,10 @@ class Mount(NamedTuple):
 
 
 class Snapshots:
-    """All snapshots of a root folder. Calls may come from any thread."""
+    """The snapshots of a root folder. Safe for any thread."""
 
     def __init__(self, root: Path, images: LazyImages) -> None:
-        """Open the folder. Raises `PermanentError` where it cannot be used."""
+        """Open the folder. Raises `PermanentError` if it cannot be used."""
         self._folder = own_folder(own_folder(root) / "snapshots")
         self.records = Records(root / "state.db")
         self._images = images
@@ -48,21 +48,21 @@ class Snapshots:
         self._options = ["index=off"] if index.exists() else []
 
     def prepare(self, key: str, parent: str, labels: Mapping[str, str], *, kind: int = ACTIVE) -> list[Mount]:
-        """Make a snapshot that can be changed (`VIEW`: one that cannot). Raises as `Records.add`.
+        """Create a writable snapshot, or with `VIEW` a read-only one. Raises as `Records.add`.
 
-        `ExistsError` for a layer of a converted image is the answer that containerd need not fetch it: it is
-        committed under its chain id.
+        `ExistsError` for a layer of a converted image tells containerd not to fetch it: it is committed under its chain
+        id.
         """
         chain = labels.get(_REF, "") if kind == ACTIVE else ""
         if chain:
             known = self.records.find(chain)
-            if known is not None and known.image and known.parent == parent:  # of another namespace of containerd
+            if known is not None and known.image and known.parent == parent:  # from another namespace of containerd
                 raise ExistsError(f"snapshot {chain}: already exists")
             layer = self._images.layer(chain, parent, labels) if known is None else None
             if layer is not None:
                 with contextlib.suppress(ExistsError):  # another pull of the same image
                     self.records.add(chain, parent, COMMITTED, labels, layer.name)
-                raise ExistsError(f"snapshot {chain}: it is shown by the converted image {layer.digest}")
+                raise ExistsError(f"snapshot {chain}: provided by the converted image {layer.digest}")
         record = self.records.add(key, parent, kind, labels)
         folder = self._folder / str(record.id)
         try:
@@ -78,7 +78,7 @@ class Snapshots:
         return mounts
 
     def _make(self, folder: Path, record: Record) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of one whose record a power cut took
+        shutil.rmtree(folder, ignore_errors=True)  # left by a snapshot whose record a power failure removed
         folder.mkdir(mode=0o700)
         files = folder / "fs"
         files.mkdir(mode=0o755)
@@ -89,20 +89,20 @@ class Snapshots:
         if parent is not None:
             status = (self._images.lowers(parent.image)[0] if parent.image else self._files(parent)).stat()
             os.chown(files, status.st_uid, status.st_gid)
-            if parent.image:  # of other layers the differ writes it
+            if parent.image:  # for other layers the differ sets it
                 files.chmod(status.st_mode & 0o7777)
 
     def mounts(self, key: str) -> list[Mount]:
-        """What a container of this snapshot mounts. A converted image that is not mounted (after a boot) is mounted.
+        """The mounts for a container of this snapshot. Mounts a converted image again if necessary (after a boot).
 
-        Raises `NotFoundError`, and `BootseerError` where a converted image cannot be mounted.
+        Raises `NotFoundError`, and `BootseerError` if a converted image cannot be mounted.
         """
         record = self.records.get(key)
         if record.kind == COMMITTED:
             raise RefusedError(f"snapshot {key} is committed")
         lowers: list[str] = []
         for ancestor in self.records.ancestors(record.parent):
-            if ancestor.image:  # with all layers below it
+            if ancestor.image:  # includes all layers below it
                 lowers += map(str, self._images.lowers(ancestor.image))
                 break
             lowers.append(str(self._files(ancestor)))
@@ -116,14 +116,14 @@ class Snapshots:
         return [Mount("overlay", "overlay", [*options, f"lowerdir={':'.join(lowers)}"])]
 
     def commit(self, key: str, name: str, labels: Mapping[str, str]) -> None:
-        """Make a layer of what was written into an active snapshot. Raises as `Records.commit`."""
+        """Turn the changes of an active snapshot into a layer. Raises as `Records.commit`."""
         size_bytes, inodes = self.usage(key)
         self.records.commit(key, name, labels, size_bytes, inodes)
 
     def usage(self, key: str) -> tuple[int, int]:
-        """Bytes on the disk and inodes of the snapshot alone; of a layer of a converted image what `du` finds: none.
+        """Disk usage in bytes, and inodes, of the snapshot alone; zero for a layer of a converted image.
 
-        What its blocks take is in the node's cache, which images share.
+        Blocks of converted images are in the node's cache, shared by images.
         """
         record = self.records.get(key)
         if record.kind == COMMITTED:
@@ -131,7 +131,7 @@ class Snapshots:
         seen: dict[tuple[int, int], int] = {}
         folders = [self._files(record)]
         while folders:
-            with contextlib.suppress(FileNotFoundError):  # a container may be changing it
+            with contextlib.suppress(FileNotFoundError):  # a container may be changing the files
                 status = folders[-1].lstat()
                 seen[status.st_dev, status.st_ino] = status.st_blocks
             folder = folders.pop()
@@ -146,7 +146,7 @@ class Snapshots:
         return sum(seen.values()) * _BLOCK_BYTES, len(seen)
 
     def remove(self, key: str) -> None:
-        """Forget a snapshot and delete its files; a converted image goes with the last one that shows it."""
+        """Remove a snapshot and its files; a converted image is unmounted with its last snapshot."""
         record = self.records.remove(key)
         if record.image:
             self._images.release(record.image, [other.image for other in self.records.all()])
@@ -154,8 +154,8 @@ class Snapshots:
             _delete(self._folder / str(record.id))
 
     def cleanup(self) -> None:
-        """Delete what no snapshot has: of removals and pulls that were interrupted."""
-        with self.records.change():  # none is being made
+        """Delete folders without a snapshot, left by interrupted removals and pulls."""
+        with self.records.change():  # excludes a snapshot in the making
             known = {str(record.id) for record in self.records.all()}
             left = [folder for folder in self._folder.iterdir() if folder.name not in known]
         for folder in left:
@@ -163,7 +163,7 @@ class Snapshots:
         self._images.release_unknown({record.image for record in self.records.all()})
 
     def remount(self) -> None:
-        """Mount the converted images of all snapshots again. What fails is logged: it holds nothing else up."""
+        """Mount the converted images of all snapshots again. Failures are only logged."""
         for image in dict.fromkeys(record.image for record in self.records.all() if record.image):
             try:
                 self._images.lowers(image)
@@ -175,7 +175,7 @@ class Snapshots:
 
 
 def _delete(folder: Path) -> None:
-    """With one try more: a shim may be just unmounting."""
+    """Delete a folder, with a second try: a shim may be unmounting right now."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s is left: %s", path, error[1]))
+        shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s cannot be deleted: %s", path, error[1]))

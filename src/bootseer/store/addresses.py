@@ -1,14 +1,14 @@
-"""Addresses without what must not be told: user names, passwords, tokens in queries.
+"""Addresses without credentials: user names, passwords, tokens in queries.
 
-A key must not change when a token is renewed, and must not hold one; neither must an error or a container. Called
-wherever an address enters a key, is shown, or passes into a container. Decides and touches nothing.
+A cache key must not contain a token or change when one is renewed; errors and containers must not contain one either.
+Applied wherever an address enters a key, a message or a container. Decides and touches nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-# `ssh://git@host` and `git+ssh://git@host`: the user is part of the address there, a password never is.
+# In `ssh://git@host` and `git+ssh://git@host` the user is part of the address; a password never is.
 _USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/\s'\"]*)@(?=[^/\s@])")
 _PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
 _SECRET = re.compile(
@@ -21,12 +21,12 @@ _LOGIN = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)?\S*@(?!sha256:)")
 
 
 def shown(address: str) -> str:
-    """What an error may repeat of an address that could not be read: nothing of what stands in front of an @."""
+    """An address for an error message, without anything in front of an @."""
     return without_credentials(_LOGIN.sub(lambda found: f"{found[1] or ''}...@", address))
 
 
 def without_credentials(text: str) -> str:
-    """The text, each address in it without its user and without the values of parameters that look like secrets."""
+    """The text with users removed from all addresses, and the values of secret-like parameters."""
     return _PARAMETER.sub(_parameter, _USER.sub(_user, text)) if "://" in text else text
 
 

@@ -1,12 +1,12 @@
-"""Logins from kubelet's credential provider plugins: programs on a node that know logins for its cloud's registries.
+"""Logins from kubelet's credential provider plugins: programs on a node that provide logins for its cloud's registries.
 
     BOOTSEER_CREDENTIAL_PROVIDER_CONFIG    a CredentialProviderConfig (YAML or JSON), or a folder of such files
-    BOOTSEER_CREDENTIAL_PROVIDER_BIN_DIR   where the programs lie
+    BOOTSEER_CREDENTIAL_PROVIDER_BIN_DIR   the folder of the programs
 
-They are what kubelet's options `--image-credential-provider-config` and `--image-credential-provider-bin-dir` name. A
-plugin gets a CredentialProviderRequest on its standard input and answers with logins by registry, and for how long and
-for which images they may be kept: in memory, by each process for itself. A plugin that fails costs one line and is
-asked again a minute later; meanwhile there is no login, which public images do not need.
+These correspond to kubelet's `--image-credential-provider-config` and `--image-credential-provider-bin-dir`. A plugin
+reads a CredentialProviderRequest from its standard input and returns logins by registry, with the scope and duration
+for which they may be cached; each process caches them in memory. A failing plugin is logged and called again a minute
+later; meanwhile there is no login, which public images do not need.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Config(msgspec.Struct):
 
 
 class Login(msgspec.Struct):
-    """One login of an answer."""
+    """One login of a response."""
 
     username: str = ""
     password: str = ""
@@ -86,20 +86,20 @@ class _Answer(msgspec.Struct):
 
 
 class Found(NamedTuple):
-    """What plugins say of an image."""
+    """The plugins' result for an image."""
 
     logins: Mapping[str, Login] = {}
     """By registry, or pattern of registries."""
     until: float = math.inf
-    """When (monotonic) they are to be asked again."""
+    """When (monotonic) to ask again."""
     why: str = ""
-    """What failed, for people."""
+    """The error message, if something failed."""
 
 
 def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Login | None, Found]:
-    """The login for `host[:port]/repository` by the plugins that `env` names, and where it is from.
+    """The login for `host[:port]/repository` from the plugins configured in `env`, and the result that it is part of.
 
-    None where no plugin has one, or it fails, which is logged.
+    None if no plugin has one, or it fails, which is logged.
     """
     config, programs = env.get(CONFIG, ""), env.get(PROGRAMS, "")
     if not config:
@@ -115,7 +115,7 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
         if any(matches(pattern, image) for pattern in plugin.provider.matchImages):
             found = plugin.ask(image)
             reason, until = reason or found.why, min(until, found.until)
-            # The longest name is the most exact one.
+            # The longest name is the most specific one.
             for name in sorted(found.logins, key=len, reverse=True):
                 if matches(name, image):
                     return found.logins[name], found
@@ -123,14 +123,14 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
 
 
 def check_providers(env: Mapping[str, str]) -> None:
-    """Raise `UsageError` for a configuration that cannot be used, and for programs that are not there."""
+    """Raise `UsageError` for an invalid configuration, or missing programs."""
     if config := env.get(CONFIG, ""):
         _plugins(config, env.get(PROGRAMS, ""), _changed(Path(config)))
 
 
 def matches(pattern: str, image: str) -> bool:
-    """Whether an image, `host[:port]/path`, is one of a pattern of kubelet's: as many parts between dots in the host,
-    each by its own wildcards, the same port, and a path that begins as the pattern's does."""
+    """Whether an image `host[:port]/path` matches a pattern of kubelet: the same number of host labels, each matched by
+    its own wildcards, the same port, and a path with the pattern's as prefix."""
     host, _, path = pattern.partition("://")[2].partition("/") if "://" in pattern else pattern.partition("/")
     wanted_host, _, wanted_path = image.partition("/")
     name, _, port = host.partition(":")
@@ -150,11 +150,11 @@ class _Plugin:
     program: Path
     lock: threading.Lock = member(default_factory=threading.Lock)
     kept: dict[tuple[str, str], Found] = member(default_factory=dict)
-    """By the kind of the key and the key."""
+    """By kind of the cache key, and key."""
 
     def ask(self, image: str) -> Found:
         keys = {"Image": image, "Registry": image.partition("/")[0], "Global": ""}
-        with self.lock:  # one program at a time: of many pulls one asks, the others wait for its answer
+        with self.lock:  # of many concurrent pulls one calls the program, and the others wait for its result
             now = time.monotonic()
             self.kept = {key: found for key, found in self.kept.items() if found.until > now}
             for key in keys.items():
@@ -195,8 +195,8 @@ class _Plugin:
             answer = msgspec.json.decode(ended.stdout[:_MAX_BYTES], type=_Answer)
             seconds(answer.cacheDuration or "0")
         except (msgspec.MsgspecError, PermanentError) as error:
-            # Not what it said: that may hold a password.
-            raise AccessError(f"{label} answered with something that is not a CredentialProviderResponse") from error
+            # Without its output, which may contain a password.
+            raise AccessError(f"{label} returned an invalid CredentialProviderResponse") from error
         if answer.apiVersion != provider.apiVersion:
             raise AccessError(
                 f"{label} answers as {answer.apiVersion[:80]!r}, its configuration says {provider.apiVersion}"
@@ -205,21 +205,21 @@ class _Plugin:
 
 
 def seconds(text: str) -> float:
-    """Of a duration as Go writes it, `1h30m`. Raises `PermanentError` for another text."""
+    """Parse a duration in Go's notation, `1h30m`. Raises `PermanentError` for other text."""
     if not _DURATION.fullmatch(text):
         raise PermanentError(f"{text[:40]!r} is not a duration as 12h or 1h30m")
     return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(r"(\d+\.?\d*)([a-zµ]+)", text))
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or those of a folder in the order of their names, as kubelet takes them."""
+    """A file, or those of a folder in alphabetical order, like kubelet."""
     if not path.is_dir():
         return [path]
     return sorted(one for one in path.iterdir() if one.suffix in (".json", ".yaml", ".yml") and one.is_file())
 
 
 def _changed(path: Path) -> tuple[tuple[str, int], ...]:
-    """What tells whether the configuration is still the one that was read."""
+    """Modification times of the configuration, to detect changes."""
     try:
         return tuple((str(one), one.stat().st_mtime_ns) for one in _files(path))
     except OSError as error:

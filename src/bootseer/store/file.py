@@ -2,16 +2,15 @@
 
     <dir>/images/sha256-…            objects with path names
     <dir>/sha256/ab/abcdef…          objects with content names
-    <dir>/.uploads/<random>          objects on their way; renamed into their place when they are durable
+    <dir>/.uploads/<random>          uploads; renamed to the object's path when they are durable
 
-Because a file system knows files and folders, `a` and `a/b` cannot both be objects here. What reaches no symbolic link,
-waits for no pipe, has deadlines and survives `fork` is for the places to know (`bootseer.places`).
+Because of the file system, `a` and `a/b` cannot both be objects. Symbolic links, pipes, deadlines and `fork` are
+handled by the places (`bootseer.places`).
 
-Several users may write to a store in a folder: objects have mode 0640 and the group of the store's folder, or the one
-that is asked for; folders have mode 2750, or 2770 where the group may write to the store's own. The umask plays no
-part.
+Several users may write to a store in a folder: objects have mode 0640 and the group of the store's folder, or the
+configured one; folders have mode 2750, or 2770 if the group may write to the store's root. The umask is not applied.
 
-No shared state but the file system: any number of threads, processes and nodes may use one folder.
+The only shared state is the file system: any number of threads, processes and nodes may use one folder.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 STORE_GROUP = "BOOTSEER_STORE_GROUP"
-"""Environment variable: the group that may read what is written into a store in a folder."""
+"""Environment variable: the group with read access to what is written into a store in a folder."""
 _UPLOADS = ".uploads"
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
-# A killed writer leaves its file; one that was begun a day ago has no writer any more.
+# A killed writer leaves its file; after a day it is taken for abandoned.
 _ABANDONED_S = 24 * 3600
 _WINDOW_BYTES = 1024 * 1024
 _WINDOWS = 4
-"""Asked for ahead of the consumer: enough that a DataNode need not wait for it."""
+"""Read-ahead: enough that a DataNode need not wait for requests."""
 _BUFFER_BYTES = 4 * 1024 * 1024
 _ANY_LENGTH = 1 << 62
 _IN_THE_WAY = (TakenError, IsFolderError, NotFolderError, NotEmptyError)
@@ -112,13 +111,13 @@ class PlaceStore:
         return PlaceUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`. A local file system that hangs cannot be interrupted."""
+        """See `Store.create`. Not interruptible on a hanging local file system."""
         check_new(name, data)
 
         def make() -> bool:
             with contextlib.suppress(NotFoundError):
                 self.stat(name)
-                return False  # the usual answer costs no write
+                return False  # the usual result, without a write
             upload = self.upload()
             try:
                 upload.write(data)
@@ -148,7 +147,7 @@ class PlaceStore:
                     yield Stored(entry.path, entry.size_bytes)
 
     def delete(self, name: str) -> None:
-        # A folder has no name of an object, so that it must not be removed by one.
+        # `stat` first: a folder is not an object and must not be removed.
         with contextlib.suppress(NotFoundError):
             self.stat(name)
             self.place.delete(content_path(name))
@@ -157,33 +156,33 @@ class PlaceStore:
         self.place.close()
 
     def make_folder(self, path: str) -> None:
-        """Make the folder of an object, and those above it. HDFS gives it the rights of its own folders."""
+        """Create the folder of an object with its parents. In HDFS it gets the permissions of HDFS."""
         self.place.make_folder(path, parents=True)
 
     def share(self, path: str, mode: int) -> None:
-        """Give what was made there the rights of the store."""
+        """Set group and mode as the store requires."""
 
     def new_path(self) -> str:
-        """Where an upload is written."""
+        """A path for an upload."""
         if not self._swept:
             self._swept = not self.place.is_local
             self._sweep()
         return f"{_UPLOADS}/{secrets.token_hex(16)}"
 
     def in_the_way(self, name: str) -> PermanentError:
-        """Why an object cannot have a name."""
+        """The error for a name that conflicts with another object."""
         return PermanentError(f"{self._uri}: {name}: in a folder, one object's name cannot be the folder of another's")
 
     def _sweep(self) -> None:
         oldest_ns = (time.time() - _ABANDONED_S) * 1e9
         for entry in self._listed(_UPLOADS):
             if _UPLOAD.fullmatch(name_of(entry.path)) and entry.mtime_ns < oldest_ns:
-                _LOG.info("%s: the upload %s was abandoned; it is removed", self._uri, entry.path)
-                with contextlib.suppress(NotFoundError):  # another process was faster
+                _LOG.info("%s: removing the abandoned upload %s", self._uri, entry.path)
+                with contextlib.suppress(NotFoundError):  # another process removed it
                     self.place.delete(entry.path)
 
     def _listed(self, folder: str) -> Iterator[Entry]:
-        """What lies in a folder; nothing when it is not there, or was removed meanwhile."""
+        """The entries of a folder; empty if it does not exist."""
         with contextlib.suppress(NotFoundError):
             yield from sorted(self.place.list(folder), key=lambda entry: entry.path)
 
@@ -200,15 +199,15 @@ class PlaceStore:
 
 
 class FileStore(PlaceStore):
-    """A `Store` in a folder, which is made when the first object is written."""
+    """A `Store` in a folder, which is created with the first object."""
 
     def __init__(self, root: Path, *, group: str = "") -> None:
-        """`group` is the name or number of the group that may read new objects; empty: that of the folder."""
+        """`group`: name or number of the group with read access to new objects; empty: that of the folder."""
         super().__init__(FolderPlace(root), f"file://{root.absolute()}")
         self._group = _checked_group(group)
 
     def make_folder(self, path: str) -> None:
-        """See `PlaceStore.make_folder`: with the group, which may write there if it may write to the store's own."""
+        """See `PlaceStore.make_folder`: group-writable if the store's root is."""
         with contextlib.suppress(NotFoundError):
             if self.place.stat(path).is_folder:
                 return
@@ -238,7 +237,7 @@ class FileStore(PlaceStore):
                     f"{self._uri}: this user does not belong to group {self._group} ({STORE_GROUP})"
                 ) from error
         elif path:
-            # A group that this user does not belong to: then the object's readers are those of the user's own.
+            # Fails for a group that this user does not belong to: then the object keeps the user's own group.
             with contextlib.suppress(BootseerError):
                 self.place.set_owner(path, None, self.place.stat("").group)
         self.place.set_mode(path, mode)
@@ -249,7 +248,7 @@ class FileStore(PlaceStore):
 
 
 class HdfsStore(PlaceStore):
-    """A `Store` in HDFS. What is written is as durable as HDFS makes it: its DataNodes have acknowledged it."""
+    """A `Store` in HDFS. Writes are as durable as HDFS makes them: acknowledged by its DataNodes."""
 
     def __init__(self, uri: str) -> None:
         place = open_place(uri)
@@ -296,7 +295,7 @@ class PlaceUpload:
         return Stored(name, self._size_bytes)
 
     def commit_new(self, name: str) -> bool:
-        """Make the object visible under a path name that nothing has yet: whether it was free."""
+        """Publish under an unused path name; False if the name is taken."""
         try:
             self._publish(name, replace=False)
         except TakenError:
@@ -325,7 +324,7 @@ class PlaceUpload:
         _LOG.debug("%s: %s is published, %d bytes", self._store.uri, name, self._size_bytes)
 
     def _show(self, name: str, path: str, *, replace: bool) -> None:
-        """Give it its name. Raises `TakenError` when that is not to be replaced."""
+        """Rename the upload to its path. Raises `TakenError` if that exists and is not to be replaced."""
         try:
             self._store.make_folder(folder_of(path))
         except _IN_THE_WAY as error:
@@ -352,7 +351,7 @@ class PlaceUpload:
 
 
 def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
-    """The bytes from `start` to `end`, with a few windows on their way at a time."""
+    """The bytes from `start` to `end`, with a few windows in flight."""
     cancels: list[Callable[[], None]] = []
     waiting: collections.deque[tuple[bytearray, Future[ReadOutcome]]] = collections.deque()
     try:

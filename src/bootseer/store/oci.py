@@ -1,19 +1,16 @@
 """Objects in a repository of an OCI registry, `oci://host[:port]/repository`.
 
-Registries know blobs (by digest) and manifests (by digest or tag), so content names are blobs, and an object with a
-path name is a small manifest under a tag made from the name, with the object's bytes as its first layer; small ones
-are also embedded, so that reading them costs one request. The layout is specified in docs/formats/oci-objects.md.
+Registries store blobs (by digest) and manifests (by digest or tag). Content names are blobs. An object with a path name
+is a small manifest under a tag derived from the name, with the object's bytes as its first layer; small objects are
+also embedded, so that reading them costs one request. The layout is specified in docs/formats/oci-objects.md.
 
-Shared state: whether the registry's empty config blob is known to be there, which is only ever set. Safe to use from
-many threads.
+The only shared state is whether the registry's empty config blob is known to exist. Safe for many threads.
 
-Which manifests are about another one ("there is a lazy form of this image, and this is it") registries of the
-distribution protocol 1.1 keep themselves. Older ones do not: there, clients keep it as an
-image index under a tag made of the digest, which is part of the same protocol.
+Referrers ("this manifest is a lazy form of that image") are tracked by registries with distribution protocol 1.1. For
+older ones clients maintain them as an image index under a tag derived from the digest, as the protocol defines.
 
-Such a registry has no "replace if unchanged", so that two writers at the same time may lose one's entry. Each reads
-again what it wrote and repeats when its entry is gone; an entry that is lost all the same costs the later reader only
-the discovery: objects are found by their names.
+Such an index has no compare-and-swap, so concurrent writers may lose an entry. Each reads back what it wrote and
+repeats if its entry is gone; an entry lost nevertheless costs only discovery: objects are found by name.
 """
 
 from __future__ import annotations
@@ -50,18 +47,18 @@ _DEADLINE_S = 60.0
 
 
 def add_tagged(registry: Registry, subject: str, entry: Descriptor, replaces: Callable[[Descriptor], bool]) -> None:
-    """Put an entry into the tagged list of `subject`, instead of those that it replaces."""
+    """Add an entry to the referrers index of `subject`, replacing those that `replaces` selects."""
 
     def changed(entries: list[Descriptor]) -> list[Descriptor]:
         kept = [other for other in entries if other["digest"] == entry["digest"] or not replaces(other)]
-        # An entry that is there stays where it is: writers that moved theirs to the end would never agree.
+        # An existing entry keeps its position: writers that move theirs to the end would never converge.
         return kept if any(other["digest"] == entry["digest"] for other in kept) else [*kept, entry]
 
     _change(registry, subject, changed)
 
 
 def remove_tagged(registry: Registry, subject: str, digest: str) -> None:
-    """Take the manifest `digest` out of the tagged list of `subject`."""
+    """Remove the manifest `digest` from the referrers index of `subject`."""
     _change(registry, subject, lambda entries: [entry for entry in entries if entry["digest"] != digest])
 
 
@@ -74,9 +71,9 @@ def _change(registry: Registry, subject: str, changed: Callable[[list[Descriptor
         try:
             _put(registry, subject, after, left_s)
         except PermanentError:
-            # The registry refuses lists that name what it has removed since.
+            # Registries refuse an index with entries that were deleted meanwhile.
             _put(registry, subject, [entry for entry in after if _exists(registry, entry["digest"], left_s)], left_s)
-        # Looked at again after a random pause, in which a slower writer may have put back what it had read before.
+        # Checked again after a random pause, in which a slower writer may have restored what it had read before.
         raise TransientError(f"{registry}: others keep changing the referrers of {subject}; try again")
 
     retrying(settle, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
@@ -116,18 +113,18 @@ ARTIFACT_TYPE = "application/vnd.bootseer.object.v1"
 BLOB_TYPE = "application/vnd.bootseer.object.v1+blob"
 NAME = "dev.bootseer.name"
 EMBEDDED_BYTES = 16 * 1024
-"""Up to here an object lies in its manifest too: documents and hot sets fit, and manifests stay small."""
+"""Objects up to this size are embedded in their manifest: documents and hot sets fit, and manifests stay small."""
 _EMPTY = b"{}"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _EMPTY_DIGEST = "sha256:" + hashlib.sha256(_EMPTY).hexdigest()
 _LIST_THREADS = 8
 _SETTLE_S = 0.2
-"""How long `create` waits before its last look: longer than a write takes whose look came before ours."""
+"""Delay of `create` before its last check: longer than the write of a process that checked before us takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """What the manifest of an object with a path name says."""
+    """The content of an object's manifest."""
 
     name: str
     digest: str
@@ -138,7 +135,7 @@ class _Object:
 
 
 class OciStore:
-    """A `Store` in a registry. `registry` is closed with it."""
+    """A `Store` in a registry. Closes `registry`."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
@@ -170,7 +167,7 @@ class OciStore:
         return OciUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`. Registries have no such request: of writers at the same time, the last gets True."""
+        """See `Store.create`. Registries have no atomic request for it: of concurrent writers, the last gets True."""
         check_new(name, data)
         until = time.monotonic() + timeout_s
         if self._is_taken(name, timeout_s):
@@ -182,7 +179,7 @@ class OciStore:
         finally:
             blob.abort()
         self._ensure_empty()
-        # As late as possible: what another one writes between this look and our write is lost.
+        # As late as possible: what another process writes between this check and our write is lost.
         if self._is_taken(name, until - time.monotonic()):
             return False
         embedded = data if len(data) <= EMBEDDED_BYTES else None
@@ -197,7 +194,7 @@ class OciStore:
         return Stored(name, self._find(name).size_bytes)
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
-        """See `Store.list`. Costs one request per object of the repository: registries do not search."""
+        """See `Store.list`. Costs one request per object of the repository: registries cannot search."""
         tags = [tag for tag in self.registry.tags() if tag.startswith("bootseer-")]
         with Tasks("bootseer-registry", min(_LIST_THREADS, len(tags) or 1)) as pool:
             for found in pool.map(self._listed, tags):
@@ -205,7 +202,7 @@ class OciStore:
                     yield Stored(found.name, found.size_bytes)
 
     def delete(self, name: str) -> None:
-        """See `Store.delete`. Many registries refuse it unless they are told otherwise."""
+        """See `Store.delete`. Many registries refuse it by default."""
         if is_content_name(check_name(name)):
             self.registry.delete_blob(name)
             return
@@ -218,7 +215,7 @@ class OciStore:
         self.registry.delete_manifest(found.manifest_digest)
 
     def has_lost_subject(self, name: str) -> bool:
-        """Whether an object was attached to a manifest of this repository that was deleted since."""
+        """Whether an object refers to a manifest of this repository that was deleted."""
         try:
             subject = retrying(lambda left_s: self._find(name, left_s)).subject
         except NotFoundError:
@@ -238,7 +235,7 @@ class OciStore:
         *,
         timeout_s: float = 60.0,
     ) -> None:
-        """Make a blob that is there visible under a path name; `data` are its bytes when they shall be embedded."""
+        """Publish an existing blob under a path name; `data`: its bytes if they are to be embedded."""
         for other in refs:
             if not is_content_name(check_name(other.name)):
                 raise UsageError(f"{name} can only keep objects with content names, not {other.name}")
@@ -292,7 +289,7 @@ class OciStore:
         try:
             return self._parsed(tag)
         except (NotFoundError, CorruptError):
-            return None  # removed meanwhile, or a tag of another program that looks like ours
+            return None  # removed meanwhile, or a tag of another program
 
     def _find(self, name: str, timeout_s: float = 60.0) -> _Object:
         try:
@@ -357,7 +354,7 @@ class OciUpload:
 
 
 def tag_of(name: str) -> str:
-    """The tag of the manifest that shows the object with this path name."""
+    """The tag of the manifest of the object with this path name."""
     return "bootseer-" + hashlib.sha256(name.encode()).hexdigest()[:40]
 
 

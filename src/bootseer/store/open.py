@@ -1,6 +1,6 @@
-"""The store that a URI names.
+"""Open the store of a URI.
 
-Adapters are imported when they are needed: most programs use one of them, and some need an extra that may be missing.
+Adapters are imported on demand: most programs use one of them, and some need an extra that may be missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bootseer.store.store import Store
 
 PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
-"""Environment variable: registries, separated by commas, that are spoken to without encryption."""
+"""Environment variable: comma-separated registries to be accessed without encryption."""
 _SCHEMES = "a folder, file://, oci://, s3://, gs://, az:// hdfs:// or viewfs://"
 
 
@@ -28,9 +28,8 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     """The store at `uri`: `/dir`, `file:///dir`, `oci://host/repository`, `s3://bucket/prefix`,
     `gs://…`, `az://…`, `hdfs://host:port/dir` or `viewfs:///dir`.
 
-    `plain_http` permits to speak without encryption; registries that are named in `BOOTSEER_PLAIN_HTTP`, and those at
-    loopback addresses without certificates here, are spoken to so in any case. Nothing is connected yet. Raises
-    `UsageError` for an invalid address.
+    `plain_http` permits unencrypted access; registries named in `BOOTSEER_PLAIN_HTTP`, and those at loopback addresses
+    without certificates here, are always accessed so. Does not connect yet. Raises `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -40,7 +39,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     if scheme == "file":
         return _open_file(uri, rest)
     if "@" in rest.partition("/")[0]:
-        # It would end up in logs and process lists.
+        # It would appear in logs and process lists.
         raise UsageError(
             f"{scheme}://…: a password does not belong into an address", hint="log in, or use the environment"
         )
@@ -59,7 +58,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
 
 
 def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:
-    """A client of one repository; decides as `open_store` does whether to encrypt. `host` is `name[:port]`."""
+    """A client of one repository; encrypts as described at `open_store`. `host` is `name[:port]`."""
     from bootseer.store.registry import Registry
     from bootseer.store.transport import certificates
 
@@ -94,14 +93,14 @@ def _open_hdfs(uri: str) -> Store:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the text `name[:port]` is that of this machine: what is sent there passes no network."""
+    """Whether `name[:port]` is a loopback address of this machine."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    # Text like 127.1 is not an address here, nor is it for the registry's client.
+    # Abbreviations like 127.1 are not addresses here, nor for the registry's client.
     return re.fullmatch(r"[0-9a-f.:]+", name) is not None and _address_is_loopback(name)
 
 

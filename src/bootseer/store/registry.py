@@ -1,14 +1,14 @@
 """A client of one repository of an OCI registry: manifests, tags, blobs and ranges of blobs.
 
-Speaks the OCI distribution protocol, and nothing of what BootSeer stores with it: that is `oci`; `image.sources` reads
-images through it. Referrers are in `oci`, logins in `tokens`.
+Implements the OCI distribution protocol only; BootSeer's objects are in `oci`, and `image.sources` reads images through
+it. Referrers are in `oci`, logins in `tokens`.
 
-Many registries answer a blob with a redirect to an object storage. The address is kept for a minute, so that a thousand
-ranges of a blob cost the registry a few requests and not a thousand. The table of addresses is guarded by one lock;
-pools and tokens guard themselves. Safe to use from many threads.
+Many registries redirect blobs to an object storage. The target address is cached for a minute, so that a thousand
+ranges of a blob cost the registry a few requests instead of a thousand. One lock guards the table of addresses;
+connection pools and tokens have their own. Safe for many threads.
 
-The digest of a blob that is uploaded is known only at the end. Small blobs go in one request after the session was
-opened; larger ones in chunks. Each chunk is sent with one request, so that memory stays bounded whatever the size.
+The digest of an uploaded blob is known only at the end. Small blobs are sent in one request after the session is
+opened, larger ones in chunks, one request each, so that memory is bounded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bootseer.store.transport import Answer, Origin, Transport, join
 CHUNK_BYTES = 8 * 1024 * 1024
 _MAX_CHUNK_BYTES = 64 * 1024 * 1024
 _REQUEST_S = 300.0
-"""For one chunk and its answer: a registry may pass it on to a slow storage before it answers."""
+"""Limit for one chunk and its response: a registry may forward it to a slow storage before it responds."""
 
 
 class BlobUpload:
@@ -66,7 +66,7 @@ class BlobUpload:
         return "sha256:" + self._hash.hexdigest()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append; sends full chunks. After an error only `abort` makes sense."""
+        """Append; sends full chunks. After an error only `abort` may be called."""
         if self._ended:
             raise upload_ended(str(self._registry))
         self._hash.update(data)
@@ -79,11 +79,11 @@ class BlobUpload:
                 self._send_chunk()
 
     def commit(self) -> str:
-        """Make the blob visible under its digest, which is returned."""
+        """Publish the blob; returns its digest."""
         if self._ended:
             raise upload_ended(str(self._registry))
         self._open()
-        # What never became a chunk goes with the last request.
+        # The remainder below a chunk is sent with the last request.
         if self._sent and self._buffer:
             self._send_chunk()
         location = f"{self._location}{'&' if urlsplit(self._location).query else '?'}digest={self.digest}"
@@ -94,7 +94,7 @@ class BlobUpload:
         return self.digest
 
     def abort(self) -> None:
-        """End the session; what was sent is dropped by the registry, now or when it cleans up."""
+        """End the session; the registry drops what was sent, now or at its next cleanup."""
         if self._ended:
             return
         self._ended = True
@@ -119,7 +119,7 @@ class BlobUpload:
         self._open()
         size = len(self._buffer)
         if size < self._chunk_bytes and not self._sent:
-            return  # the registry wants larger chunks than we thought
+            return  # the registry requires larger chunks
         headers = {"Content-Range": f"{self._sent}-{self._sent + size - 1}"}
         answer = self._request("PATCH", self._location, bytes(self._buffer), headers)
         self._registry.expect(answer, f"sending bytes from {self._sent} on", 202, 204)
@@ -141,7 +141,7 @@ class BlobUpload:
 
 
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-"""What registries promise to accept, and so the largest that can be there."""
+"""The size that registries promise to accept, and so the largest that can be stored."""
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 MANIFEST_TYPES = (
@@ -161,7 +161,7 @@ _MAX_PAGES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest as it lies in the registry, to the byte."""
+    """A manifest with its exact bytes."""
 
     data: bytes
     media_type: str
@@ -192,7 +192,7 @@ class Registry:
         return f"{self.host}/{self.repository}"
 
     def manifest(self, reference: str, *, timeout_s: float = 60.0) -> Manifest:
-        """The manifest of a tag or digest; its bytes are verified when a digest is known."""
+        """The manifest of a tag or digest; verified if a digest is known."""
         path = f"manifests/{_checked_reference(reference)}"
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "GET", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
@@ -205,7 +205,7 @@ class Registry:
         return Manifest(data, answer.headers.get("Content-Type", "").partition(";")[0].strip(), digest)
 
     def manifest_digest(self, reference: str, *, timeout_s: float = 60.0) -> str:
-        """The digest that a tag has now, without reading the manifest when the registry tells."""
+        """The current digest of a tag, without reading the manifest if the registry sends the digest."""
         path = f"manifests/{_checked_reference(reference)}"
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "HEAD", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
@@ -215,7 +215,7 @@ class Registry:
         return digest if is_content_name(digest) else self.manifest(reference, timeout_s=timeout_s).digest
 
     def put_manifest(self, reference: str, data: bytes, media_type: str, *, timeout_s: float = 60.0) -> Answer:
-        """Store a manifest under a tag or its own digest, in one step. The answer's headers are the registry's."""
+        """Store a manifest under a tag or its own digest, atomically. Returns the registry's response."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise PermanentError(f"{self}: a manifest of {len(data)} bytes is too large; {MAX_MANIFEST_BYTES} may be")
         path = f"manifests/{_checked_reference(reference)}"
@@ -226,17 +226,17 @@ class Registry:
         return answer
 
     def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
-        """Remove a manifest and the tags that show it. Nothing happens when it is not there."""
+        """Delete a manifest and its tags. Nothing happens if it does not exist."""
         self._delete(f"manifests/{_checked_digest(digest)}", f"removing manifest {digest}", timeout_s)
 
     def delete_blob(self, digest: str, *, timeout_s: float = 60.0) -> None:
-        """Remove a blob. Nothing happens when it is not there."""
+        """Delete a blob. Nothing happens if it does not exist."""
         self._delete(f"blobs/{_checked_digest(digest)}", f"removing blob {digest}", timeout_s)
         with self._lock:
             self._addresses.pop(digest, None)
 
     def blob_size(self, digest: str, *, timeout_s: float = 60.0) -> int:
-        """Bytes of a blob."""
+        """The size of a blob."""
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", until=until)
         self.expect(answer, f"blob {digest}", 200)
@@ -248,7 +248,7 @@ class Registry:
     def blob(
         self, digest: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """Bytes of a blob in pieces as they arrive, under the rules of `Store.read`. The digest is not verified."""
+        """Bytes of a blob as they arrive, under the rules of `Store.read`. The digest is not verified."""
         check_range(start, length)
         _checked_digest(digest)
         if length == 0:
@@ -275,7 +275,7 @@ class Registry:
             answer.close()
 
     def tags(self, *, timeout_s: float = 60.0) -> Iterator[str]:
-        """All tags; none when the repository does not exist."""
+        """All tags; none if the repository does not exist."""
         until = time.monotonic() + timeout_s
         path = "tags/list?n=1000"
         for _ in range(_MAX_PAGES):
@@ -284,7 +284,7 @@ class Registry:
                 answer.finish()
                 return
             self.expect(answer, "the list of tags", 200)
-            # A registry that knows no pages answers with everything at once: 100,000 tags of 50 bytes fit.
+            # A registry without paging sends everything at once: 100,000 tags of 50 bytes fit.
             document = parse_object(answer.body(2 * MAX_MANIFEST_BYTES), f"{self}: the list of tags")
             tags = document.get("tags")  # null when there are none
             yield from (
@@ -305,9 +305,9 @@ class Registry:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Answer:
-        """Send a request for `path` (of this repository, or a whole URL from the registry), with what it wants to know.
+        """Send a request for `path` (of this repository, or a whole URL from the registry), with authorization.
 
-        `action` is `pull`, `push` or `delete`. The answer may have any status; `expect` turns it into an error.
+        `action` is `pull`, `push` or `delete`. The response may have any status; `expect` maps it to an error.
         """
         url = join(self._base, path)
         mine = Origin.of(url) == self._origin
@@ -325,7 +325,7 @@ class Registry:
         return answer
 
     def expect(self, answer: Answer, operation: str, *statuses: int) -> None:
-        """Raise the error that an answer of any other status means."""
+        """Raise the error for a response with any other status."""
         if answer.status not in statuses:
             raise self._refusal(answer, operation)
 
@@ -347,7 +347,7 @@ class Registry:
             answer = self._transport.send("GET", address, until=until, headers=headers)
             if answer.status in (200, 206, 416):
                 return answer
-            answer.finish()  # its signature has ended, perhaps; the registry knows a new address
+            answer.finish()  # its signature may have expired: ask the registry for a new address
         answer = self.request("pull", "GET", f"blobs/{digest}", until=until, headers=headers)
         with self._lock:
             self._addresses.pop(digest, None)
@@ -358,7 +358,7 @@ class Registry:
         return answer
 
     def _checked_length(self, answer: Answer, digest: str, start: int, length: int | None) -> int:
-        """How many bytes will come. Raises unless they are exactly those that were asked for."""
+        """The number of bytes that will arrive. Raises unless exactly the requested range is sent."""
         ranged = start > 0 or length is not None
         if answer.status == 416:
             total = (answer.content_range or (0, 0, None))[2]
@@ -402,7 +402,7 @@ class Registry:
 
 
 def parse_object(data: bytes, operation: str) -> dict[str, Any]:
-    """A JSON object from outside. Raises `CorruptError` for anything else."""
+    """Parse an untrusted JSON object. Raises `CorruptError` for anything else."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -425,7 +425,7 @@ def _checked_digest(digest: str) -> str:
 
 
 def _error_words(body: bytes) -> str:
-    """What the registry says about an error, in one short printable line."""
+    """The registry's error message as one short printable line."""
     try:
         first = json.loads(body)["errors"][0]
         words = f"{first.get('code', '')} {first.get('message', '')}"

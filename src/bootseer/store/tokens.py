@@ -1,19 +1,19 @@
-"""What to put into the `Authorization` header of requests to one registry.
+"""The `Authorization` header of requests to one registry.
 
-A registry that wants a login answers 401 and says how: by `Basic`, or by a `Bearer` token that another address
-hands out for a scope (what may be done with which repository). Tokens live minutes; they are kept by scope, and fetched
-anew when they are about to end or when the registry refuses them.
+A registry that requires a login responds 401 with the method: `Basic`, or a `Bearer` token that another address issues
+for a scope (which actions on which repository). Tokens live for minutes; they are cached by scope, and fetched again
+shortly before they expire or when the registry rejects them.
 
-The registry names that address, and could name any host. A login is sent to the registry's own host, to
-hosts that are known to belong to it and to those that the user allows, and never unencrypted over a network.
+The registry names the token address, and could name any host. So a login is only sent to the registry's own host, to
+hosts known to belong to it and to those that the user allows, and never unencrypted over a network.
 
-One lock guards it all and is held while a token is fetched: of many readers that are refused at once, one fetches and
-the others wait for it. A burst of token requests is how registries start to answer 429.
+One lock guards everything and is held while a token is fetched: of many concurrent readers one fetches it and the
+others wait. Bursts of token requests are how registries begin to respond 429.
 
-Logins are those that `docker login` and its kin left behind: in `config.json` in `$DOCKER_CONFIG` or `~/.docker`,
-`auths` hold the secret itself, `credHelpers` and `credsStore` name a program that knows it; then enroot's, in
-`.credentials` in `$ENROOT_CONFIG_PATH` or `~/.config/enroot`, lines as in a netrc file; then those of kubelet's plugins
-(`credential_providers`). They are asked when a registry wants to know, not before: helpers may be slow.
+Logins come from `docker login` and similar programs: in `config.json` in `$DOCKER_CONFIG` or `~/.docker`, `auths` hold
+the secret itself, `credHelpers` and `credsStore` name a program that provides it; then from enroot's `.credentials` in
+`$ENROOT_CONFIG_PATH` or `~/.config/enroot`, in netrc format; then from kubelet's plugins (`credential_providers`). They
+are read when a registry requires a login, not before: helpers may be slow.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class Credentials:
     password: str = field(default="", repr=False)
     identity_token: str = field(default="", repr=False)
     until: float = field(default=math.inf, compare=False)
-    """When (monotonic) it is to be asked for again."""
+    """When (monotonic) to look it up again."""
     why: str = field(default="", compare=False)
-    """Why there is none, where there should be one."""
+    """Why there is none although there should be one."""
 
     @property
     def basic(self) -> str:
-        """The value of an `Authorization` header that shows user and password."""
+        """The value of an `Authorization` header with user and password."""
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
 def find_credentials(host: str, repository: str = "") -> Credentials:
-    """The login for a repository of `host[:port]`; an empty one when there is none, which may change after its `until`.
+    """The login for a repository of `host[:port]`, empty if there is none, valid until its `until`.
 
-    Raises `AccessError` when one is there but unusable.
+    Raises `AccessError` when one exists but is unusable.
     """
     found = _of_docker(host) or _of_enroot(host)
     if found is not None:
@@ -77,7 +77,7 @@ def find_credentials(host: str, repository: str = "") -> Credentials:
 
 
 def _of_docker(host: str) -> Credentials | None:
-    # `Path.home` raises for a user without a name or a home, who has no logins.
+    # `Path.home` raises for a user without a name or a home; such a user has no logins.
     folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")  # noqa: PTH111
     path = Path(folder) / "config.json"
     config = _read(path)
@@ -103,11 +103,11 @@ def _of_enroot(host: str) -> Credentials | None:
         return None
     except OSError as error:
         raise AccessError(f"cannot read the logins in {path}: {error}") from error
-    names = {host, re.sub(r":\d+$", "", host)}  # enroot leaves the port out
+    names = {host, re.sub(r":\d+$", "", host)}  # enroot omits the port
     for match in filter(None, map(_NETRC.fullmatch, lines)):
         if match[1] in names:
             password = match[3].strip()
-            if password.startswith("$"):  # enroot has a shell make the password of it
+            if password.startswith("$"):  # enroot would have a shell evaluate it
                 return Credentials(why=f"the password for {match[1]} in {path} is a command, which is not run")
             return Credentials(match[2], password)
     return None
@@ -131,7 +131,7 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _lookup(table: dict[str, Any], host: str) -> Any:
-    """Older programs wrote whole URLs where the name of the host belongs."""
+    """Older programs wrote whole URLs in place of the host name."""
     if host in table:
         return table[host]
     for key, value in table.items():
@@ -148,7 +148,7 @@ def _decode(entry: dict[str, Any], path: Path, host: str) -> Credentials | None:
         except (binascii.Error, UnicodeDecodeError) as error:
             raise AccessError(f"the login for {host} in {path} is damaged; log in again") from error
     token = str(entry.get("identitytoken") or "")
-    # An empty entry only says that a store of credentials knows this host.
+    # An empty entry only means that a credential store knows this host.
     return Credentials(user, password.rstrip("\0"), token) if user or token else None
 
 
@@ -163,7 +163,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise AccessError(f"{program}, which knows the login for {host}, does not work: {error}") from error
     if ended.returncode != 0:
-        # Helpers say so on standard output when they simply have no login for the host.
+        # Helpers report a missing login on standard output.
         if b"not found" in ended.stdout[:1000]:
             return None
         words = (ended.stdout + ended.stderr)[:200].decode(errors="replace").strip()
@@ -177,7 +177,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
 
 
 AUTH_HOSTS = "BOOTSEER_AUTH_HOSTS"
-"""Environment variable: `registry=host`, separated by commas: hosts that may get the login of a registry."""
+"""Environment variable: comma-separated `registry=host`: hosts that may receive the login of a registry."""
 _KNOWN_PAIRS = frozenset(
     {
         ("registry-1.docker.io", "auth.docker.io"),
@@ -187,9 +187,9 @@ _KNOWN_PAIRS = frozenset(
 )
 _MAX_TOKEN_BYTES = 256 * 1024
 _DEFAULT_LIFE_S = 60.0
-"""What the protocol says of a token that does not tell its life."""
+"""The protocol's default for a token without a lifetime."""
 _FRESH = 0.8
-"""Part of its life in which a token is used: beyond it, it could end on its way, or the clocks differ."""
+"""The share of its lifetime for which a token is used, in view of transmission times and clock differences."""
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))')
 
 
@@ -200,7 +200,7 @@ class _Token:
 
 
 class Authorizer:
-    """Authorization for one registry. `host` is how logins and messages call it."""
+    """Authorization for one registry. `host` is its name in logins and messages."""
 
     def __init__(
         self, transport: Transport, host: str, scheme: str, find_credentials: Callable[[str], Credentials]
@@ -212,11 +212,11 @@ class Authorizer:
         self._lock = threading.Lock()
         self._credentials = Credentials(until=-math.inf)
         self._basic: str | None = None
-        self._challenges: dict[str, dict[str, str]] = {}  # by action: what the registry wanted for it
+        self._challenges: dict[str, dict[str, str]] = {}  # the registry's requirements by action
         self._tokens: dict[str, _Token] = {}  # by scope
 
     def header(self, action: str, until: float) -> str | None:
-        """What to send with a request of this kind (`pull`, `push`, `delete`), None before the registry has asked."""
+        """The header for a request of this kind (`pull`, `push`, `delete`); None before the registry required one."""
         with self._locked(until):
             if self._basic is not None:
                 return self._basic
@@ -229,9 +229,9 @@ class Authorizer:
             return token.header
 
     def renewed(self, action: str, challenges: list[str], refused: str | None, until: float) -> str:
-        """What to send instead of `refused`, which the registry answered with 401 and these `WWW-Authenticate`s.
+        """The header to replace `refused`, which the registry rejected with 401 and these `WWW-Authenticate` values.
 
-        Raises `AccessError` when there is nothing better.
+        Raises `AccessError` if there is no better one.
         """
         with self._locked(until):
             schemes = {name.lower(): text for name, _, text in (item.strip().partition(" ") for item in challenges)}
@@ -244,7 +244,7 @@ class Authorizer:
                 self._challenges[action] = challenge
                 known = self._tokens.get(scope)
                 if known is not None and known.header != refused and known.until > time.monotonic():
-                    return known.header  # another thread has fetched it in the meantime
+                    return known.header  # another thread has fetched it meanwhile
                 return self._fetch(challenge, until).header
             credentials = self._login(self._origin)
             if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
@@ -254,7 +254,7 @@ class Authorizer:
             return self._basic
 
     def denied(self, reason: str) -> AccessError:
-        """The error for a registry that does not let us in, with what to do about it."""
+        """The error for a refusal of the registry, with advice."""
         if self._credentials.why:
             return AccessError(f"{reason}: {self._credentials.why}")
         return AccessError(f"{reason}; log in with: docker login {self._host}")
@@ -306,12 +306,12 @@ class Authorizer:
         return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
 
     def _login(self, target: Origin) -> Credentials | None:
-        """The login to be sent to `target`, None when there is none. Raises `AccessError` where it may not go."""
+        """The login to send to `target`; None without one. Raises `AccessError` if it must not be sent there."""
         if self._credentials.until <= time.monotonic():
             self._credentials = self._find(self._host)
         if not self._credentials.user and not self._credentials.identity_token:
             return None
-        # What `target` gives for the login is sent to the registry, and is as good as the login for a while.
+        # The token from `target` is sent to the registry, and is as good as the login for a while: check both.
         for receiver in (self._origin, target):
             _check_receiver(self._origin.host, receiver, os.environ.get(AUTH_HOSTS, ""))
         return self._credentials
@@ -327,7 +327,7 @@ class Authorizer:
 
 
 def _check_receiver(registry: str, receiver: Origin, allowed: str) -> None:
-    """Raise `AccessError` unless `receiver` may get the login of the host `registry`; `allowed` as in `AUTH_HOSTS`."""
+    """Raise `AccessError` unless `receiver` may get the login for the host `registry`; `allowed` as in `AUTH_HOSTS`."""
     if receiver.scheme != "https" and not is_loopback(receiver.host):
         raise AccessError(f"{registry}: the login would be sent to {receiver} unencrypted; serve it with https")
     pair = (registry, receiver.host)

@@ -1,15 +1,13 @@
-"""HTTP as the registry client needs it: pooled connections, one deadline for all of a request, safe redirects.
+"""HTTP for the registry client: pooled connections, one deadline for a whole request, safe redirects.
 
-A thin layer over urllib3 that maps its errors to ours once. It knows nothing of registries.
+A thin layer over urllib3 that maps its errors to ours. It knows nothing about registries.
 
-Connections are pooled per host and process: a child of `fork` that used its parent's connections would mix its answers
-with the parent's. urllib3's pools are safe to use from many threads.
+Connections are pooled per host and process: a forked child that used its parent's connections would mix up responses.
+urllib3's pools are safe for many threads.
 
-Sockets whose timeout bounds everything until it is set again, not each operation by itself.
-
-Python's own timeout starts anew with each `recv`: a server that drips one byte a second, in the headers too, holds a
-reader for ever. Here `settimeout(5)` means that in 5 seconds it is over. Connections are made of these;
-urllib3 sets the timeout once for sending and once for the whole answer, which is what makes this work.
+Why own socket classes: Python's timeout restarts with each `recv`, so a server that sends one byte per second, also in
+the headers, could hold a reader forever. Here `settimeout(5)` limits everything until it is set again. urllib3 sets the
+timeout once for sending and once for the whole response, which makes it a deadline for each.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class _TotalTimeout(socket.socket):
     _until: float | None = None
 
     def settimeout(self, value: float | None) -> None:
-        """From now on, all operations together may take this many seconds."""
+        """Limit all following operations together to this many seconds."""
         self._until = None if value is None else time.monotonic() + value
         super().settimeout(value)
 
@@ -79,13 +77,13 @@ class _TotalTimeout(socket.socket):
 
 
 class PlainSocket(_TotalTimeout):
-    """A TCP socket with a total timeout. Bodies come from it in pieces of some size: to be woken for each packet costs
-    more than to receive it (10 ms of processor per MiB instead of 2.6 on a link of 50 Mbit/s)."""
+    """A TCP socket with a total timeout. Bodies are received in pieces of a minimum size: waking up for each packet
+    costs 10 ms of CPU per MiB instead of 2.6 on a link of 50 Mbit/s."""
 
     _woken_at = 1
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Reads of a buffer's size are of heads, whose length is not known; larger ones of what was announced."""
+        """Reads of the default buffer size are for heads of unknown length; larger ones are for announced bodies."""
         size = nbytes or len(buffer)
         wake_at = min(size, _PIECE) if size > io.DEFAULT_BUFFER_SIZE else 1
         if wake_at != self._woken_at:
@@ -95,35 +93,35 @@ class PlainSocket(_TotalTimeout):
 
     @classmethod
     def take_over(cls, other: socket.socket, left_s: float | None) -> PlainSocket:
-        """The same connection; `other` is closed to its owner. `left_s` is the new timeout."""
+        """Wrap the same connection; `other` becomes unusable. `left_s` is the new timeout."""
         taken = cls(other.family, other.type, other.proto, fileno=other.detach())
         taken.settimeout(left_s)
         return taken
 
 
 class TlsSocket(_TotalTimeout, ssl.SSLSocket):
-    """A TLS socket with a total timeout: what an `ssl.SSLContext` makes when it is its `sslsocket_class`."""
+    """A TLS socket with a total timeout, for `ssl.SSLContext.sslsocket_class`."""
 
 
 _PIECE = 1 << 17
 MAX_REDIRECTS = 5
 MAX_RETRY_AFTER_S = 300.0
-"""A server that asks for more is not obeyed beyond this: no start of a job waits for hours."""
+"""Upper limit of a Retry-After: no start of a job waits for hours."""
 _MAX_CONNECTIONS = 64
-"""Idle connections kept per host; twice what the fetcher uses at most."""
+"""Idle connections per host; twice the maximum of the fetcher."""
 _PROBE_S = 2.0
 _CONNECT_S = 10.0
-"""A host that accepts no connection in this time is down or unreachable, however patient the caller is."""
+"""A host that accepts no connection within this time is down or unreachable, whatever the caller's timeout."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 CERTIFICATES = Path("/etc/docker/certs.d")
-"""A folder `HOST[:PORT]` below has the authorities of a registry (`*.crt`) and this client's certificate (`*.cert`,
-each with its `*.key`), by docker's rules."""
+"""Its subfolder `HOST[:PORT]` holds CA certificates of a registry (`*.crt`) and client certificates (`*.cert`, each
+with its `*.key`), by docker's rules."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Scheme, host and port: what a secret may be sent to belongs to one of these."""
+    """Scheme, host and port: the scope of a secret."""
 
     scheme: str
     host: str
@@ -131,10 +129,10 @@ class Origin:
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """Of an absolute URL. Raises `PermanentError` for anything but http and https with a host."""
+        """The origin of an absolute URL. Raises `PermanentError` unless it is http or https with a host."""
         try:
-            # The parser of the library that connects: another one reads some addresses differently
-            # (`http://a\@b/`), and what is decided about one host would be sent to another.
+            # The parser of the library that connects: a different one may read some addresses (`http://a\@b/`) as
+            # another host, and a check of one host would permit a request to the other.
             parts = parse_url(url)
         except LocationParseError as error:
             raise PermanentError(f"{url[:200]!r} is not an address: {error}") from error
@@ -148,7 +146,7 @@ class Origin:
 
 
 class Answer:
-    """An HTTP answer whose body has not been read yet. Must be read to its end or closed."""
+    """An HTTP response whose body is not read yet. Must be read to its end or closed."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, url: str, timeout_s: float) -> None:
         self._response = response
@@ -156,18 +154,18 @@ class Answer:
         self.status = response.status
         self.headers = response.headers
         self.url = url
-        """Where the answer came from after redirects; may hold a signature, so it must not be shown."""
+        """The address after redirects; may contain a signature, so it must not be shown."""
         self.origin = Origin.of(url)
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body as announced, None when it was not."""
+        """The announced length of the body, if any."""
         text = self.headers.get("Content-Length", "")
         return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def content_range(self) -> tuple[int, int, int | None] | None:
-        """First byte, byte after the last one and size of the whole object; None when there is no valid header."""
+        """First byte, one after the last byte, and size of the whole object; None without a valid header."""
         match = _CONTENT_RANGE.fullmatch(self.headers.get("Content-Range", "").strip())
         if match is None:
             return None
@@ -177,7 +175,7 @@ class Answer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """What `Retry-After` asks for, in seconds from now and bounded; None without a valid one."""
+        """The bounded `Retry-After` in seconds from now; None without a valid one."""
         text = self.headers.get("Retry-After", "").strip()
         if re.fullmatch(r"\d{1,9}", text):
             seconds = float(text)
@@ -189,7 +187,7 @@ class Answer:
         return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
 
     def pieces(self) -> Generator[bytes, None, None]:
-        """The body as it arrives. Raises `TransientError` when it ends before its announced length."""
+        """The body as it arrives. Raises `TransientError` if it ends early."""
         try:
             with _mapped(self.origin, self._timeout_s):
                 while piece := self._response.read1(PIECE_BYTES):
@@ -198,7 +196,7 @@ class Answer:
             self.close()
 
     def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises `PermanentError` when it is larger than `max_bytes`."""
+        """The whole body. Raises `PermanentError` if it is larger than `max_bytes`."""
         data = bytearray()
         with contextlib.closing(self.pieces()) as pieces:
             for piece in pieces:
@@ -208,9 +206,9 @@ class Answer:
         return bytes(data)
 
     def finish(self, max_bytes: int = 64 * 1024) -> bytes:
-        """The beginning of a body that does not matter; keeps the connection when that was all of it."""
+        """The beginning of an unimportant body; keeps the connection if that was all of it."""
         data = b""
-        # The answer is known already; that its text broke off changes nothing.
+        # The status is known already: a broken body makes no difference.
         with contextlib.suppress(BootseerError), contextlib.closing(self.pieces()) as pieces:
             for piece in pieces:
                 data += piece
@@ -219,12 +217,12 @@ class Answer:
         return data[:max_bytes]
 
     def close(self) -> None:
-        """Give up what is left of the answer. Its connection is closed when something is left, kept otherwise."""
+        """Abandon the rest of the response. The connection is kept if nothing was left."""
         self._response.close()
 
 
 class Transport:
-    """Sends requests. Safe to use from many threads."""
+    """Sends requests. Safe for many threads."""
 
     def __init__(self) -> None:
         in_each_process(self._begin)
@@ -243,11 +241,11 @@ class Transport:
         body: bytes | None = None,
         authorization: str | None = None,
     ) -> Answer:
-        """One request and its answer; `until` (of `time.monotonic`) bounds both, with the body of the answer.
+        """Send a request; `until` (of `time.monotonic`) limits it, including the body of the response.
 
-        `authorization` goes to the host of `url` and nowhere else. Redirects of GET and HEAD are followed, but never
-        from https to http. Raises `TransientError` when there is no answer in time. The system's look-up of a host's
-        name cannot be interrupted and may take longer.
+        `authorization` is sent to the origin of `url` only. Redirects of GET and HEAD are followed, but never from
+        https to http. Raises `TransientError` without a response in time. Name resolution cannot be interrupted and may
+        take longer.
         """
         own = Origin.of(url)
         for _ in range(MAX_REDIRECTS + 1):
@@ -256,7 +254,7 @@ class Transport:
             if authorization is not None and origin == own:
                 sent["Authorization"] = authorization
             answer = self._once(method, url, origin, sent, body, until)
-            # Queries are left out: those of signed addresses open what they name.
+            # Without the query: signed addresses grant access.
             _LOG.debug("%s %s %s: %d", method, url.partition("?")[0], sent.get("Range", ""), answer.status)
             if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
                 return answer
@@ -302,7 +300,7 @@ class Transport:
             if not isinstance(error.__cause__, ProtocolError) or not _wants_tls(origin):
                 raise
         else:
-            if response.status != 400 or not _wants_tls(origin):  # 400 is the answer of most servers
+            if response.status != 400 or not _wants_tls(origin):  # most TLS servers answer plain HTTP with 400
                 return Answer(response, url, left_s)
             response.close()
         raise PermanentError(
@@ -311,7 +309,7 @@ class Transport:
         )
 
     def _pool(self, origin: Origin) -> urllib3.PoolManager:
-        """The connections that are encrypted as this origin's are."""
+        """The connection pool with the TLS settings of this origin."""
         folder = certificates(origin.host, origin.port) if origin.scheme == "https" else None
         name = f"{origin.scheme} {folder or ''}"
         with self._lock:
@@ -330,7 +328,7 @@ class Transport:
 
 
 def certificates(host: str, port: int) -> Path | None:
-    """The folder of a host below `CERTIFICATES`; None where there is none, or this user may not look."""
+    """The certificate folder of a host; None if there is none, or it is not accessible."""
     for name in (f"{host}:{port}", *([host] if port == 443 else [])):
         with contextlib.suppress(OSError):
             if (CERTIFICATES / name).is_dir():
@@ -339,14 +337,14 @@ def certificates(host: str, port: int) -> Path | None:
 
 
 def _load(context: ssl.SSLContext, folder: Path) -> None:
-    """Trust the authorities of a folder as well, and show its certificate. Raises `PermanentError`."""
+    """Trust the CA certificates of a folder too, and use its client certificate. Raises `PermanentError`."""
     path = folder
     try:
         for path in sorted(folder.iterdir()):
             if path.suffix == ".crt":
                 context.load_verify_locations(path)
             elif path.suffix == ".cert":
-                context.load_cert_chain(path, path.with_suffix(".key"), password="")  # never ask for one
+                context.load_cert_chain(path, path.with_suffix(".key"), password="")  # never prompt for a password
     except FileNotFoundError as error:
         raise PermanentError(f"{path}: there is no {path.stem}.key beside it; authorities end in .crt") from error
     except OSError as error:  # `ssl.SSLError` is one
@@ -354,11 +352,11 @@ def _load(context: ssl.SSLContext, folder: Path) -> None:
 
 
 def _wants_tls(origin: Origin) -> bool:
-    """Whether an origin that did not understand plain HTTP understands TLS."""
+    """Whether an origin that rejected plain HTTP speaks TLS."""
     if origin.scheme != "http":
         return False
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent over it
     try:
         with (
             socket.create_connection((origin.host.strip("[]"), origin.port), _PROBE_S) as connection,
@@ -370,7 +368,7 @@ def _wants_tls(origin: Origin) -> bool:
 
 
 def join(base: str, location: str) -> str:
-    """The absolute address that a server means. Raises `PermanentError` when there is none."""
+    """The absolute address of a location. Raises `PermanentError` if it is invalid."""
     try:
         return urljoin(base, location)
     except ValueError as error:
@@ -404,7 +402,7 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 
 @contextlib.contextmanager
 def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
-    """Errors of urllib3 as ours, in words for people."""
+    """Map urllib3's errors to ours."""
     try:
         yield
     except NameResolutionError as error:

@@ -1,8 +1,8 @@
-"""What ended jobs have read on this node, served on to their other nodes: from the cache alone, nothing is fetched.
+"""Files of ended jobs that this node still serves to the jobs' other nodes, from the cache only: nothing is fetched.
 
-A job's own process serves while the job runs, with its credentials. When it ends, it leaves the agent the job's secret
-and the names of the files, where a list says that this node is one of the job's: later starts find it there. The agent
-sends what is left after training began, since another job may be training here by then.
+While a job runs, its own process serves, with the job's credentials. When it ends, it passes the job's secret and the
+names of the files to the agent, provided that a list names this node, so that later starts find it. The agent serves at
+the rate that applies after training began, because another job may be training on this node by then.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _MAX_FILES: Final = 4096
 
 
 @dataclass(slots=True)
-class _Held:
-    """The files of all ended jobs that have one secret."""
+class _EndedJob:
+    """The files of all ended jobs with the same secret."""
 
     until_s: float
     files: dict[str, Path]
-    """The root of the cache that has each, by its identity."""
+    """The root of the cache that contains each file, by identity."""
     cached: CachedFiles = field(default_factory=partial(CachedFiles, idle_limit_s=0.0))
     server: Server | None = None
     addresses: tuple[str, ...] = ()
     requests: int = 0
-    """As many had been answered at the last look."""
+    """Requests answered when `clean_up` ran last."""
 
 
-class HeldJobs:
-    """Safe to use from many threads."""
+class EndedJobs:
+    """Safe for many threads."""
 
     def __init__(self, keep_s: float) -> None:
-        """`keep_s`: for how long after its end a job's files are served; 0: not at all."""
+        """`keep_s`: how long a job's files are served after its end; 0: not at all."""
         self._keep_s = keep_s
         self._lock = threading.Lock()
-        self._held: dict[bytes, _Held] = {}
+        self._jobs: dict[bytes, _EndedJob] = {}
 
-    def take(self, request: Mapping[str, Any]) -> None:
-        """Serve the files of a job that ends now. Raises `UsageError` for what is malformed, `PermanentError` where
-        nothing is served, or it cannot listen there."""
+    def take_over(self, request: Mapping[str, Any]) -> None:
+        """Serve the files of an ending job. Raises `UsageError` for a malformed request, `PermanentError` if nothing is
+        served or the addresses cannot be used."""
         try:
             secret, name, rate = bytes.fromhex(request["secret"]), str(request["name"]), int(request["rate"])
             addresses = tuple(str(address) for address in request["addresses"])
@@ -65,17 +65,17 @@ class HeldJobs:
         if not all(is_identity(identity) for identity in files) or len(files) > _MAX_FILES:
             raise UsageError("a job's files are malformed, or too many")
         if not self._keep_s:
-            raise PermanentError("this agent serves nothing of ended jobs")
+            raise PermanentError("this agent serves no files of ended jobs")
         with self._lock:
             self._serve(secret, name, rate, addresses, files, tls=request.get("tls") is True)
 
     def _serve(
         self, secret: bytes, name: str, rate: int, addresses: tuple[str, ...], files: dict[str, Path], *, tls: bool
     ) -> None:
-        held = self._held.setdefault(secret, _Held(0.0, {}))
-        _stop(held)
-        held.until_s = time.monotonic() + self._keep_s
-        held.files |= files
+        job = self._jobs.setdefault(secret, _EndedJob(0.0, {}))
+        _stop(job)
+        job.until_s = time.monotonic() + self._keep_s
+        job.files |= files
         listening = []
         try:
             for address in addresses:
@@ -85,73 +85,73 @@ class HeldJobs:
             for sock in listening:
                 sock.close()
             raise PermanentError(f"cannot listen at {', '.join(addresses)}: {error.strerror or error}") from error
-        held.addresses = addresses
-        held.server = Server(listening, secret, self._finder(held), name=name, max_rate=rate, soon=False, tls=tls)
-        for other in sorted(self._held, key=lambda each: self._held[each].until_s)[:-_MAX_JOBS]:
+        job.addresses = addresses
+        job.server = Server(listening, secret, self._finder(job), name=name, max_rate=rate, soon=False, tls=tls)
+        for other in sorted(self._jobs, key=lambda each: self._jobs[each].until_s)[:-_MAX_JOBS]:
             self._drop(other)
-        _LOG.info("serves %d files of ended jobs at %s", len(held.files), ", ".join(addresses))
+        _LOG.info("serves %d files of ended jobs at %s", len(job.files), ", ".join(addresses))
 
     def release(self, request: Mapping[str, Any]) -> None:
-        """A job begins that listens at these addresses: it serves there itself, until it ends."""
+        """A job starts that listens at these addresses: stop serving there."""
         wanted = request.get("addresses")
         with self._lock:
-            for held in self._held.values():
-                if isinstance(wanted, list) and not set(held.addresses).isdisjoint(map(str, wanted)):
-                    _stop(held)
+            for job in self._jobs.values():
+                if isinstance(wanted, list) and not set(job.addresses).isdisjoint(map(str, wanted)):
+                    _stop(job)
 
-    def tidy(self) -> None:
-        """Forget what is over, and let go of files that no node asks for, so that the cache may drop them."""
+    def clean_up(self) -> None:
+        """Drop expired jobs, and close files that no node requests, so that the cache may evict them."""
         now = time.monotonic()
         with self._lock:
-            for secret, held in list(self._held.items()):
-                requests = held.server.served.requests if held.server is not None else 0
-                if now >= held.until_s:
+            for secret, job in list(self._jobs.items()):
+                requests = job.server.served.requests if job.server is not None else 0
+                if now >= job.until_s:
                     self._drop(secret)
-                elif requests == held.requests:
-                    held.cached.release_all()
-                held.requests = requests
+                elif requests == job.requests:
+                    job.cached.release_all()
+                job.requests = requests
 
     def status(self) -> list[dict[str, Any]]:
-        """What is served, where, for how long, and what was sent."""
+        """What is served where and until when, and what was sent."""
         now = time.monotonic()
         with self._lock:
-            served = [(held, held.server.served) for held in self._held.values() if held.server is not None]
+            served = [(job, job.server.served) for job in self._jobs.values() if job.server is not None]
         return [
             {
-                "addresses": held.addresses,
-                "files": len(held.files),
-                "left_s": round(max(held.until_s - now, 0.0), 1),
+                "addresses": job.addresses,
+                "files": len(job.files),
+                "left_s": round(max(job.until_s - now, 0.0), 1),
                 "sent_bytes": counters.bytes_sent,
                 "requests": counters.requests,
             }
-            for held, counters in served
+            for job, counters in served
         ]
 
     def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving."""
         with self._lock:
-            for secret in list(self._held):
+            for secret in list(self._jobs):
                 self._drop(secret)
 
     @staticmethod
-    def _finder(held: _Held) -> Callable[[str], CachedContent | None]:
+    def _finder(job: _EndedJob) -> Callable[[str], CachedContent | None]:
         def find(identity: str) -> CachedContent | None:
-            root = held.files.get(identity)
+            root = job.files.get(identity)
             try:
-                return None if root is None else CachedContent(held.cached, root, identity)
-            except (BootseerError, OSError) as error:  # the cache has dropped it
+                return None if root is None else CachedContent(job.cached, root, identity)
+            except (BootseerError, OSError) as error:  # evicted from the cache
                 _LOG.debug("%s is not served: %s", identity, error)
                 return None
 
         return find
 
     def _drop(self, secret: bytes) -> None:
-        held = self._held.pop(secret)
-        _stop(held)
-        held.cached.close()
+        job = self._jobs.pop(secret)
+        _stop(job)
+        job.cached.close()
 
 
-def _stop(held: _Held) -> None:
-    if held.server is not None:
-        held.server.close()
-        held.server = None
+def _stop(job: _EndedJob) -> None:
+    if job.server is not None:
+        job.server.close()
+        job.server = None
