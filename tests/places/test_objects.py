@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import random
 import re
-import secrets
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
@@ -35,51 +32,20 @@ from bootseer.errors import (
     CorruptError,
     NotFoundError,
     PermanentError,
-    TransientError,
     UsageError,
 )
-from bootseer.hdfs.requests import ReadOutcome
-from bootseer.places import object_data, open_place
+from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY, Place, TakenError
 from bootseer.places.uploads import Uploads
 from fault_proxy import Fault, FaultProxy, Plan, once
 from places.contract import PlaceContract, names, opened, read
-from s3_server import S3Server, environment_for
+from s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
 _MIB = 1 << 20
 _STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
-
-
-@pytest.fixture(scope="module")
-def server(s3_server: S3Server) -> S3Server:
-    s3_server.make_bucket("jobs")
-    return s3_server
-
-
-@pytest.fixture
-def uri(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://jobs/{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def place(uri: str) -> Iterator[Place]:
-    opened_place = open_place(uri)
-    yield opened_place
-    opened_place.close()
-
-
-@pytest.fixture
-def proxy(server: S3Server, uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Between the server and the places that are opened by the test itself."""
-    with FaultProxy(server.host) as started:
-        for name, value in environment_for(started.host).items():
-            monkeypatch.setenv(name, value)
-        yield started
 
 
 @pytest.fixture
@@ -187,7 +153,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
     wanted = content(place, "old")
     killed = ObjectPlace(uri)
     left = [cut]
-    call = killed._bucket.insist
+    call = killed._bucket.retry
 
     def count(*arguments: object) -> object:
         left[0] -= 1
@@ -195,7 +161,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
             raise SystemExit
         return call(*arguments)
 
-    killed._bucket.insist = count  # type: ignore[method-assign, assignment]
+    killed._bucket.retry = count  # type: ignore[method-assign, assignment]
     with suppress(SystemExit):
         killed.rename("old", "new")
     killed.close()
@@ -281,69 +247,6 @@ def test_a_large_part_is_sent_while_it_is_written_and_a_dropped_one_leaves_nothi
         assert read(file, 0, len(data)) == data
     assert names(place, "x") == {"x/kept"}
     assert server.uploads("jobs") == []
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [Fault(status=503), Fault(status=500), Fault(drop=True), Fault(cut_after=1000), Fault(hang=True)],
-    ids=["slow-down", "error", "dropped", "cut", "hung"],
-)
-def test_a_request_that_fails_or_hangs_is_made_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
-    data = os.urandom(_MIB)
-    with closing(open_place(uri)) as place:
-        place.write_bytes("file", data)
-        with opened(place, "file") as file:
-            assert read(file, 0, 9) == data[:9]  # from now on it is known what a read takes
-            proxy.plan = once(fault, "/file", "GET")
-            assert read(file, 0, len(data)) == data
-
-
-@pytest.mark.parametrize("fault", [Fault(cut_after=2 * _MIB), Fault(stall_after=2 * _MIB)], ids=["cut", "stalled"])
-def test_only_what_a_request_has_not_brought_is_asked_for_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
-    data = os.urandom(4 * _MIB)
-    with closing(open_place(uri)) as place:
-        place.write_bytes("file", data)
-        with opened(place, "file") as file:
-            assert read(file, 0, 9) == data[:9]
-            proxy.plan = once(fault, "/file", "GET")
-            assert read(file, 0, len(data)) == data
-    asked = [request for request in proxy.requests if request.method == "GET" and request.path.endswith("/file")]
-    assert len(asked) == 3
-    assert int(re.findall(r"\d+", asked[-1].headers["range"])[0]) >= _MIB
-
-
-def test_a_request_that_is_only_slow_is_not_made_twice(
-    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where many share a full link, it would have to carry the rest of it twice."""
-    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 2.0)
-    data = os.urandom(4 * _MIB)
-    with closing(open_place(uri)) as place:
-        place.write_bytes("file", data)
-        with opened(place, "file") as file:
-            assert read(file, 0, 9) == data[:9]
-            proxy.plan = once(Fault(drip_bytes=64 << 10, drip_pause_s=0.06), "/file", "GET")
-            assert read(file, 0, len(data)) == data
-        assert place.facts()["hedges"] == 0
-
-
-@pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
-def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri: str, fault: Fault) -> None:
-    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
-    with closing(open_place(uri)) as place:
-        place.write_bytes("file", b"x" * 1000)
-        proxy.plan = lambda request: fault if request.method == "GET" else None
-        with opened(place, "file") as file:
-            file.read_into(0, memoryview(bytearray(1000)), outcomes.put, deadline_s=1.0)
-            assert isinstance(outcomes.get(timeout=120).error, TransientError)
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
-    place.write_bytes("file", b"old content")
-    with opened(place, "file") as file:
-        place.write_bytes("file", b"new content")
-        with pytest.raises(TransientError, match="changed"):
-            read(file, 0, 11)
 
 
 def test_wrong_bytes_of_a_server_are_never_delivered(proxy: FaultProxy, uri: str, source: Path, tmp_path: Path) -> None:
@@ -442,26 +345,6 @@ def test_a_refused_login_is_said_in_the_servers_words(
             read(file, 0, 50)
         with pytest.raises(AccessError, match=said):
             place.write_bytes("other", b"x")
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(send={"range": ""}),
-        Fault(headers={"content-range": "bytes 5-1000/2000"}),
-        Fault(headers={"content-length": "100"}),
-    ],
-    ids=["whole", "other", "short"],
-)
-def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for_ever(
-    proxy: FaultProxy, uri: str, fault: Fault
-) -> None:
-    with closing(open_place(uri)) as place:
-        place.write_bytes("file", b"x" * 2000)
-        proxy.plan = lambda request: fault if request.method == "GET" else None
-        with opened(place, "file") as file, pytest.raises(TransientError, match="requested"):
-            read(file, 0, 1000)
-        assert len(proxy.requests) < 20
 
 
 _KILLED = """

@@ -1,8 +1,7 @@
 """A bucket of S3, Google Cloud Storage or Azure: obstore's clients, with deadlines and errors of ours.
 
 Credentials and endpoints come from the environment variables of the respective cloud. obstore runs on threads that a
-`fork` does not take along: its child would wait for ever and is told so instead. The flags that know this are only ever
-set. Safe to use from many threads.
+`fork` does not copy: calls in the child would never return, so they are an error. Safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ MAX_COPY_BYTES = {"s3": 5 * 1024**3}
 CALL_S = 60.0
 WRITE_S = 300.0
 """For one part, and for the copy of a large object."""
-_PROBE_S = 3.0
-"""So long, a server that has answered nothing is given for one small request before others are made."""
-_ABSENT_S = 1.0
-"""... and so often it is asked that."""
+_PROBE_TIMEOUT_S = 3.0
+"""Of the small request that a server which left one without an answer must answer before others are made."""
+_PROBE_EVERY_S = 1.0
+"""Calls between two probes fail at once."""
 _PROBE_KEY = ".attempts-there"
 PARTS_AT_ONCE = 4
 _CLIENT = {
@@ -76,11 +75,11 @@ class InvalidKeyError(PermanentError):
 
 
 class SilentError(TransientError):
-    """The server did not answer before, and does not yet: not asked any longer."""
+    """The server left a request without an answer, and no probe was answered since: the call was not made."""
 
 
 class _Runtime:
-    """Whether obstore's threads run in this process."""
+    """Whether obstore's threads were started, by this process or before it was forked. Only ever set."""
 
     used = False
     lost = False
@@ -113,16 +112,16 @@ class Bucket:
         self._skipped: set[str] = set()
         """Keys that were logged already."""
         self._silent_at_s: float | None = None
-        """When the server last left a request without an answer for all its time; None while it answers."""
+        """When a request or a probe last ended without an answer; None while the server answers."""
 
     def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
         """What `call` returns, within a time and with its errors mapped; `name` is what it is about."""
         with self.mapping(name):
             return within(timeout_s, f"{self.uri}: {name}", call)
 
-    def insist(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """As `call`, made again after errors that pass, as of a server that is asked too much, and when there is no
-        answer: the first time soon. For requests that may be made twice."""
+    def retry(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+        """As `call`, made again after transient errors and when there is no answer: the first attempt gets a twentieth
+        of the time, each later one twice as much. For requests that may be made twice."""
         tries = itertools.count()
 
         def ask(left_s: float) -> T:
@@ -136,38 +135,37 @@ class Bucket:
             raise
 
     def note_silence(self) -> None:
-        """A request had all its time: until the server answers a small one, none is given so much again."""
+        """A request had all its time without an answer: from now on calls fail at once, until a probe is answered."""
         self._silent_at_s = time.monotonic()
 
     def _probe(self) -> None:
-        """Raise when the server still does not answer. Calls in one folder of a mount wait for each other: each of them
-        would take all its time."""
+        """Raise `SilentError` while the server does not answer. Calls in one folder of a mount wait for each other:
+        without this each of them would wait for its whole deadline."""
         silent_at_s = self._silent_at_s
         if silent_at_s is None:
             return
-        if time.monotonic() > silent_at_s + _ABSENT_S:
-            try:
-                within(_PROBE_S, self.uri, partial(obstore.head, self.reader, _PROBE_KEY))
-            except Exception as error:
-                failure = error if isinstance(error, BootseerError) else self._mapped(error, _PROBE_KEY)
-                if isinstance(failure, TransientError) and status_of(error) is None:
-                    self.note_silence()
-                    raise SilentError(f"{self.uri}: the server still does not answer: {failure}") from error
-            self._silent_at_s = None
-            return
-        raise SilentError(f"{self.uri}: the server did not answer a moment ago; try again in a second")
+        if time.monotonic() <= silent_at_s + _PROBE_EVERY_S:
+            raise SilentError(f"{self.uri}: the server did not answer a moment ago; try again in a second")
+        try:
+            within(_PROBE_TIMEOUT_S, self.uri, partial(obstore.head, self.reader, _PROBE_KEY))
+        except Exception as error:
+            failure = error if isinstance(error, BootseerError) else self._mapped(error, _PROBE_KEY)
+            if isinstance(failure, TransientError) and status_of(error) is None:
+                self.note_silence()
+                raise SilentError(f"{self.uri}: the server still does not answer: {failure}") from error
+        self._silent_at_s = None  # any answer will do
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also those that are not there any more."""
         for first in range(0, len(keys), _AT_ONCE):
             some = list(keys[first : first + _AT_ONCE])
             with contextlib.suppress(NotFoundError):
-                self.insist(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
+                self.retry(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
 
     def head(self, key: str) -> Any:
         """What is known of an object."""
         try:
-            return self.insist(key, partial(obstore.head, self.reader, key))
+            return self.retry(key, partial(obstore.head, self.reader, key))
         except PermanentError as error:
             if not isinstance(error, NotFoundError):  # an answer to HEAD has no reason in it, this one does
                 self.has_any(f"{key}/")
@@ -176,7 +174,7 @@ class Bucket:
     def read_small(self, key: str) -> tuple[str, str | None, int]:
         """What a small object says, its entity tag, and its time; "" and None where there is none."""
         try:
-            found = self.insist(key, partial(obstore.get, self.reader, key))
+            found = self.retry(key, partial(obstore.get, self.reader, key))
         except NotFoundError:
             return "", None, 0
         return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
@@ -184,18 +182,18 @@ class Bucket:
     def has_any(self, prefix: str) -> bool:
         """Whether any key begins so, up to a slash at the end of `prefix`."""
         try:
-            return self.insist(prefix, lambda: any(obstore.list(self.reader, prefix.rstrip("/"), chunk_size=1)))
+            return self.retry(prefix, lambda: any(obstore.list(self.reader, prefix.rstrip("/"), chunk_size=1)))
         except InvalidKeyError:
             return True
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that begin so, up to a slash at the end of `prefix`."""
-        return [one["path"] for one in self.insist(prefix, lambda: obstore.list(self.reader, prefix).collect())]
+        return [one["path"] for one in self.retry(prefix, lambda: obstore.list(self.reader, prefix).collect())]
 
     def listed(self, prefix: str) -> Any:
         """What lies right under a prefix: objects, and what the keys of more begin with."""
         try:
-            return self.insist(prefix, lambda: obstore.list_with_delimiter(self.reader, prefix.rstrip("/") or None))
+            return self.retry(prefix, lambda: obstore.list_with_delimiter(self.reader, prefix.rstrip("/") or None))
         except InvalidKeyError:
             from bootseer.places.uploads import Uploads  # which is above this module
 

@@ -330,15 +330,15 @@ class ObjectReads:
             or time.monotonic() + wait_s > request.until_s
         ):
             if time.monotonic() + wait_s > request.until_s:
-                self._tell_silence(request)
+                self._note_silence(request)
             request.finish(error)
             return
         with self._lock:
             self._events["retries"] += 1
         self._timer.after(wait_s, partial(self._again, request))
 
-    def _tell_silence(self, request: _Request) -> None:
-        """A request had all its time: the server answers nothing, unless others got their bytes meanwhile."""
+    def _note_silence(self, request: _Request) -> None:
+        """A request had all its time: the server is silent, unless it has sent bytes of others meanwhile."""
         if not request.is_over and self._heard_s < time.monotonic() - request.deadline_s:
             self._bucket.note_silence()
 
@@ -353,7 +353,7 @@ class ObjectReads:
         """It may be late, or its time may be up."""
         left_s = request.left_s(self._heard_s)
         if left_s <= 0:
-            self._tell_silence(request)
+            self._note_silence(request)
             request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
         if request.is_over or not request.num_running:
             return

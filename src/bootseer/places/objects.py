@@ -450,12 +450,12 @@ class ObjectPlace(SmallReads):
         if mode == "create" and not self._is_conditional:
             # There are servers that do not refuse a condition, but overlook it.
             probe = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
-            made = [self._bucket.insist(probe, partial(put, probe), WRITE_S) for _ in range(2)]
+            made = [self._bucket.retry(probe, partial(put, probe), WRITE_S) for _ in range(2)]
             self._bucket.remove([probe])
             if made[1] is not None:
                 raise self._unconditional()
             self._is_conditional = True
-        found: str | None = self._bucket.insist(key, partial(put, key), WRITE_S)
+        found: str | None = self._bucket.retry(key, partial(put, key), WRITE_S)
         if found is None and asked.count(key) > 1:  # an answer was lost: what is there may be our own
             there, tag, _ = self._bucket.read_small(key)
             found = tag if there == data.decode("utf-8", "replace") else None
@@ -478,7 +478,7 @@ class ObjectPlace(SmallReads):
         elif entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
             Uploads(self._bucket.uri).copy(key, new, entry.size_bytes, entry.version.rpartition("-")[0])
         else:
-            self._bucket.insist(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
+            self._bucket.retry(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
         self._bucket.remove([key])
 
     def _what(self, path: str) -> str:

@@ -159,7 +159,7 @@ def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others
             def is_away() -> None:
                 # What each call would take its minute for.
                 with pytest.raises(TransientError):
-                    place._bucket.insist("x/one", lambda: obstore.head(place._bucket.reader, "x/one"), 2)
+                    place._bucket.retry("x/one", lambda: obstore.head(place._bucket.reader, "x/one"), 2)
                 with pytest.raises(SilentError):
                     place.stat("one")
                 assert [number_of((mounted.target / name).unlink) for name in ("one", "two")] == [errno.EIO] * 2

@@ -1,0 +1,104 @@
+"""Reading objects from a real S3 server through a proxy with faults."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+from contextlib import closing
+
+import pytest
+
+from bootseer.errors import TransientError
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places import object_data, open_place
+from bootseer.places.place import Place
+from fault_proxy import Fault, FaultProxy, once
+from places.contract import opened, read
+
+pytestmark = pytest.mark.slow
+
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=503), Fault(status=500), Fault(drop=True), Fault(cut_after=1000), Fault(hang=True)],
+    ids=["slow-down", "error", "dropped", "cut", "hung"],
+)
+def test_a_request_that_fails_or_hangs_is_made_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    data = os.urandom(_MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]  # from now on it is known what a read takes
+            proxy.plan = once(fault, "/file", "GET")
+            assert read(file, 0, len(data)) == data
+
+
+@pytest.mark.parametrize("fault", [Fault(cut_after=2 * _MIB), Fault(stall_after=2 * _MIB)], ids=["cut", "stalled"])
+def test_only_what_a_request_has_not_brought_is_asked_for_again(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    data = os.urandom(4 * _MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            proxy.plan = once(fault, "/file", "GET")
+            assert read(file, 0, len(data)) == data
+    asked = [request for request in proxy.requests if request.method == "GET" and request.path.endswith("/file")]
+    assert len(asked) == 3
+    assert int(re.findall(r"\d+", asked[-1].headers["range"])[0]) >= _MIB
+
+
+def test_a_request_that_is_only_slow_is_not_made_twice(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where many share a full link, it would have to carry the rest of it twice."""
+    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 2.0)
+    data = os.urandom(4 * _MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            proxy.plan = once(Fault(drip_bytes=64 << 10, drip_pause_s=0.06), "/file", "GET")
+            assert read(file, 0, len(data)) == data
+        assert place.facts()["hedges"] == 0
+
+
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
+def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri: str, fault: Fault) -> None:
+    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x" * 1000)
+        proxy.plan = lambda request: fault if request.method == "GET" else None
+        with opened(place, "file") as file:
+            file.read_into(0, memoryview(bytearray(1000)), outcomes.put, deadline_s=1.0)
+            assert isinstance(outcomes.get(timeout=120).error, TransientError)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
+    place.write_bytes("file", b"old content")
+    with opened(place, "file") as file:
+        place.write_bytes("file", b"new content")
+        with pytest.raises(TransientError, match="changed"):
+            read(file, 0, 11)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(send={"range": ""}),
+        Fault(headers={"content-range": "bytes 5-1000/2000"}),
+        Fault(headers={"content-length": "100"}),
+    ],
+    ids=["whole", "other", "short"],
+)
+def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for_ever(
+    proxy: FaultProxy, uri: str, fault: Fault
+) -> None:
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x" * 2000)
+        proxy.plan = lambda request: fault if request.method == "GET" else None
+        with opened(place, "file") as file, pytest.raises(TransientError, match="requested"):
+            read(file, 0, 1000)
+        assert len(proxy.requests) < 20
