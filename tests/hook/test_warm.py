@@ -292,14 +292,18 @@ def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launc
 
 def test_what_may_change_imports_is_named_and_the_program_started_by_exec(launcher: Launcher):
     launcher.write("library.py", "import os\nlevel = os.environ.get('LEVEL')\n")
-    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
-    launcher.known["modules"] = ["library"]
+    launcher.env.update(PYTHONPATH=f"{HOOK}/path:{launcher.folder}", OTHER="1")
+    launcher.known["modules"] = ["library", "fsspec.config"]
+    (launcher.folder / "fsspec").mkdir()
+    launcher.write(
+        "fsspec/config.py", "import os\nkept = [name for name in dict(os.environ) if name.startswith('FSSPEC_')]\n"
+    )
     (launcher.folder / "job").mkdir()
     text = "import library, os, sys\nprint(library.level, sys.argv[1:])\n"
     launcher.remember(launcher.write("job/child.py", text))
     base = {**os.environ, **launcher.env, "BOOTSEER_TRACE": f"spool:{launcher.spool}"}
     runs = [
-        (["job/child.py"], {}),
+        (["job/child.py"], {"env": {**base, "OTHER": "2"}}),
         (["job/child.py"], {"env": {**base, "LEVEL": "3"}}),
         (["job/child.py"], {"env": {**base, "OMP_NUM_THREADS": "3"}}),
         (["-u", "job/child.py"], {}),

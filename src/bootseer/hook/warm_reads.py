@@ -12,6 +12,8 @@ _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 """Through which modules a variable is read."""
 _READ_OWN_PREFIX = ("tqdm.utils", "networkx.utils.backends", "fsspec.config")
 """Modules that iterate over all variables to find those with their own prefix, which `programs.native` knows."""
+_COPIES_ALL = "fsspec.config"
+"""Copies all variables, and uses those with its own prefix."""
 _STANDARD = ("random", "secrets", "uuid")
 _HARMLESS = ("multiprocessing.process", "transformers.utils.hub", "torch.distributed._composable.contract")
 """The first two draw a key and the id of a session, which each copy renews (`warm_child`); the last, names of
@@ -30,7 +32,9 @@ class Watched(type(os.environ)):  # type: ignore[misc]
         if frame.f_code.co_name != "__iter__":  # an iteration over all of them is recorded there
             while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
                 frame = frame.f_back
-            self.reads.setdefault(name, frame.f_globals.get("__name__", "") if frame is not None else "")
+            reader = frame.f_globals.get("__name__", "") if frame is not None else ""
+            if reader != _COPIES_ALL or name.startswith("FSSPEC"):
+                self.reads.setdefault(name, reader)
         return super().__getitem__(name)
 
     def __iter__(self) -> Any:
