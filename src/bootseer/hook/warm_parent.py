@@ -248,8 +248,7 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
     name = programs.differing_variable(set(imports.reads), imports.variables, env)
     if name:
-        reader = imports.reads.get(name)
-        return f"the variable {name} is not as it was for the imports{f' ({reader} reads it)' if reader else ''}"
+        return _variable_differs(imports, name)
     words = programs.parse([os.fsdecode(word) for word in request["words"]])
     is_module = words is not None and words[2][0] == "-m"
     main = known["main"] if words is None or is_module else os.path.realpath(os.path.join(folder, words[2][0]))
@@ -258,8 +257,7 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     digest, sets = programs.import_lines(main, folder if is_module else os.path.dirname(main))
     if digest != known["telling"]:
         return f"{os.path.basename(main)} imports other modules, or sets other variables, than when it was recorded"
-    name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
-    return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
+    return _may_set(imports, main, sets)
 
 
 def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
@@ -273,7 +271,7 @@ def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str
     theirs = {name: value for name, value in env.items() if name not in known["native"]}
     name = programs.differing_variable(set(imports.reads) - set(known["native"]), own, theirs)
     if name:
-        return f"the variable {name} is not as it was for the imports"
+        return _variable_differs(imports, name)
     parsed = programs.parse(request["words"])
     if parsed is None:
         return "the launcher is not a Python file or module"
@@ -281,7 +279,16 @@ def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str
         return ""
     main = os.path.realpath(os.path.join(folder, parsed[2][0]))
     sets = programs.import_lines(main, os.path.dirname(main))[1]
-    name = next((name for name in sorted(sets) if name in imports.reads or programs.native(name)), "")
+    return _may_set(imports, main, sets)
+
+
+def _variable_differs(imports: Imports, name: str) -> str:
+    reader = imports.reads.get(name)
+    return f"the variable {name} is not as it was for the imports{f' ({reader} reads it)' if reader else ''}"
+
+
+def _may_set(imports: Imports, main: str, words: set[str]) -> str:
+    name = next((name for name in sorted(words) if name in imports.reads or programs.native(name)), "")
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
 
 
