@@ -1,1 +1,1 @@
-"""Starts of jobs in virtual time: the real decisions of fetching and peers, on modelled links, disks and processors."""
+"""Simulates starts of jobs in virtual time: real code for fetching and peers, models of links and processors."""

@@ -1,8 +1,8 @@
-"""A scenario's numbers from reports of real starts.
+"""Fits a scenario's parameters to reports of real starts.
 
-Only what reports say is changed: times of stages become the fixed parts that a scenario has, their spread between nodes
-the noise, and what grows with the number of ranks a line through the medians. Links and sizes stay as the scenario has
-them: a report does not know them.
+Only parameters that reports determine are changed: fixed times come from the times of stages, noise from their spread
+between nodes, and times that grow with the number of ranks from a line through the medians. Links and sizes are kept,
+because they are not in a report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bootseer.errors import UsageError
 from bootseer.sim.scenario import Scenario
 
 _SLOW: Final = 1.3
-"""A node that takes so many times the median is slow, not noisy."""
+"""A node above this multiple of the median is slow, not noisy."""
 _MAX_BYTES: Final = 256 << 20
 
 
@@ -36,19 +36,19 @@ class _Startup(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """Of `bootseer report --json`, what calibration reads."""
+    """The parts of `bootseer report --json` that calibration uses."""
 
     startup: _Startup
     stages: list[_Stage]
 
     def median_s(self, *stages: str) -> float | None:
-        """Of the first of these stages that nodes went through."""
+        """The median of the first of these stages that was observed."""
         found = {stage.stage: stage.median_s for stage in self.stages}
         return next((value for stage in stages if (value := found.get(stage)) is not None), None)
 
 
 def read_report(path: Path) -> Report:
-    """Raises `UsageError` for what is no report of a start."""
+    """Read a report. Raises `UsageError` if the file is not one."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
@@ -59,14 +59,14 @@ def read_report(path: Path) -> Report:
     try:
         report = msgspec.json.decode(text, type=Report)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{path}: not what `bootseer report --json` prints: {error}") from error
+        raise UsageError(f"{path}: not the output of `bootseer report --json`: {error}") from error
     if not report.startup.num_nodes:
-        raise UsageError(f"{path}: names no nodes")
+        raise UsageError(f"{path}: a report without nodes")
     return report
 
 
 def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario, list[str]]:
-    """The scenario with what the reports say, and for each number where it is from."""
+    """The scenario fitted to the reports, and the source of each changed number."""
     sources: list[str] = []
     table: dict[str, dict[str, float]] = {}
 
@@ -118,7 +118,7 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
         if slow:
             put("noise.slow-factor", median(slow), "their median")
     if not sources:
-        raise UsageError("the reports have none of the stages that a scenario knows; see docs/simulation.md")
+        raise UsageError("the reports have none of the stages of a scenario; see docs/simulation.md")
     fields = msgspec.to_builtins(scenario)
     for name, values in table.items():
         fields[name] |= values
@@ -136,7 +136,7 @@ def _medians(reports: Iterable[Report], *stages: str) -> list[float]:
 
 
 def _factors(report: Report) -> list[float]:
-    """What each node took for its environment against the median node."""
+    """Duration of the environment setup of each node, relative to the median node."""
     for stage in report.stages:
         if stage.stage == "environment_setup" and stage.median_s and len(stage.cdf) > 2:
             return [seconds / stage.median_s for seconds, _ in stage.cdf if seconds > 0]
@@ -148,7 +148,7 @@ def _starts(values: Sequence[object]) -> str:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Base and slope of the line of least squares; flat through the median where all x are the same."""
+    """Base and slope of a least-squares line; flat through the median if all x are equal."""
     middle = sum(x for x, _ in points) / len(points)
     spread = sum((x - middle) ** 2 for x, _ in points)
     if not spread:
@@ -159,7 +159,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def toml(scenario: Scenario, comments: Iterable[str]) -> str:
-    """The scenario as a file that `simulate` reads; the comments stand above it."""
+    """The scenario as a TOML file for `simulate`, with the comments at its top."""
     plain: dict[str, Any] = msgspec.to_builtins(scenario)
     plain = {key: value for key, value in plain.items() if value is not None}
     tables = {key: value for key, value in plain.items() if isinstance(value, dict)}

@@ -1,10 +1,10 @@
-"""Virtual time, and the links that bytes flow over.
+"""A discrete-event engine with virtual time, and links over which bytes flow.
 
 Links are shared max-min fairly by progressive filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2): the
-link that gives its flows least is full first, these flows keep that rate, and the rest of all links is divided anew.
-A processor is a link too: what it decompresses and verifies in a second.
+link with the smallest share per flow saturates first, its flows are fixed at that rate, and the remaining capacity of
+all links is divided again. A processor is modelled as a link: the bytes that it decompresses and verifies per second.
 
-The same calls in the same order give the same events: nothing here depends on a clock, a hash or an address.
+Deterministic: the same calls in the same order give the same events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 _REST: Final = 1e-6
-"""Bytes: less than that is a rounding error."""
+"""Bytes; a smaller rest is a rounding error."""
 
 
 class Link:
@@ -36,7 +36,7 @@ class Link:
 
 
 class Flow:
-    """Bytes on their way over some links."""
+    """A transfer of bytes over some links."""
 
     __slots__ = ("done", "left", "links", "rate")
 
@@ -48,11 +48,11 @@ class Flow:
 
 
 class Engine:
-    """Calls things at their times, in order, and lets bytes flow in between."""
+    """Calls functions at their times, in order, and advances flows in between."""
 
     def __init__(self, quantum_s: float = 0.0) -> None:
-        """`quantum_s`: what ends within so many seconds of each other is dealt with at once, a little late. Rates are
-        computed once for each such step, which is what a simulation of many nodes costs."""
+        """`quantum_s`: minimum length of a step. Flows that end within a step are completed together, slightly late.
+        Rates are computed once per step, which dominates the cost of a simulation of many nodes."""
         self.now = 0.0
         self.links: list[Link] = []
         self._quantum_s = quantum_s
@@ -60,30 +60,30 @@ class Engine:
         self._numbers = count()
         self._flows: dict[Flow, None] = {}
         self._busy: dict[Link, None] = {}
-        """Those that have flows."""
+        """Links with flows."""
         self._soon: dict[Callable[[], None], None] = {}
         self._changed = False
         self._halted = False
 
     def link(self, name: str, bytes_per_s: float) -> Link:
-        """A new link."""
+        """Create a link."""
         self.links.append(Link(name, bytes_per_s, len(self.links)))
         return self.links[-1]
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
-        """Call it then."""
+        """Call it at this time."""
         heapq.heappush(self._calls, (max(time_s, self.now), next(self._numbers), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it so many seconds later."""
+        """Call it after this delay."""
         self.at(self.now + delay_s, call)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call it once when all that happens at this moment has happened."""
+        """Call it once after all other events of this moment."""
         self._soon[call] = None
 
     def start(self, links: Sequence[Link], num_bytes: float, done: Callable[[], None]) -> Flow:
-        """Send bytes over links; `done` is called when they have arrived."""
+        """Start a flow; `done` is called when all bytes have arrived."""
         flow = Flow(links, num_bytes, done)
         self._flows[flow] = None
         for link in links:
@@ -93,7 +93,7 @@ class Engine:
         return flow
 
     def stop(self, flow: Flow) -> None:
-        """End a flow before its time."""
+        """Abort a flow."""
         if self._flows.pop(flow, flow) is None:
             for link in flow.links:
                 del link.flows[flow]
@@ -102,11 +102,11 @@ class Engine:
             self._changed = True
 
     def halt(self) -> None:
-        """Have `run` return: what is still to come does not matter."""
+        """Make `run` return, without the remaining events."""
         self._halted = True
 
     def run(self, until_s: float = inf) -> None:
-        """Let time pass until nothing is left to happen, or until then."""
+        """Run until there are no more events, or until this time."""
         self._settle()
         while not self._halted:
             if self._changed:
@@ -152,7 +152,7 @@ class Engine:
             share, _, link = heapq.heappop(queue)
             if not link.unfixed:
                 continue
-            if share < (least := link.free / link.unfixed) * (1 - 1e-12):  # others have left room since
+            if share < (least := link.free / link.unfixed) * (1 - 1e-12):  # stale entry: its share has grown since
                 heapq.heappush(queue, (least, link.number, link))
                 continue
             for flow in link.flows:

@@ -1,7 +1,7 @@
 """The figures of `docs/evaluation.md`: shipped scenarios, simulated and drawn as one page and a PNG of each figure.
 
-What has been simulated is kept beside the figures, by its parameters and the program's version, so that a run that was
-interrupted goes on, and several with different seeds can share the work.
+Results of simulations are cached next to the figures, by parameters and program version, so that an interrupted run can
+be continued, and several runs with different seeds can share the work.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bootseer.sim.start import ARMS, Outcome, simulate
 _NODES: Final = (2, 4, 8, 16, 32, 64, 128)
 _FOLD: Final = "fold=32"
 _SEEDS: Final = 25
-"""Of what depends on the slowest of many nodes alone."""
+"""Minimum number of seeds for results that depend only on the slowest of many nodes."""
 PAPER_S: Final = {
     1: ("1-10", 44.0), 4: ("10-100", 127.0), 28: ("100-500", 334.0), 88: ("500-1000", 314.0),
     177: ("1000-2000", 409.0), 306: ("2000-3000", 431.0), 625: ("> 3000", 501.0),
 }  # fmt: skip
-"""By nodes, of a bucket's geometric mean: the bucket in GPUs, and the paper's median."""
+"""By number of nodes (the bucket's geometric mean): the bucket in GPUs, and the paper's median."""
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 _IMAGE: Final = ("image_loading", "model_initialization.imports")
 _ENVIRONMENT: Final = ("environment_setup", "model_initialization.imports")
@@ -42,18 +42,18 @@ _CONNECT: Final = "connection_setup"
 
 
 class Runs:
-    """Simulates what figures need, once."""
+    """Runs the simulations for figures, each once."""
 
     def __init__(self, folder: Path, seeds: range, progress: Callable[[str], None]) -> None:
-        """`progress` gets the name of what is simulated next."""
+        """`progress` is called with the name of each simulation before it runs."""
         self.parameters: dict[str, str] = {}
-        """The text of each scenario so far, by its name and digest."""
+        """The parameters of each scenario so far, by its name and digest."""
         self._kept, self._seeds, self._progress = folder / "simulated", seeds, progress
 
     def starts(
         self, name: str, arms: Sequence[str], nodes: Sequence[int] = (), changes: Sequence[str] = (), least: int = 1
     ) -> Document:
-        """What `bootseer simulate --json` prints of them, for as many seeds as are wanted and at least so many."""
+        """The document of `bootseer simulate --json`, with at least `least` seeds."""
         seeds = range(self._seeds[0], self._seeds[0] + max(len(self._seeds), least))
         scenario = self._scenario(name, [*changes, _FOLD])
         starts = [
@@ -64,7 +64,7 @@ class Runs:
         return {"scenario": scenario.name, "parameters": scenario.digest, "starts": starts}
 
     def months(self, name: str) -> Document:
-        """The policies of a month."""
+        """The results of all policies of a month."""
         scenario, times = self._scenario(name, []), Times()
         month = scenario.month or Month()
         found = [
@@ -93,7 +93,7 @@ class Runs:
 
 
 def write(folder: Path, seeds: range, progress: Callable[[str], None]) -> list[Path]:
-    """All figures as `index.html`, and each as PNG where there is a browser. Raises `PermanentError`."""
+    """Write all figures as `index.html`, and each as PNG if there is a browser. Raises `PermanentError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         runs = Runs(folder, seeds, progress)
@@ -109,7 +109,7 @@ def write(folder: Path, seeds: range, progress: Callable[[str], None]) -> list[P
 
 
 def _photographed(browser: str, figure: Figure, folder: Path) -> Path:
-    """A PNG of one figure with its caption, as a light screen shows it."""
+    """A PNG of one figure with its caption, in light colours."""
     svg_height = float(figure.svg.split('viewBox="0 0 ')[1].split('"')[0].split()[1])
     height = ceil(105 + svg_height + 19 * (len(figure.note + figure.origin) // 115))
     with tempfile.TemporaryDirectory(prefix="bootseer-figure-") as temporary:
@@ -137,7 +137,7 @@ def _figures(runs: Runs) -> Iterator[Figure]:
         f"{8 * nodes:,} GPUs, {arm}": _chosen(ablation, arm, nodes) for nodes in _NODES for arm in ("lazy", "bootseer")
     }
     yield Figure("stages", "Where the time of a start goes, by number of GPUs", figures.stages(rows),
-                 "The median node's stages, and its wait for the last node. Lazy: what the paper compares with.",
+                 "The median node's stages, and its wait for the last node. Lazy: the paper's baseline.",
                  origin_of(ablation))  # fmt: skip
     yield from _parts(runs)
     yield Figure("ablation", "Every technique, and all but one, on 16 to 1,024 GPUs",
@@ -159,24 +159,24 @@ def _buckets(runs: Runs) -> Figure:
     return Figure(
         "buckets", "Start-up overhead by number of GPUs, against the paper's medians",
         lines(series, y="s", x="GPUs", text=[label for label, _ in PAPER_S.values()]),
-        "Log-normal installs of which the last counts, fitted to the first four medians of the paper; the last three "
-        "are predicted.", origin_of(by_ratio, by_seconds),
+        "The slowest of log-normal installs, fitted to the first four medians of the paper; the last three are "
+        "predicted.", origin_of(by_ratio, by_seconds),
     )  # fmt: skip
 
 
 def _parts(runs: Runs) -> Iterator[Figure]:
-    """Image, environment and checkpoint, each by itself."""
+    """Image, environment and checkpoint separately."""
     image = runs.starts("moe", ["today", "lazy", "only image", "image and peers"], _NODES)
     names = {"today": "pull", "lazy": "lazy", "only image": "recorded", "image and peers": "and peers"}
     yield Figure("image", "Image loading and imports", _lines(image, names, lambda start: _stages(start, _IMAGE)),
-                 "The slowest node's image loading and imports, which wait for blocks that are not there. Recorded "
-                 "blocks come while the environment is installed.",
+                 "The slowest node's image loading and imports, which wait for missing blocks. Recorded blocks are "
+                 "prefetched while the environment is installed.",
                  origin_of(image))  # fmt: skip
-    yield Figure("registry", "What the registry sends", _lines(image, names, lambda start: start["registry_gb"], "GB"),
-                 "To all nodes together: image blocks, or whole images.", origin_of(image))  # fmt: skip
+    yield Figure("registry", "Sent by the registry", _lines(image, names, lambda start: start["registry_gb"], "GB"),
+                 "Image blocks or whole images, to all nodes together.", origin_of(image))  # fmt: skip
     arms = {"today": "install", "only environment": "snapshot", "environment and peers": "and peers"}
     environment = runs.starts("moe", [*arms], _NODES)
-    yield Figure("environment", "Environment and imports, of images that are pulled",
+    yield Figure("environment", "Environment and imports, with pulled images",
                  _lines(environment, arms, lambda start: _stages(start, _ENVIRONMENT)),
                  "The slowest node's installs or mounts, and imports, which wait for blocks of the snapshot.",
                  origin_of(environment))  # fmt: skip
@@ -211,7 +211,8 @@ def _stragglers(runs: Runs) -> Figure:
                 points.append((slow, []))
             points[-1][1].append(start["startup_s"])
     return Figure("stragglers", "Slow nodes of 1,440", lines(series, y="s", x="nodes that take twice as long"),
-                  "All nodes wait for the last; of more slow nodes, one is more probably slow by chance as well.",
+                  "All nodes wait for the last one. The more slow nodes, the more likely one of them is also slow by "
+                  "chance.",
                   origin_of(*documents))  # fmt: skip
 
 
@@ -225,8 +226,8 @@ def _connections(runs: Runs) -> Figure:
     series = {name: by_nodes(one["starts"], "stages", _CONNECT, "max_s")["bootseer"] for name, one in found.items()}
     return Figure("connections", "Setting up connections, with and without the nodes' names",
                   lines(series, y="s", x="GPUs", text=[f"{8 * number:,}" for number in nodes]),
-                  "A line through what was measured of 100 and 1,000 TCPStore clients on one machine; more is "
-                  "extrapolated.", origin_of(*found.values()))  # fmt: skip
+                  "A line through measurements with 100 and 1,000 TCPStore clients on one machine, extrapolated.",
+                  origin_of(*found.values()))  # fmt: skip
 
 
 def _months(runs: Runs) -> Iterator[Figure]:
@@ -237,20 +238,20 @@ def _months(runs: Runs) -> Iterator[Figure]:
             hours = median(one["gpu_hours"][arm] for one in document["starts"])
             rows[f"{name}, {label}"] = {"GPU-hours of starts": hours}
     yield Figure("gpu-hours", "GPU-hours of starts", figures.bars(rows, "h"),
-                 "Medians of all policies of keeping that are compared, and of all seeds.",
+                 "Medians over all policies and seeds.",
                  origin_of(month, restarts))  # fmt: skip
-    for path, title, y in (("hit_rate", "Of what starts need, the part that is on their nodes", "share"),
+    for path, title, y in (("hit_rate", "Hit rate: share of needed blocks that are already on the nodes", "share"),
                            ("cache_gb_per_node", "Cache of a node", "GB")):  # fmt: skip
         yield Figure(path.split("_gb")[0].replace("_", "-"), title,
                      lines(_days(month, "cache_gb", path, "GB"), y=y, x="day", log=False),
-                     "By the limit of a node's cache. Snapshots of any age.", origin_of(month))  # fmt: skip
+                     "By the size limit of a node's cache. Snapshots of any age.", origin_of(month))  # fmt: skip
     yield Figure("store", "Snapshots in the store",
                  lines(_days(month, "snapshot_days", "store_gb", "days"), y="GB", x="day", log=False),
                  "By the age at which snapshots are pruned; 0: never.", origin_of(month))  # fmt: skip
 
 
 def _days(document: Document, by: str, path: str, unit: str) -> Series:
-    """A value of each day, by one part of the policy; of the other, the last that is compared."""
+    """A value by day, for each value of one policy parameter, and the last value of the other."""
     other = "snapshot_days" if by == "cache_gb" else "cache_gb"
     last = document["starts"][-1][other]
     series: dict[str, dict[float, list[float]]] = {}

@@ -1,7 +1,7 @@
-"""Figures of simulated starts as one HTML page: self-contained, SVG, for light and dark screens.
+"""Figures of simulated starts as a self-contained HTML page with SVG, for light and dark screens.
 
-What is drawn are the documents that `bootseer simulate --json` prints, so that figures can be drawn again from kept
-results. Each figure says that it is simulated, of which seeds, and names its parameters and their digest.
+The input are documents of `bootseer simulate --json`, so figures can be drawn again from saved results. Each figure
+states that it is simulated, with seeds, parameters and their digest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any, Final
 
 Series = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
-"""By name: x, and what each seed gave there."""
+"""By name: x, and the values of all seeds at x."""
 Document = Mapping[str, Any]
-"""Of `bootseer simulate --json`."""
+"""Output of `bootseer simulate --json`."""
 
 _WIDTH: Final = 860.0
 _LEFT: Final = 64.0
@@ -55,20 +55,20 @@ _CSS_COLOURS: Final = "".join(
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One picture and what must be known of it."""
+    """A figure with its caption."""
 
     name: str
-    """Of its file, and its anchor."""
+    """Name of its file, and its anchor."""
     title: str
     svg: str
     note: str
-    """What is drawn."""
+    """Description of the content."""
     origin: str
     """Scenario, digest of its parameters, seeds: see `origin_of`."""
 
 
 def origin_of(*documents: Document) -> str:
-    """What figures of these documents name as their origin."""
+    """The origin of figures of these documents."""
     seeds = sorted({start["seed"] for document in documents for start in document["starts"]})
     text = ", ".join(dict.fromkeys(f"{one['scenario']} ({one['parameters']})" for one in documents))
     drawn = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, median and range"
@@ -76,7 +76,7 @@ def origin_of(*documents: Document) -> str:
 
 
 def page(title: str, figures: Iterable[Figure], parameters: Mapping[str, str]) -> str:
-    """The document. `parameters`: the text of each scenario, by its name and digest."""
+    """The HTML page. `parameters`: the parameters of each scenario, by name and digest."""
     parts = [
         f'<figure id="{escape(one.name)}"><h2>{escape(one.title)}</h2>{one.svg}<figcaption><b>Simulated.</b> '
         f"{escape(one.note)} <i>{escape(one.origin[:1].upper() + one.origin[1:])}.</i></figcaption></figure>"
@@ -93,13 +93,8 @@ def page(title: str, figures: Iterable[Figure], parameters: Mapping[str, str]) -
     )
 
 
-def starts_of(documents: Iterable[Document], *arms: str) -> list[Mapping[str, Any]]:
-    """The starts of documents, of these arms or of all."""
-    return [start for one in documents for start in one["starts"] if not arms or start["arm"] in arms]
-
-
 def by_nodes(starts: Iterable[Mapping[str, Any]], *path: str) -> dict[str, list[tuple[float, list[float]]]]:
-    """A value of starts by arm and number of nodes, for `lines`; `path`: its keys."""
+    """A value of starts by arm and number of nodes, for `lines`; `path`: the keys that lead to it."""
     found: dict[str, dict[float, list[float]]] = {}
     for start in starts:
         value: Any = start
@@ -110,10 +105,10 @@ def by_nodes(starts: Iterable[Mapping[str, Any]], *path: str) -> dict[str, list[
 
 
 def figures_of(document: Document) -> list[Figure]:
-    """What can be drawn of any simulation of starts."""
-    starts = starts_of([document])
+    """The figures for any simulation of starts."""
+    starts = document["starts"]
     origin, name = origin_of(document), document["scenario"]
-    ended = "From the allocation to the moment when all nodes are ready and connected."
+    ended = "From the allocation until all nodes are ready and connected."
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for start in sorted(starts, key=lambda start: int(start["nodes"])):
         rows.setdefault(f"{start['nodes']:,} nodes, {start['arm']}", []).append(start)
@@ -128,7 +123,7 @@ def figures_of(document: Document) -> list[Figure]:
 
 
 def stages(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A stacked bar for each row of starts: the medians of their seeds."""
+    """A stacked bar per row of starts: medians over seeds."""
     drawn = {}
     for row, starts in rows.items():
         parts = {
@@ -141,8 +136,8 @@ def stages(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, text: Sequence[str] = ()) -> str:
-    """A line of medians for each name, with the range of the seeds behind it. `log`: None for by the range of values.
-    `text`: what stands at each x instead of the number."""
+    """A line of medians for each name, with the range over seeds. `log`: a logarithmic scale; None: by the range of
+    values. `text`: labels of x instead of numbers."""
     places = sorted({at for points in series.values() for at, _ in points})
     values = [value for points in series.values() for _, several in points for value in several]
     top, low = max(values, default=1.0) or 1.0, min((value for value in values if value > 0), default=1.0)
@@ -192,7 +187,7 @@ def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, 
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """A horizontal bar for each row, of its parts in order."""
+    """A horizontal stacked bar per row."""
     most = max((sum(parts.values()) for parts in rows.values()), default=1.0) or 1.0
     names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value > most * 5e-4))
     left = 20 + 7.0 * max((len(row) for row in rows), default=0)
@@ -219,7 +214,7 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """A number with three significant digits."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     text = f"{value:,.{min(max(digits, 0), 9)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -256,7 +251,7 @@ class _Log:
 
 
 def _names(ends: Iterable[tuple[float, int, str, float]], right: float) -> list[str]:
-    """What the lines are called, behind their ends, none above another."""
+    """The names of the lines at their right ends, without overlaps."""
     parts, free = [], 0.0
     wanted = sorted(ends)
     space = _TOP + _HEIGHT + 8 - _NAME_STEP * len(wanted)

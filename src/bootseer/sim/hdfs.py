@@ -1,10 +1,10 @@
-"""Reads of checkpoints from HDFS: which DataNode is asked, and what is read from parity, decide `hdfs.schedule`,
-`hdfs.choice`, `hdfs.placing` and `checkpoint.reading.settings` as they are; what is read ahead, `checkpoint.ahead`; and
-which node passes on what several read, `peers.readers`. Modelled are DataNodes and links.
+"""Reads of checkpoints from HDFS. The real code makes the decisions: `hdfs.schedule`, `hdfs.choice`, `hdfs.placing` and
+`checkpoint.reading.settings` about DataNodes and parity, `checkpoint.ahead` about read-ahead, and `peers.readers` about
+the node that passes on shared data. DataNodes and links are models.
 
-A reader has `direct_bytes` of a striped file under way, as a rank that loads its shard, or reads one row after the
-other, as through the mount, and decides about each row. What has come is told to the schedule ten times a second and
-when a request ends; in reality each packet is.
+A reader has `direct_bytes` of a striped file in flight, like a rank that loads its shard, or reads one row after the
+other, as through the mount. Progress is reported to the schedule ten times a second and at the end of a request; in
+reality, with each packet.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _PACKET_BYTES: Final = 64 << 10
 _BLOCK_BYTES: Final = 128 << 20
 _DRAWS: Final = 24
 _UNITS: Final = 1024
-"""Of what all nodes read, at most so many;"""
+"""Maximum number of units of shared data."""
 _UNIT_BYTES: Final = UNIT_BLOCKS << 20
-"""... each at least as large as in reality: 16 chunks."""
+"""Minimum size of a unit, as in reality: 16 chunks."""
 _SETTINGS: Final = ReadingSettings()
 Way = Callable[[Link], tuple[Link, ...]]
 """The links from a DataNode to a node."""
 
 
 class Cluster:
-    """DataNodes, and where files lie on them."""
+    """DataNodes, and the placement of files on them."""
 
     def __init__(self, engine: Engine, num: int, bytes_per_s: float, seed: int, replicas: int = 3) -> None:
         self.engine = engine
         self.links = {f"datanode{at}": engine.link(f"datanode{at}", bytes_per_s) for at in range(num)}
         self.hung: set[str] = set()
         self.memory = memoryview(mmap.mmap(-1, _SETTINGS.direct_bytes))
-        """Reads are told to fill it: its bytes are of no interest, and pages that are not touched cost none."""
+        """The buffer for reads; it is never touched, so it costs no memory."""
         self._nodes = [Node(name, name, name) for name in self.links]
         self._random = Random(f"{seed}/hdfs")  # noqa: S311
         self._replicas = min(replicas, num)
@@ -68,11 +68,11 @@ class Cluster:
         return HdfsSource(LocatedFile(path, num_bytes, (block,), path, True), path)
 
     def draw(self) -> list[Node]:
-        """Where a NameNode puts a block."""
+        """The DataNodes that a NameNode chooses for a block."""
         return self._random.sample(self._nodes, self._replicas)
 
     def segment(self, policy: Policy, num_bytes: int) -> list[HdfsSource]:
-        """The parts of a segment, the one of parity last, placed as the product's writer does."""
+        """The parts of a segment, parity last, placed like the real writer does."""
         stripes = min(policy.stripes, max(num_bytes // policy.min_bytes_per_stripe, 1))
         sizes = [part_size(num_bytes, stripes, part) for part in range(stripes)]
         sizes += [sizes[0]] * policy.parity
@@ -85,7 +85,7 @@ class Cluster:
         return [self.file(size, nodes) for size, nodes in zip(sizes, placed, strict=True)]
 
     def plain(self, num_bytes: float, way: Way, pace: Link, done: Callable[[], None]) -> None:
-        """Read an ordinary file as the usual client does: block after block, from one of its DataNodes."""
+        """Read an ordinary file like the standard client: block after block, each from one of its DataNodes."""
 
         def step(left: float) -> None:
             if left <= 0:
@@ -100,7 +100,7 @@ class Cluster:
 
 
 class _Transfer:
-    """A request on its way, for `Schedule` its connection."""
+    """A request in flight; the connection of a run for `Schedule`."""
 
     def __init__(self, reads: Reads, run: Run) -> None:
         self.reads, self.run = reads, run
@@ -114,17 +114,17 @@ class _Transfer:
 
 
 class Reads:
-    """What one node reads: its schedule and its connections."""
+    """The reads of one node: its schedule and its connections."""
 
     def __init__(
         self, cluster: Cluster, way: Way, stream_bytes_per_s: float, policy: Policy, piece_bytes: int = 1 << 20
     ) -> None:
-        """`piece_bytes`: as the product's; larger ones cost less time to simulate, and are coarser for parity."""
+        """`piece_bytes`: larger pieces than in reality are faster to simulate, but coarser for parity."""
         self.engine = cluster.engine
         self.schedule = Schedule(ReadSettings(piece_bytes=piece_bytes))
         self._piece_bytes = piece_bytes
         self.rebuilt = 0
-        """Rows of which a part came, or was asked for, from parity."""
+        """Number of rows with a part that was read from parity."""
         self._cluster, self._way, self._policy = cluster, way, policy
         self._stream_bytes_per_s = stream_bytes_per_s
         self._transfers: dict[_Transfer, Link] = {}
@@ -132,8 +132,7 @@ class Reads:
         self._ticking = False
 
     def read(self, num_bytes: int, done: Callable[[], None], *, in_order: bool = False) -> None:
-        """Read a striped file from its beginning to its end, `direct_bytes` of it at a time; `in_order`: row after row,
-        and what is read ahead."""
+        """Read a striped file completely, with `direct_bytes` in flight; `in_order`: row after row, with read-ahead."""
         segment_bytes = self._policy.stripes * self._policy.part_bytes
         row_bytes = min(self._policy.stripes * self._piece_bytes, _SETTINGS.direct_bytes)
         rows = [
@@ -208,7 +207,7 @@ class Reads:
         self.end(transfer, None)
 
     def _report_progress(self, transfer: _Transfer, left: float) -> bool:
-        """Tell how far a request has come; whether it goes on."""
+        """Report the progress of a request to the schedule. Returns whether it continues."""
         run = transfer.run
         moved = run.length - int(left) - run.received
         if moved <= 0:
@@ -220,7 +219,7 @@ class Reads:
         return not rest or self.schedule.claim(run, rest) is not None
 
     def end(self, transfer: _Transfer, error: DataNodeError | None) -> None:
-        """A request is over."""
+        """End a request."""
         if transfer.over:
             return
         transfer.over, transfer.run.connection = True, None
@@ -241,7 +240,7 @@ class Reads:
                 self.end(transfer, None)
             silent_s = now - transfer.run.progress_s
             if silent_s >= ReadSettings().silent_s and schedule.silent(transfer.run, silent_s):
-                self.end(transfer, SilentError(f"nothing came for {silent_s:.1f} s"))
+                self.end(transfer, SilentError(f"no data for {silent_s:.1f} s"))
         schedule.tick(now)
         for name in schedule.choice.due(now):
             if name not in self._cluster.hung:
@@ -250,7 +249,7 @@ class Reads:
 
 
 class _Row:
-    """A read of all parts of a segment at once, one of which parity may stand in for."""
+    """A parallel read of all parts of a segment, one of which may be replaced by parity."""
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class _Row:
         self._tickets: dict[int, Ticket] = {}
         self._over = False
         self._spare: int | None = None
-        """The part that is not asked: that of parity, or the one that it stands in for."""
+        """The part that is not read: parity, or the part that parity replaces."""
         wanted = [part for part in range(stripes) if self._length(part) > 0]
         self._num_wanted = len(wanted)
         if parity:
@@ -291,7 +290,7 @@ class _Row:
         self._tickets[part] = self._reads.ask(self._parts[part], self._offset, self._length(part), self._ended)
 
     def _look(self) -> None:
-        """Whether the part that was not asked would come before what is late."""
+        """Read the spare part if it is expected to arrive before a late one."""
         if self._over or self._spare is None:
             return
         now, schedule = self._reads.engine.now, self._reads.schedule
@@ -312,12 +311,12 @@ class _Row:
         if len(missing) <= len(self._tickets) - self._num_wanted:
             self._over = True
             for ticket in missing:
-                self._reads.schedule.cancel(ticket, TransientError("not wanted any more"), self._reads.engine.now)
+                self._reads.schedule.cancel(ticket, TransientError("no longer needed"), self._reads.engine.now)
             self._done()
 
 
 class _InOrder:
-    """A reader that wants one row after the other. `checkpoint.ahead` decides which are asked for before."""
+    """A sequential reader of rows, with the read-ahead of `checkpoint.ahead`."""
 
     def __init__(
         self, num_rows: int, row_bytes: int, ask: Callable[[int, Callable[[], None]], None], done: Callable[[], None]
@@ -325,7 +324,7 @@ class _InOrder:
         self._num_rows, self._row_bytes, self._ask, self._done = num_rows, row_bytes, ask, done
         self._ahead = Ahead(num_rows * row_bytes, row_bytes=row_bytes)
         self._here: dict[int, bool] = {}
-        """Of each row that was asked for, whether it has come."""
+        """Whether each requested row has arrived."""
         self._wanted = -1
         self._next()
 
@@ -340,33 +339,32 @@ class _InOrder:
             for row in (self._wanted, *range(advice.start // self._row_bytes, advice.end // self._row_bytes)):
                 if row not in self._here:
                     self._here[row] = False
-                    self._ask(row, partial(self._came, row))
+                    self._ask(row, partial(self._arrived, row))
 
-    def _came(self, row: int) -> None:
+    def _arrived(self, row: int) -> None:
         self._here[row] = True
         if row == self._wanted:
             self._next()
 
 
 class Shared:
-    """What all nodes of a job read: from where it lies once, then from each other. Which node passes what on, decides
-    `peers.readers`."""
+    """Data that all nodes of a job read: once from its origin, then from each other, as decided by `peers.readers`."""
 
     def __init__(self, engine: Engine, num_bytes: float, latency_s: float) -> None:
-        """`latency_s`: of a question to the node that knows who read a unit."""
+        """`latency_s`: of a query to the node that knows which nodes have read a unit."""
         self._engine, self._latency_s = engine, latency_s
         self._readers = Readers()
         self._num = min(_UNITS, max(int(num_bytes) // _UNIT_BYTES, 1))
         self._unit_bytes = int(num_bytes / self._num)
         self._waiting: dict[tuple[str, int], list[Callable[[], None]] | None] = {}
-        """Reads that wait until a node has a unit; None: it has it."""
+        """Reads that wait until a node has a unit; None once it has."""
 
     def read(
         self, name: str, turn: float, width: int, read_first: Callable[[int, Callable[[], None]], object],
         way: Callable[[str], Sequence[Link]], done: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Read all of it on the node called `name`, beginning at the part `turn` of it, `width` units at a time.
-        `read_first`: so many bytes from where they lie; `way`: the links from another node."""
+        """Read everything on the node `name`, starting at the fraction `turn`, with `width` units in flight.
+        `read_first` reads bytes from the origin; `way`: the links from another node."""
         first = int(turn * self._num)
         units = iter([*range(first, self._num), *range(first)])
         left = [width]

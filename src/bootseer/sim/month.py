@@ -1,8 +1,8 @@
-"""A month of a cluster: what starts cost, what nodes and the store keep, and how often that is what a start needs.
+"""A month of a cluster: cost of starts, contents of caches and store, and hit rates.
 
-`cache.prune` decides what nodes evict, `env.life.decide` whether a snapshot is restored or built, both as they are.
-A start takes what `start.simulate` gives for nodes that have nothing and for nodes that have everything, and between
-the two by the share that is missing; of each number of nodes, some starts are simulated.
+The real code decides: `cache.prune` about evictions, `env.life.decide` about restoring or building snapshots. Only some
+starts on each number of nodes are simulated by `start.simulate`, with empty and with full caches; the duration of every
+other start is interpolated between these by the share of missing blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bootseer.sim.start import environment_document, simulate
 
 _DAY_S: Final = 86400.0
 Times = dict[tuple[int, int], tuple[float, float, float]]
-"""By number of nodes and seed, seconds of a start with nothing on its nodes, with all on them, and without BootSeer."""
+"""By number of nodes and seed: seconds of a start with empty caches, with full caches, and without BootSeer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is compared."""
+    """A policy to compare."""
 
     cache_gb: float
-    """Of each node."""
+    """Size limit of each node's cache."""
     max_age_days: float
-    """Of snapshots in the store; 0: as long as the environment is used."""
+    """Maximum age of snapshots in the store; 0: as long as the environment is used."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class _Node:
     entries: dict[str, _Entry] = field(default_factory=dict)
 
     def use(self, identity: str, hot: float, cold: float, at: int) -> float:
-        """A start needs a file; what of its hot part was missing, in GB."""
+        """A start needs a file; returns the missing part of its hot set, in GB."""
         entry = self.entries.setdefault(identity, _Entry(at, 0.0, 0.0))
         missing = hot - entry.hot
         self.entries[identity] = _Entry(at, hot, max(entry.cold, cold))
         return missing
 
     def shrink(self, limit_gb: float, in_use: set[str]) -> None:
-        """What the product's eviction leaves."""
+        """Evict like the real cache."""
         used = int(sum(entry.hot + entry.cold for entry in self.entries.values()) * 1e9)
         goal = goal_bytes(used, int(limit_gb * 1e9))
         if goal is None:
@@ -72,7 +72,7 @@ class _Node:
 
 @dataclass
 class _Job:
-    """A line of starts, with an image and an environment that change."""
+    """A job that is started repeatedly, with an image and an environment that change."""
 
     number: int
     nodes: int
@@ -81,13 +81,13 @@ class _Job:
 
 
 def policies(month: Month) -> list[Policy]:
-    """All that the scenario compares."""
+    """The policies that the scenario compares."""
     return [Policy(gb, days) for gb in month.cache_gb for days in month.snapshot_days]
 
 
 def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Times, seed: int = 0) -> dict[str, Any]:
-    """Hit rates, sizes and GPU-hours of one policy; the starts are the same for all policies of a seed. `times` keeps
-    what starts take between calls."""
+    """Hit rates, sizes and GPU-hours of one policy. The starts are the same for all policies of a seed. `times` caches
+    the durations of starts between calls."""
     random = Random(f"{seed}/month")  # noqa: S311
     jobs = [_Job(number, random.choice(month.job_nodes)) for number in range(month.jobs)]
     nodes = [_Node() for _ in range(month.nodes)]
@@ -149,7 +149,7 @@ def _rate(missed: float, needed: float) -> float:
 
 
 def _starts(random: Random, month: Month, jobs: list[_Job]) -> Iterator[tuple[float, _Job]]:
-    """When which job starts. Jobs are restarted again and again until they work: the same one often follows itself."""
+    """Times and jobs of starts. Jobs are often restarted until they work, so the same job often follows itself."""
     time_s, job = 0.0, jobs[0]
     per_s = month.starts_per_day / _DAY_S
     while (time_s := time_s + (1 / per_s if month.even else random.expovariate(per_s))) <= month.days * _DAY_S:

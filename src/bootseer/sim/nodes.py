@@ -1,9 +1,8 @@
 """Nodes of a job that load block files (images, environments) from a store and from each other.
 
-What decides is the product itself: `fetch.routed` with its hot sets, pace and hedges, `peers.choice` and
-`peers.health`. Modelled are the store, the links, the processors, and the sockets between nodes: an owner answers from
-what it has, says that it fills, or hangs. A request is delivered as a whole; its progress is told to `Health` when that
-asks.
+The real code makes the decisions: `fetch.routed` with hot sets, pacing and hedged requests, `peers.choice` and
+`peers.health`. Store, links, processors and sockets between nodes are models: an owner answers with its blocks, reports
+that it is fetching them, or hangs. A request is delivered as a whole; `Health` hears of its progress at intervals.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ STORE: Final = "store"
 _FILLS_EVERY_S: Final = 0.1
 _GIVE_UP_S: Final = 0.5
 Think = tuple[float, int, Sequence[int]]
-"""Seconds of computing, then a read of blocks of a file."""
+"""Seconds of computing, followed by a read of blocks of a file."""
 
 
 class BlockFile:
-    """A file in blocks of one size, all compressed equally well. A `Geometry`."""
+    """A file of equal blocks with the same compression ratio. A `Geometry`."""
 
     def __init__(self, identity: str, num_blocks: int, block_bytes: int, ratio: float = 1.0) -> None:
-        """`ratio`: bytes in the store for each of the file."""
+        """`ratio`: stored bytes per byte of the file."""
         self.identity = identity
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
@@ -47,10 +46,10 @@ class BlockFile:
 
 
 class Store:
-    """A registry or an HDFS: one link, and how many requests a second it takes."""
+    """A registry or an HDFS: one link, and a limit of requests per second."""
 
     def __init__(self, engine: Engine, bytes_per_s: float, latency_s: float, requests_per_s: float = 0.0) -> None:
-        """No `requests_per_s`: any number. Above them it answers 429, with a Retry-After of a second."""
+        """`requests_per_s`: 0 is unlimited. Above the limit it answers 429 with a Retry-After of one second."""
         self.link = engine.link(STORE, bytes_per_s)
         self.latency_s = latency_s
         self.refused = 0
@@ -59,7 +58,7 @@ class Store:
         self._in_second = 0
 
     def takes(self, now_s: float) -> bool:
-        """Whether it takes another request."""
+        """Whether it accepts another request."""
         if int(now_s) != self._second:
             self._second, self._in_second = int(now_s), 0
         self._in_second += 1
@@ -71,7 +70,7 @@ class Store:
 
 @dataclass
 class Rack:
-    """What the links of its nodes meet in."""
+    """The uplink and downlink of a rack."""
 
     up: Link
     down: Link
@@ -79,7 +78,7 @@ class Rack:
 
 @dataclass
 class Node:
-    """One node, its link and its processors, and what its cache has."""
+    """One node: its links, its processors and its cache."""
 
     name: str
     up: Link
@@ -87,12 +86,12 @@ class Node:
     cpu: Link
     rack: Rack | None = None
     alive: bool = True
-    """Whether it answers; one that does not is silent, not gone."""
+    """Whether it answers; a dead node does not respond, rather than closing connections."""
     here: set[Key] = field(default_factory=set)
     claims: dict[Key, Loader] = field(default_factory=dict)
     loaders: list[Loader] = field(default_factory=list)
     service: Loader | None = None
-    """What fetches for other nodes."""
+    """The loader that fetches for other nodes."""
 
     def way_from(self, other: Node) -> tuple[Link, ...]:
         """The links of a transfer from another node."""
@@ -105,16 +104,16 @@ class Node:
         rack = (self.rack.down,) if self.rack is not None else ()
         return (store.link, *rack, self.down, self.cpu)
 
-    def brought(self, key: Key, by: Loader) -> None:
-        """A block is in the cache."""
+    def loaded(self, key: Key, by: Loader) -> None:
+        """A block is in the cache now."""
         self.here.add(key)
         self.claims.pop(key, None)
         for loader in self.loaders:
             if loader is not by:
                 loader.found(key)
 
-    def let_go(self, key: Key, by: Loader) -> None:
-        """What was going to bring a block does not."""
+    def release(self, key: Key, by: Loader) -> None:
+        """A loader gives up a block that it had claimed."""
         if self.claims.get(key) is by:
             del self.claims[key]
             for loader in self.loaders:
@@ -137,8 +136,8 @@ class Job:
         latency_s: float = 0.0005,
         patience: bool = True,
     ) -> None:
-        """`latency_s`: of a round trip between two nodes. Without `patience` a request to an owner that fills is given
-        up after 0.5 s, and any node may ask the store: a counter-test.
+        """`latency_s`: of a round trip between two nodes. `patience` False, for comparison: a request to an owner that
+        is still fetching is given up after 0.5 s, and any node may ask the store.
         """
         self.engine, self.store, self.nodes, self.files = engine, store, nodes, files
         self.latency_s = latency_s
@@ -157,17 +156,17 @@ class Job:
 
     @property
     def store_bytes(self) -> float:
-        """What the store has sent."""
+        """Bytes sent by the store."""
         return self.store.link.carried
 
     def requests(self) -> tuple[int, int]:
-        """To peers: how many, and how many of them were made again elsewhere."""
+        """Number of requests to peers, and of hedged requests."""
         healths = [loader.health for node in self.nodes for loader in node.loaders]
         return sum(health.requests for health in healths), sum(health.hedges for health in healths)
 
 
 class _Routes:
-    """The routes of one file, as one process has them: `fetch.routed.Routes`."""
+    """The routes of one file in one process; implements `fetch.routed.Routes`."""
 
     def __init__(self, loader: Loader, members: Members, file: BlockFile, levels: frozenset[Level]) -> None:
         self._loader = loader
@@ -197,13 +196,13 @@ class _Request:
     flow: Flow | None = None
     asked: PeerRequest | None = None
     known_left: float = 0.0
-    """Of the flow, when `Health` was told of its progress last."""
+    """Remaining bytes of the flow at the last report to `Health`."""
     fills: bool = False
     over: bool = False
 
 
 class Loader:
-    """One process that fetches blocks: the mounts of a start, or the service that fetches for other nodes."""
+    """A process that fetches blocks: for the mounts of a start, or for other nodes."""
 
     def __init__(
         self,
@@ -224,14 +223,14 @@ class Loader:
         self._wake_s: float | None = None
         self._num_files = len(job.files)
         levels = frozenset({Level.GLOBAL}) if is_service else frozenset(Level)
-        for at in range(2 if is_service else 1):  # of a service: once from the store alone, once by global owners
+        for at in range(2 if is_service else 1):  # a service has each file twice: from the store, and by global owners
             for file in job.files:
                 if members is None or (is_service and at == 0):
                     self.scheduler.add(file, STORE)
                 else:
                     self.scheduler.add(file, "peers", STORE, routes=_Routes(self, members, file, levels))
 
-    # What readers want
+    # Requests of readers
 
     def prefetch(self, blocks: Iterable[Key]) -> None:
         """Load a hot set."""
@@ -241,13 +240,13 @@ class Loader:
         self._engine.soon(self._tick)
 
     def pull(self, file: int) -> None:
-        """Load all of a file at full speed."""
+        """Load a whole file at full speed."""
         self.scheduler.want_cold(file, range(self.job.files[file].num_blocks), self._engine.now)
         self.scheduler.fetch_all_now()
         self._engine.soon(self._tick)
 
     def read(self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None]) -> None:
-        """One read, which waits for what is not here."""
+        """Read blocks; `done` is called when all of them are loaded."""
         now = self._engine.now
         for block in blocks:
             self.scheduler.note_need(file, block, now)
@@ -261,7 +260,7 @@ class Loader:
         self._engine.soon(self._tick)
 
     def run(self, steps: Iterator[Think], finished: Callable[[], None]) -> None:
-        """A program that computes, reads, waits, and so on. Its reads fail with the scheduler's errors: see `tick`."""
+        """Run a program that alternately computes and reads. Errors of its reads are raised from `_tick`."""
 
         def step(answer: Buffer | BootseerError = b"") -> None:
             if isinstance(answer, BootseerError):
@@ -275,10 +274,10 @@ class Loader:
 
         step()
 
-    # What happens to blocks
+    # Events of blocks
 
     def found(self, key: Key) -> None:
-        """Another process of the node has brought a block."""
+        """A block has been loaded by another process of the node."""
         for file in range(key[0], len(self.scheduler.files), self._num_files):
             self.scheduler.mark_present(file, key[1])
             for read in self._pending.arrived((file, key[1]), None):
@@ -286,7 +285,7 @@ class Loader:
         self._engine.soon(self._tick)
 
     def freed(self, key: Key) -> None:
-        """Another process of the node has given up a block that it had claimed."""
+        """A block that another process of the node had claimed was given up."""
         for file in range(key[0], len(self.scheduler.files), self._num_files):
             self.scheduler.claim_released(file, key[1])
         self._engine.soon(self._tick)
@@ -367,7 +366,7 @@ class Loader:
             if request.over or not peer.alive:
                 return
             if isinstance(answer, BootseerError):
-                self._end(request, TransientError(f"{peer.name} could not get it"), late=False)
+                self._end(request, TransientError(f"{peer.name} could not fetch it"), late=False)
                 return
             self.health.filling(asked, self._engine.now)
             request.known_left = num_bytes
@@ -377,7 +376,7 @@ class Loader:
         self._engine.after(_FILLS_EVERY_S, lambda: self._look(request, peer))
 
     def _look(self, request: _Request, peer: Node) -> None:
-        """Tell `Health` how a request goes, and ask whether it is late."""
+        """Report the progress of a request to `Health`, and end it if it is late."""
         asked, now = request.asked, self._engine.now
         if request.over or asked is None:
             return
@@ -394,11 +393,11 @@ class Loader:
         self._end(request, TransientError("late"))
 
     def _arrived(self, request: _Request) -> None:
-        self._bring(request, len(request.mine))
+        self._loaded(request, len(request.mine))
         self._end(request, None)
 
-    def _bring(self, request: _Request, num_blocks: int) -> None:
-        """The first blocks of a request are here."""
+    def _loaded(self, request: _Request, num_blocks: int) -> None:
+        """The first blocks of a request have arrived."""
         fetch, now = request.fetch, self._engine.now
         if request.asked is not None and request.flow is not None:
             self.health.received(request.asked, int(request.known_left - request.flow.left), now)
@@ -407,7 +406,7 @@ class Loader:
             key = (fetch.file % self._num_files, block)
             if block in self.scheduler.running[fetch.number].left:
                 self.scheduler.block_arrived(fetch.number, block, now)
-            self.node.brought(key, self)
+            self.node.loaded(key, self)
             self.found(key)
 
     def _end(self, request: _Request, error: BootseerError | None, *, late: bool = True) -> None:
@@ -417,13 +416,13 @@ class Loader:
         del self._requests[request.fetch.number]
         if request.flow is not None:
             self._engine.stop(request.flow)
-            if request.mine:  # what came before it broke off is kept
+            if request.mine:  # keep the blocks that arrived before the abort
                 file = self.job.files[request.fetch.file % self._num_files]
                 size = file.stored_block_bytes if request.asked is None else file.block_bytes
-                self._bring(request, len(request.mine) - int(-(-request.flow.left // size)))
+                self._loaded(request, len(request.mine) - int(-(-request.flow.left // size)))
         if request.asked is not None:
             self.health.ended(request.asked, late=late and error is not None, now_s=now)
         self.scheduler.request_finished(request.fetch.number, now, error)
         for block in request.mine:
-            self.node.let_go((request.fetch.file % self._num_files, block), self)
+            self.node.release((request.fetch.file % self._num_files, block), self)
         self._engine.soon(self._tick)

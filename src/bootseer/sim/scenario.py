@@ -1,4 +1,4 @@
-"""What is simulated: a cluster and a job, read from a TOML file (`docs/simulation.md` explains each field)."""
+"""Scenarios: a cluster and a job, read from a TOML file (`docs/simulation.md` explains each field)."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class Links(_Part, frozen=True):
     rack_nodes: Annotated[int, Meta(ge=0, le=1024)] = 32
     """0: no racks."""
     rack_oversubscription: _Positive = 4.0
-    """How much more the nodes of a rack could send than its uplink."""
+    """Total bandwidth of a rack's nodes divided by that of its uplink."""
     registry_gbit: _Positive = 25.0
     registry_latency_ms: _NotNegative = 5.0
     registry_requests_per_s: _NotNegative = 0.0
-    """Above them it answers 429; 0: any number."""
+    """Above this rate it answers 429; 0: unlimited."""
     peer_latency_ms: _NotNegative = 0.2
     datanodes: Annotated[int, Meta(ge=1, le=10_000)] = 64
     datanode_gbit: _Positive = 10.0
     index_gbit: _Positive = 10.0
-    """Of the package index."""
+    """Link of the package index."""
 
 
 class Processors(_Part, frozen=True):
-    """Of one node, for its start."""
+    """Processing rates of one node."""
 
     load_mb_s: _Positive = 1000.0
-    """Decompressed and verified by BootSeer, in MB of the image as stored."""
+    """Decompression and verification by BootSeer, in MB of the image as stored."""
     unpack_mb_s: _Positive = 120.0
-    """The same by a runtime that unpacks one layer after the other."""
+    """The same for a runtime that unpacks one layer after the other."""
 
 
 class Image(_Part, frozen=True):
@@ -58,112 +58,112 @@ class Image(_Part, frozen=True):
 
     gb: _Positive
     ratio: Annotated[float, Meta(gt=0, le=1)] = 0.45
-    """Bytes stored for each of the files."""
+    """Stored bytes per byte of the files."""
     hot_share: _Share = 0.2
-    """What a start reads of it."""
+    """Share that a start reads."""
     block_kib: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 256
-    """Of the block files: smaller ones compress less, of larger ones a start loads more that it does not read. `gb` and
-    `hot_share` are those of 256 KiB."""
+    """Block size: smaller blocks compress less, with larger ones a start loads more that it does not read. `gb` and
+    `hot_share` are for 256 KiB."""
     fixed_s: _NotNegative = 1.0
-    """A mount, or a container of an image that is there."""
+    """Time for a mount, or for a container of a local image."""
 
 
 class Environment(_Part, frozen=True):
     """What the job installs before it starts."""
 
     install_s: _NotNegative
-    """Processor and disk, without the download."""
+    """Time for processor and disk, without the download."""
     gb: _NotNegative
-    """To download, and of the snapshot."""
+    """Size of the download, and of the snapshot."""
     hot_share: _Share = 0.35
     fixed_s: _NotNegative = 0.7
-    """Finding and mounting a snapshot."""
+    """Time to find and mount a snapshot."""
     retry_share: _Share = 0.0
-    """Nodes whose install waits for a second attempt,"""
+    """Share of nodes whose install needs a second attempt."""
     retry_s: _NotNegative = 30.0
-    """... for so long."""
+    """Delay of that second attempt."""
 
 
 class Checkpoint(_Part, frozen=True):
-    """What the nodes read before they train."""
+    """The checkpoint that nodes read before training."""
 
     gb: _NotNegative
     replicated_share: _Share = 0.0
-    """What each node reads whole; the rest is divided among them."""
+    """Share that every node reads; the rest is divided among the nodes."""
     stream_mb_s: _Positive = 250.0
-    """One client reading one file in sequence."""
+    """Rate of one client reading one file sequentially."""
     readers: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Of each node, that read at once: its ranks."""
+    """Parallel readers per node: its ranks."""
     stripes: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Of a striped file, each on DataNodes of its own."""
+    """Stripes of a file, on different DataNodes."""
     replicas: Annotated[int, Meta(ge=1, le=10)] = 3
-    """Of each block."""
+    """Replicas of each block."""
     in_order: bool = False
-    """Whether each reader waits for one read after the other, as through the mount, and what is read ahead helps."""
+    """Whether each reader reads sequentially, as through the mount, with read-ahead."""
     parity: bool = False
-    """Whether striped files have a part more, from which a late one is rebuilt."""
+    """Whether striped files have a parity part, from which a late part is rebuilt."""
 
 
 class Rest(_Part, frozen=True):
-    """What BootSeer does not change."""
+    """Times that BootSeer does not change."""
 
     import_s: _NotNegative = 15.0
-    """Computing between the reads of image and environment."""
+    """Computation between the reads of image and environment."""
     warm_import_s: _NotNegative = 0.5
-    """The same in processes that are forked from one that has imported already."""
+    """The same in processes forked from one that has already imported."""
     connect_s: _NotNegative = 2.0
     connect_s_per_1000_ranks: _NotNegative = 5.0
     allocate_s: _NotNegative = 0.0
-    """Before the first stage, once for the job."""
+    """Time before the first stage, once for the job."""
 
 
 class Noise(_Part, frozen=True):
-    """How nodes differ."""
+    """Differences between nodes."""
 
     sigma: _NotNegative = 0.08
-    """Of the logarithm of what each node takes for fixed parts, installs and imports."""
+    """Standard deviation of the logarithm of a node's fixed times, installs and imports."""
     slow_share: _Share = 0.002
-    """Nodes that take `slow_factor` times as long."""
+    """Share of nodes that take `slow_factor` times as long."""
     slow_factor: Annotated[float, Meta(ge=1, le=1000)] = 1.5
 
 
 class Fault(_Part, frozen=True):
-    """What happens to a node or a DataNode during the start."""
+    """A fault of a node or a DataNode during the start."""
 
     node: Annotated[int, Meta(ge=0, lt=MAX_NODES)] | None = None
     datanode: Annotated[int, Meta(ge=0, lt=10_000)] | None = None
     at_s: _NotNegative = 0.0
     upload_factor: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Its upload from then on; 0: it answers no more."""
+    """Factor of its upload rate from then on; 0: it no longer answers."""
     work_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
-    """So much longer it takes, from the beginning, for fixed parts, installs and imports."""
+    """Factor of its fixed times, installs and imports, from the beginning."""
 
 
 class Month(_Part, frozen=True):
-    """What a cluster does for some time, and the policies of keeping that are compared."""
+    """The starts of a cluster over some time, and the cache and snapshot policies to compare."""
 
     nodes: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 64
     days: Annotated[float, Meta(gt=0, le=366)] = 30.0
     starts_per_day: Annotated[float, Meta(gt=0, le=1000)] = 30.0
     even: bool = False
-    """At equal intervals; otherwise by chance."""
+    """Starts at equal intervals; otherwise at random."""
     jobs: Annotated[int, Meta(ge=1, le=1000)] = 12
     job_nodes: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_NODES)], ...], Meta(min_length=1)] = (1, 2, 4, 8, 16)
     draws: Annotated[int, Meta(ge=1, le=100)] = 2
-    """So many starts on each number of nodes are simulated; the others take as long as one of them."""
+    """Number of simulated starts for each number of nodes; other starts take as long as one of them."""
     again_share: _Share = 0.6
-    """Starts of the job that was started last: it failed, or is being worked on."""
+    """Share of starts that repeat the previous job, because it failed or is under development."""
     image_days: _Positive = 3.0
-    """So often a job's image changes, but for its base, which changes each month."""
+    """Mean time between changes of a job's image, except for its base, which changes each month."""
     environment_days: _Positive = 2.0
     base_share: _Share = 0.7
-    """Of the image, which all jobs have."""
+    """Share of the image that all jobs have in common."""
     cold_loaded: _Share = 1.0
-    """Of what no start reads: how much of it comes to the nodes meanwhile."""
+    """Share of the blocks that no start reads which is nevertheless loaded."""
     cache_gb: Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=16)] = (25, 50, 100)
-    """Limits of a node's cache,"""
+    """Limits of a node's cache to compare."""
     snapshot_days: Annotated[tuple[_NotNegative, ...], Meta(min_length=1, max_length=16)] = (1, 7, 0)
-    """... and ages of snapshots, that are compared; 0: any age."""
+    """Maximum ages of snapshots to compare; 0: any age."""
 
 
 class Scenario(_Part, frozen=True):
@@ -182,34 +182,34 @@ class Scenario(_Part, frozen=True):
     fault: list[Fault] = []
     month: Month | None = None
     fold: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 64
-    """Nodes of a rack are simulated as one, two, four or more together, so long as so many remain."""
+    """Several nodes of a rack (a power of two) are simulated as one, as long as this many groups remain."""
 
     @property
     def digest(self) -> str:
-        """Of all parameters but the numbers of nodes: starts of the same digest, arm, nodes and seed are the same."""
-        return hashlib.sha256(self._alone).hexdigest()[:12]
+        """Digest of all parameters except the numbers of nodes: equal digest, arm, nodes and seed give equal starts."""
+        return hashlib.sha256(self._encoded).hexdigest()[:12]
 
     @property
     def text(self) -> str:
-        """What the digest is of, for people."""
-        return msgspec.json.format(self._alone, indent=1).decode()
+        """The parameters of the digest as text."""
+        return msgspec.json.format(self._encoded, indent=1).decode()
 
     @property
-    def _alone(self) -> bytes:
+    def _encoded(self) -> bytes:
         fields = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(self, nodes=[])))
-        if self.month is None:  # it plays no part in starts
+        if self.month is None:  # irrelevant for starts
             del fields["month"]
         return msgspec.json.encode(fields)
 
 
 def shipped() -> list[str]:
-    """Names of the scenarios that come with the program."""
+    """Names of the shipped scenarios."""
     folder = resources.files(__package__) / "scenarios"
     return sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
 
 
 def read_scenario(name: str, changes: Iterable[str] = ()) -> Scenario:
-    """A file, or a shipped scenario by its name. `changes`: `links.node-gbit=100` and the like. Raises `UsageError`."""
+    """Read a file, or a shipped scenario by name. `changes`: such as `links.node-gbit=100`. Raises `UsageError`."""
     try:
         if name in shipped():
             text = (resources.files(__package__) / "scenarios" / f"{name}.toml").read_bytes()
@@ -232,9 +232,9 @@ def _change(fields: dict[str, Any], change: str) -> None:
     path, separator, value = change.partition("=")
     *tables, last = path.strip().split(".")
     if not separator or not last:
-        raise UsageError(f"{change!r}: say TABLE.FIELD=VALUE, for example links.node-gbit=100")
+        raise UsageError(f"{change!r}: expected TABLE.FIELD=VALUE, for example links.node-gbit=100")
     for table in tables:
         fields = fields.setdefault(table, {})
         if not isinstance(fields, dict):
-            raise UsageError(f"{change!r}: {table} is no table")
+            raise UsageError(f"{change!r}: {table} is not a table")
     fields[last] = tomllib.loads(f"value = {value}")["value"]

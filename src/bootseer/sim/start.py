@@ -1,7 +1,7 @@
 """One start of a job: image, environment, imports, checkpoint and connections of all its nodes, in virtual time.
 
-Image and environment are loaded by what `nodes` imports from the product, checkpoints by what `hdfs` does. Installs,
-imports and connections are times.
+Image and environment are loaded by `nodes` and checkpoints by `hdfs`, both with the real scheduling code. Installs,
+imports and connections are fixed times.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 
 _GBIT: Final = 1e9 / 8
 _BLOCK_BYTES: Final = 4 << 20
-"""As large as the largest request of a prefetch: a request is what flows, whatever blocks it consists of."""
+"""Size of the largest prefetch request: only requests matter for flows, not the blocks that they consist of."""
 _INDEX_BYTES: Final = 45
-"""Of a block, in the index of its file."""
+"""Size of a block's entry in the index of its file."""
 _IMPORTS: Final = 40
-"""Imports read what they need in so many steps."""
+"""Number of reads during imports."""
 _QUANTUM_S: Final = 0.01
 _PIECES: Final = 256
-"""Of what a reader reads, about so many."""
+"""Approximate number of pieces of a read."""
 _BY_BLOCK: Final = {
     64: (1.091, 1.005), 128: (1.051, 0.965), 256: (1.0, 1.0), 512: (0.977, 1.102), 1024: (0.94, 1.243),
     2048: (0.905, 1.459), 4096: (0.888, 1.74),
 }  # fmt: skip
-"""By KiB of a block: the size of the store, and the bytes that a start needs, as parts of those with 256 KiB. Measured
-with the demo's image, whose start imports PyTorch: 402 and 90 MB."""
+"""By block size in KiB: stored size, and bytes that a start needs, relative to 256 KiB. Measured with the demo's image,
+whose start imports PyTorch: 402 and 90 MB."""
 IMAGE, ENVIRONMENT = 0, 1
 _EPOCH_NS: Final = 1_700_000_000_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Techniques:
-    """Which parts of BootSeer a start uses. Without any: a full pull, an install, a read in one stream."""
+    """The parts of BootSeer that a start uses. Without any: a full pull, an install, a read in one stream."""
 
     image: bool = True
     environment: bool = True
     checkpoint: bool = True
     record: bool = True
-    """Whether hot sets of earlier starts are there."""
+    """Whether there are hot sets of earlier starts."""
     peers: bool = True
     warm: bool = False
-    """Whether the nodes have what an earlier start of the job read."""
+    """Whether the nodes' caches have the blocks that an earlier start of the job read."""
     forked: bool = False
-    """Whether the ranks are forked from a process that has imported already."""
+    """Whether the ranks are forked from a process that has already imported."""
     first: bool = False
     """Whether there is no snapshot of the environment yet."""
 
@@ -77,7 +77,7 @@ ARMS: Final = {
     "without checkpoint": Techniques(checkpoint=False),
     "bootseer": Techniques(),
 }
-"""By name: what is compared, the ablation among them."""
+"""The variants that are compared by default, including the ablation."""
 MORE_ARMS: Final = {
     "first": Techniques(first=True),
     "warm": Techniques(warm=True),
@@ -88,21 +88,21 @@ MORE_ARMS: Final = {
     "environment and peers": Techniques(image=False, checkpoint=False),
     "only checkpoint": Techniques(image=False, environment=False, record=False, peers=False),
 }
-"""Those that are simulated where they are asked for."""
+"""Variants that are simulated only on request."""
 
 
 @dataclass
 class Outcome:
-    """How a start went."""
+    """The result of a simulated start."""
 
     arm: str
     nodes: int
     seed: int
     digest: str
     spans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
-    """Of each node: stage, begin and end in seconds."""
+    """By node: stage, begin and end in seconds."""
     began_s: float = 0.0
-    """When the last node was ready, and training began."""
+    """When training began."""
     registry_bytes: float = 0.0
     peer_bytes: float = 0.0
     refused: int = 0
@@ -111,7 +111,7 @@ class Outcome:
     late: int = 0
 
     def stages(self) -> dict[str, dict[str, float]]:
-        """Of each stage what the median node and the slowest one took."""
+        """For each stage the duration on the median node and on the slowest one."""
         taken: dict[str, list[float]] = defaultdict(list)
         for spans in self.spans.values():
             for stage, begin_s, end_s in spans:
@@ -122,7 +122,7 @@ class Outcome:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Without the spans."""
+        """The result without the spans."""
         ready = [spans[-2][2] for spans in self.spans.values()]
         return {
             "arm": self.arm, "nodes": self.nodes, "seed": self.seed, "parameters": self.digest,
@@ -132,7 +132,7 @@ class Outcome:
         }  # fmt: skip
 
     def events(self, job: str) -> Iterator[Event]:
-        """The lines that such a start would have written."""
+        """The events that such a start would have written."""
         number = 0
         for node, spans in self.spans.items():
 
@@ -149,12 +149,12 @@ class Outcome:
 
 
 def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Outcome:
-    """One start. The same arguments give the same outcome. Raises `PermanentError` for one that would have failed."""
+    """Simulate one start; deterministic. Raises `PermanentError` if the start fails."""
     try:
         return _Start(scenario, num_nodes, arm, seed).run()
     except BootseerError as error:
         raise PermanentError(
-            f"{arm} on {num_nodes} nodes does not start: a read fails after all attempts: {error}"
+            f"{arm} on {num_nodes} nodes fails to start: a read failed after all attempts: {error}"
         ) from error
 
 
@@ -169,8 +169,8 @@ class _Start:
         self._peers = self._techniques.peers and num_nodes > 1
         num_groups = len(self._draws)
         self._each = num_nodes / num_groups
-        """How many nodes each of those simulated stands for: what they share gives it so much less."""
-        asked = 1.0 if self._peers else self._each  # peers ask the registry once for all, folded or not
+        """Number of real nodes per simulated node; the rates of shared resources are divided by it."""
+        asked = 1.0 if self._peers else self._each  # with peers, the registry is asked once for all, folded or not
         links, image, environment = scenario.links, scenario.image, scenario.environment
         installs = 1.0 if self._techniques.first else self._each
         self._index = engine.link("index", links.index_gbit * _GBIT / installs)
@@ -180,9 +180,9 @@ class _Start:
                       links.registry_requests_per_s / asked)  # fmt: skip
         self._asked = asked
         self._pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
-        """The registry for runtimes, which pull whole images, each node for itself."""
+        """The registry's link for runtimes that pull whole images: each node pulls for itself."""
         self._from_servers: list[Link] = []
-        """Of each rack, what the bytes of servers flow over that its nodes ask one by one."""
+        """Per rack, the link for bytes from servers that each of its nodes requests separately."""
         self._nodes = list(self._make_nodes(num_groups))
         size, hot = _BY_BLOCK[image.block_kib]
         files = [
@@ -194,9 +194,9 @@ class _Start:
         self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
         self.is_leased = False
-        """Whether a node has the lease to build the snapshot of the environment."""
+        """Whether a node holds the lease to build the snapshot of the environment."""
         self.waiting: list[Callable[[], None]] = []
-        """Nodes that wait for it."""
+        """Callbacks of nodes that wait for the snapshot."""
         self.shared = Shared(engine, self._shared_bytes, links.peer_latency_ms / 1e3)
         self.indexes = Shared(engine, self._index_bytes, links.peer_latency_ms / 1e3)
         if self._techniques.warm:
@@ -208,13 +208,13 @@ class _Start:
 
     @property
     def _index_bytes(self) -> float:
-        """Of the index of all blocks of the image."""
+        """Size of the index of all blocks of the image."""
         image = self._scenario.image
         return _INDEX_BYTES * image.gb * 1e9 / image.ratio / (image.block_kib << 10)
 
     @property
     def _shared_bytes(self) -> float:
-        """What each node reads whole of the checkpoint."""
+        """Bytes of the checkpoint that every node reads."""
         return self._scenario.checkpoint.gb * 1e9 * self._scenario.checkpoint.replicated_share
 
     def _make_nodes(self, num_groups: int) -> Iterator[Node]:
@@ -225,7 +225,8 @@ class _Start:
                 rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
                 names = [f"rack{len(racks)} {way}" for way in ("up", "down", "from servers")]
                 up, down = (engine.link(name, rate / self._asked) for name in names[:2])
-                # Between peers, one node of a rack asks another rack for all, folded or not; servers are asked by each.
+                # With peers, one node of a rack fetches from another rack for all its nodes, folded or not; but each
+                # node requests from servers for itself.
                 servers = engine.link(names[2], rate / self._each) if self._peers and self._fold > 1 else down
                 racks.append(Rack(up, down))
                 self._from_servers.append(servers)
@@ -260,7 +261,7 @@ class _Start:
             self._datanodes.hung |= set() if fault.upload_factor else {name}
 
     def ready(self) -> None:
-        """A node has all it needs."""
+        """A node is ready to train."""
         self._left -= 1
         if not self._left:
             rest, ranks = self._scenario.rest, self._num_nodes * self._scenario.gpus_per_node
@@ -272,7 +273,7 @@ class _Start:
 
 
 class _NodeStart:
-    """One node, stage after stage."""
+    """The stages of one node."""
 
     def __init__(self, start: _Start, node: Node, rack: Sequence[Link], factor: float, retry_s: float) -> None:
         self._start, self._node, self._rack, self._factor, self._retry_s = start, node, rack, factor, retry_s
@@ -281,7 +282,7 @@ class _NodeStart:
         self._engine.at(self._scenario.rest.allocate_s, self._image)
 
     def _stage(self, name: str) -> None:
-        """A stage ends now; the next one begins."""
+        """End a stage and begin the next one."""
         spans = self._start._outcome.spans.setdefault(self._node.name, [])
         spans.append((name, self._begin_s, self._engine.now))
         self._begin_s = self._engine.now
@@ -297,7 +298,7 @@ class _NodeStart:
             self._node.loaders[0].prefetch(hot)
         fixed_s = image.fixed_s * self._factor
         if techniques.image:
-            # Each node needs the index of all blocks before it can mount, and keeps it.
+            # Each node needs the index of all blocks before it can mount, and caches it.
             mounted = partial(self._engine.after, fixed_s, self._environment)
             load, start = partial(self._load, mounted), self._start
             if techniques.warm:
@@ -313,7 +314,7 @@ class _NodeStart:
         self._engine.start(way, image.gb * 1e9, lambda: self._engine.after(fixed_s, self._environment))
 
     def _load(self, mounted: Callable[[], None]) -> None:
-        """Lazily, or all of the image first, as `artifact.loading` predicts; without a record lazily, as asked for."""
+        """Load lazily or completely, as `artifact.loading` predicts; always lazily without hot sets."""
         file, hot, loader = self._start._job.files[IMAGE], self._start._hot[IMAGE], self._node.loaders[0]
         missing = [block for block in range(file.num_blocks) if (IMAGE, block) not in self._node.here]
         size = file.stored_block_bytes
@@ -335,7 +336,7 @@ class _NodeStart:
         self._decided(decide("auto", found, now_s=self._engine.now))
 
     def _decided(self, decision: Decision) -> None:
-        """Go on as `env.life.decide` says."""
+        """Continue as `env.life.decide` decided."""
         start, node, gb = self._start, self._node, self._scenario.environment.gb
         if decision.action is Action.BUILD:
             decision = elected(decision, "held" if start.is_leased else "ours")
@@ -354,7 +355,7 @@ class _NodeStart:
                 self._imports()
 
             self._install(built)
-        else:  # another node builds it
+        else:  # another node is building it
             document = environment_document("environment", self._scenario, self._engine.now)
 
             def there() -> None:
@@ -409,11 +410,11 @@ class _NodeStart:
                 start._datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
 
     def _way_from(self, name: str) -> Sequence[Link]:
-        """The way of bytes from another node into this one's cache: they are not decompressed."""
+        """The links from another node to this one's cache, without decompression."""
         return self._node.way_from(self._start._job.by_name[name])[:-1]
 
     def _down(self, link: Link) -> tuple[Link, ...]:
-        """The way of bytes from a server to this node."""
+        """The links from a server to this node."""
         return (link, *self._rack, self._node.down)
 
 
@@ -422,9 +423,15 @@ def _name(at: int) -> str:
 
 
 def _fold(scenario: Scenario, num_nodes: int) -> int:
-    """How many nodes are simulated as one: those of a rack, whose states are equal but for chance."""
+    """Number of nodes that are simulated as one.
+
+    The cost of a simulation grows faster than the number of nodes, because every end of a flow changes the rates of
+    others. Nodes of a rack share the same links and differ only by noise, so 2, 4, 8, ... of them can be simulated as
+    one without changing the load on shared resources (`_each`). Not so if nodes differ in more than noise: when single
+    nodes pass data on to each other, or when one of them has a fault.
+    """
     fold, rack_nodes = 1, scenario.links.rack_nodes
-    if scenario.checkpoint.replicated_share:  # who passes on what is between single nodes
+    if scenario.checkpoint.replicated_share:
         return 1
     if any(fault.node is not None and fault.upload_factor < 1 for fault in scenario.fault):
         return 1
@@ -434,8 +441,11 @@ def _fold(scenario: Scenario, num_nodes: int) -> int:
 
 
 def _draws(scenario: Scenario, num_nodes: int, fold: int, seed: int) -> list[tuple[float, float]]:
-    """How much longer each node takes, and how long its install waits. Of nodes that are simulated as one, all of which
-    are about equally fast, the slowest counts, so that the last of the job is the last."""
+    """The noise factor of each node, and the delay of its install.
+
+    Nodes that are simulated as one are chosen to be about equally fast (sorted), and get the values of their slowest,
+    so that the slowest node of the job is preserved: it determines when training begins.
+    """
     noise, environment = scenario.noise, scenario.environment
     draws = []
     for at in range(num_nodes):
@@ -459,7 +469,7 @@ def _file(name: str, stored_bytes: float, ratio: float) -> BlockFile:
 
 
 def _hot(num_blocks: int, share: float) -> Sequence[int]:
-    """What starts read, in their order: spread over the whole file."""
+    """The blocks that starts read, in order: spread over the whole file."""
     blocks = list(range(num_blocks))
     Random(0).shuffle(blocks)  # noqa: S311
     return blocks[: max(round(share * num_blocks), 1)]
@@ -472,7 +482,7 @@ def _part(blocks: Sequence[int], at: int) -> Sequence[int]:
 def environment_document(
     name: str, scenario: Scenario, built_s: float, max_age_s: float | None = None
 ) -> EnvironmentDocument:
-    """What the store has of a snapshot that was built then."""
+    """The document of a snapshot built at this time."""
     digest = sha256(name.encode()).hexdigest()
     stored = Stored(f"sha256:{digest}", 1)
     size = int(scenario.environment.gb * 1e9)
