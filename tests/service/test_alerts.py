@@ -144,7 +144,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
         connection.execute(live.insert().values(values))
     said = found()
     assert "no line for 2 h" in said["silent"]
-    assert "nodes were heard today" in said["nodes_not_heard"]
+    assert "expected nodes sent events today" in said["nodes_not_heard"]
     assert "n7" in said["nodes_late"]
 
 
@@ -193,19 +193,19 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
         now_ns = time.time_ns()
         with database.write() as connection:
             settle(connection, None, [Finding("slower", "moe", "<!channel> moe")], now_ns)
-        alerts._tell(now_ns)
+        alerts._send_changes(now_ns)
         assert "500" in alerts.problem
         server.status, server.got[:] = 200, []
-        alerts._tell(now_ns)
-        alerts._tell(now_ns)
+        alerts._send_changes(now_ns)
+        alerts._send_changes(now_ns)
         slack = [said for path, said in server.got if path == "/secret"]
         assert slack == [{"text": "alert (slower): &lt;!channel&gt; moe"}]
         manager = [said for path, said in server.got if path == "/api/v2/alerts"]
         assert len(manager) == 2, "Alertmanager forgets what it is not told again"
         assert manager[0][0]["labels"]["alertname"] == "bootseer_slower"
         server.got[:] = []
-        alerts.look(now_ns + 1)  # its rule finds nothing now
-        alerts._tell(now_ns + 2)
+        alerts.evaluate(now_ns + 1)  # its rule finds nothing now
+        alerts._send_changes(now_ns + 2)
         assert [said["text"] for path, said in server.got if path == "/secret"] == [
             "over (slower): &lt;!channel&gt; moe"
         ]

@@ -71,7 +71,7 @@ def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_
             until = time.monotonic() + 300
             while "waits_for_the_licence" not in json.dumps(now):
                 assert time.monotonic() < until and job.poll() is None, now
-                service.alerts.look(time.time_ns())
+                service.alerts.evaluate(time.time_ns())
                 time.sleep(0.3)
                 now = httpx.get(f"{running.url}/api/v1/now", timeout=60).json()
             (late,) = now["starts"][0]["late"]

@@ -1,1 +1,1 @@
-"""The Stage Analysis Service: every start of every job in one place, while it happens and over months."""
+"""The Stage Analysis Service: collects the starts of all jobs, shows them live and over months."""

@@ -1,8 +1,8 @@
-"""Who may do what with the service: tokens with a scope and a team, names that a trusted proxy vouches for, loopback.
+"""Access control of the service: tokens with a scope and a team, users named by a trusted proxy, loopback.
 
-A token is 32 random bytes, of which the database has the SHA-256 digest alone. Its scope is `ingest` (send lines),
-`read` (see everything) or `admin` (both, and change things); a token with a team sends for that team. Browsers keep
-one in a cookie. Where no token was ever made and the service listens on loopback only, requests need none.
+A token is 32 random bytes, of which the database stores only the SHA-256 digest. Its scope is `ingest` (send lines),
+`read` (read everything) or `admin` (both, and make changes); a token with a team sends for that team. Browsers keep it
+in a cookie. If no token was ever created and the service listens only on loopback, requests need none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _PREFIX = "bst_"
 _FRESH_S = 5.0
 _MAX_FORM_BYTES = 4096
 _USED_EVERY_NS = 60_000_000_000
-_FREE = ("/healthz", LOGIN, "/static/")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 _HEADERS: Final = {
@@ -50,7 +49,7 @@ _HEADERS: Final = {
     "referrer-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-"""Of each answer that does not say otherwise."""
+"""Default headers of each response."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -61,9 +60,9 @@ class Grant:
 
     scope: str
     team: str = ""
-    """Empty: of no team in particular."""
+    """Empty: not limited to a team."""
     user: str = ""
-    """As the proxy calls it; empty for tokens."""
+    """The user's name from the proxy; empty for tokens."""
 
     def allows(self, scope: str) -> bool:
         """Whether it covers this scope."""
@@ -71,7 +70,7 @@ class Grant:
 
 
 class Token(NamedTuple):
-    """A token as it is listed: without its secret, which is nowhere."""
+    """A token as listed, without its secret, which is not stored."""
 
     id: int
     scope: str
@@ -83,7 +82,7 @@ class Token(NamedTuple):
 
 
 class Tokens:
-    """The tokens of a database. What was read last is used while the database is away. Safe to use from threads."""
+    """The tokens of a database. While the database is unreachable, those read last are used. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -93,9 +92,9 @@ class Tokens:
         self._used: dict[int, int] = {}
 
     def add(self, scope: str, team: str = "", note: str = "", secret: str = "") -> tuple[int, str]:
-        """Make a token, of a `secret` that is known already: its number and its secret, which cannot be had again.
+        """Create a token, with the given `secret` or a new one. Returns its number and its secret, which is not stored.
 
-        One that is there stays as it is, revoked or not.
+        A token with the same secret is kept unchanged, even if it is revoked.
         """
         if secret:
             with self._database.read() as connection:
@@ -109,25 +108,25 @@ class Tokens:
         return int(made[0]) if made else 0, secret
 
     def all(self) -> list[Token]:
-        """All that were ever made, the oldest first."""
+        """All tokens ever created, oldest first."""
         with self._database.read() as connection:
             columns = [token_table.c[name] for name in Token._fields]
             return [Token(*row) for row in connection.execute(select(*columns).order_by(token_table.c.id))]
 
     def revoke(self, number: int) -> bool:
-        """Make a token void; whether there was one of this number."""
+        """Revoke a token. Returns whether it exists."""
         with self._database.write() as connection:
             done = connection.execute(update(token_table).where(token_table.c.id == number)
                                       .values(revoked_ns=time.time_ns()))  # fmt: skip
             return done.rowcount > 0
 
     def any(self) -> bool:
-        """Whether one was ever made."""
+        """Whether a token was ever created."""
         self._refresh()
         return bool(self._by_hash)
 
     def grant(self, secret: str) -> Grant | None:
-        """What a secret allows; None for one that is not known or was revoked."""
+        """What a secret allows; None if it is unknown or revoked."""
         self._refresh()
         found = self._by_hash.get(_hash(secret))
         if found is None or found.revoked_ns is not None:
@@ -146,7 +145,7 @@ class Tokens:
                     rows = connection.execute(select(*columns))
                     self._by_hash = {row[0]: Token(*row[1:]) for row in rows}
             except TransientError:
-                pass  # asked again in a while; what is known stays good
+                pass  # keep using the known tokens
             self._read_at = time.monotonic()
 
     def _note_use(self) -> None:
@@ -160,7 +159,7 @@ class Tokens:
 
 
 def _hash(secret: str) -> str:
-    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()  # of 256 random bits: needs no salt
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()  # 256 random bits need no salt
 
 
 def networks(words: Sequence[str]) -> tuple[Network, ...]:
@@ -168,23 +167,23 @@ def networks(words: Sequence[str]) -> tuple[Network, ...]:
     try:
         return tuple(ipaddress.ip_network(word) for word in words)
     except ValueError as error:
-        raise UsageError(f"--proxy-from: {error}", hint="as 10.0.0.7 or 10.0.0.0/24") from None
+        raise UsageError(f"--proxy-from: {error}", hint="for example 10.0.0.7 or 10.0.0.0/24") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What distinguishes requests."""
+    """How requests are authenticated."""
 
     loopback_only: bool
-    """The service listens on loopback alone."""
+    """The service listens only on loopback."""
     proxies: tuple[Network, ...] = ()
-    """Those whose word counts about the user."""
+    """Addresses of proxies that are trusted to name the user."""
     proxy_header: str = "x-forwarded-user"
 
 
 def needed(method: str, path: str) -> str:
-    """The scope that a request needs; "" when none. What is not known needs more, not less."""
-    if path == _FREE[0] or path == LOGIN or path.startswith(_FREE[2]):
+    """The scope that a request needs; "" if none. Unknown methods need the highest scope."""
+    if path in ("/healthz", LOGIN) or path.startswith("/static/"):
         return ""
     if path.startswith("/v1/"):
         return INGEST
@@ -192,7 +191,7 @@ def needed(method: str, path: str) -> str:
 
 
 class Gate:
-    """ASGI middleware in front of all routes: lets requests pass that may, and puts their `Grant` into the state."""
+    """ASGI middleware for all routes: rejects requests without permission, and stores the `Grant` of the others."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, rules: Rules) -> None:
         self._app = app
@@ -212,11 +211,11 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
-        answer = await run_in_threadpool(self._judge, scope)
-        await (answer or self._app)(scope, receive, send_with_headers)
+        rejection = await run_in_threadpool(self._check, scope)
+        await (rejection or self._app)(scope, receive, send_with_headers)
 
-    def _judge(self, scope: Scope) -> Response | None:
-        """The answer to a request that may not pass. Puts the grant into the state of one that may."""
+    def _check(self, scope: Scope) -> Response | None:
+        """The response to a request without permission; None for one with permission, whose grant is stored."""
         connection = HTTPConnection(scope)
         try:
             grant, is_sent = self._grant(connection)
@@ -229,21 +228,21 @@ class Gate:
         if grant is None:
             return _ask_for_token(connection)
         if not grant.allows(wanted):
-            return refusal(403, f"this needs the scope {wanted}, and the request has {grant.scope}")
+            return refusal(403, f"this needs the scope {wanted}, but the token has {grant.scope}")
         if not is_sent and scope["method"] not in _SAFE_METHODS and not same_origin(connection.headers):
             return refusal(403, "the request comes from another site")
         return None
 
     def _grant(self, connection: HTTPConnection) -> tuple[Grant | None, bool]:
-        """What the request may do, and whether it brought its token itself: browsers add cookies to any request.
+        """What the request may do, and whether it sent its token explicitly: browsers add cookies to any request.
 
-        Raises `PermissionError` for one that is refused whatever it wants.
+        Raises `PermissionError` if it may do nothing at all.
         """
         headers, rules = connection.headers, self._rules
         name = headers.get(rules.proxy_header, "").strip() if rules.proxies else ""
         if name:
             if not self._from_proxy(connection):
-                raise PermissionError(f"{rules.proxy_header} from an address that is no trusted proxy's")
+                raise PermissionError(f"{rules.proxy_header} from an address that is not a trusted proxy")
             return Grant(READ, user=name[:256]), False
         word, _, secret = headers.get("authorization", "").partition(" ")
         if word.lower() == "bearer":
@@ -252,9 +251,10 @@ class Gate:
             return self._tokens.grant(secret), False
         if not rules.loopback_only or rules.proxies or self._tokens.any():
             return None, False
-        # Another site's name that leads to 127.0.0.1 reaches us from the user's browser; a proxy, from anywhere.
+        # DNS rebinding: a foreign name that resolves to 127.0.0.1 reaches us through the user's browser; and a proxy on
+        # this machine forwards requests from anywhere.
         if any(name in headers for name in _FORWARDED) or not is_loopback(headers.get("host", "")):
-            raise PermissionError("without tokens only requests to localhost are answered")
+            raise PermissionError("without tokens, only requests to localhost are served")
         return Grant(ADMIN), False
 
     def _from_proxy(self, connection: HTTPConnection) -> bool:
@@ -269,11 +269,11 @@ def _ask_for_token(connection: HTTPConnection) -> Response:
     if "text/html" in connection.headers.get("accept", "") and connection.scope["method"] == "GET":
         query = connection.scope["query_string"].decode("latin-1")
         return RedirectResponse(f"{LOGIN}?next={quote(connection.url.path + ('?' + query if query else ''))}", 303)
-    return refusal(401, "a token is needed: Authorization: Bearer TOKEN", {"www-authenticate": "Bearer"})
+    return refusal(401, "a token is required: Authorization: Bearer TOKEN", {"www-authenticate": "Bearer"})
 
 
 def same_origin(headers: Headers) -> bool:
-    """Whether no other site's page made the request. Programs other than browsers send none of these headers."""
+    """Whether the request does not come from another site's page. Other programs than browsers send no such headers."""
     origin = headers.get("origin")
     if origin is not None:
         return urlsplit(origin).netloc == headers.get("host", "")
@@ -281,7 +281,7 @@ def same_origin(headers: Headers) -> bool:
 
 
 def refusal(status: int, why: str, headers: dict[str, str] | None = None) -> Response:
-    """The answer to a request that is not served."""
+    """The response to a rejected request."""
     return JSONResponse({"error": why}, status, headers)
 
 
@@ -292,9 +292,10 @@ _LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Boo
 
 
 async def login(request: Request) -> Response:
-    """`/login`: a form for a token, which goes into a cookie. Links from elsewhere carry it, other requests do not."""
+    """`/login`: a form for a token, stored in a cookie. SameSite=lax: links from elsewhere send it, other requests do
+    not."""
     if request.method == "GET":
-        return HTMLResponse(_LOGIN_PAGE % "Give a token with the scope read.")
+        return HTMLResponse(_LOGIN_PAGE % "Enter a token with the scope read.")
     if not same_origin(request.headers):
         return refusal(403, "the request comes from another site")
     body = b""
@@ -305,9 +306,9 @@ async def login(request: Request) -> Response:
     secret = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
     tokens: Tokens = request.app.state.service.tokens
     if await run_in_threadpool(tokens.grant, secret) is None:
-        return HTMLResponse(_LOGIN_PAGE % "This token is not known, or was revoked.", 403)
+        return HTMLResponse(_LOGIN_PAGE % "This token is unknown or revoked.", 403)
     target = request.query_params.get("next", "/")
-    # Only a path of ours: `//host` and `/\host` lead elsewhere.
+    # Only a local path: `//host` and `/\host` lead to another host.
     safe = target if target.startswith("/") and target[1:2] not in ("/", "\\") and target.isprintable() else "/"
     response = RedirectResponse(safe, 303)
     response.set_cookie(COOKIE, secret, httponly=True, samesite="lax", secure=request.url.scheme == "https",

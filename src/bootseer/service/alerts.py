@@ -1,8 +1,8 @@
-"""What a person should look at now: rules that are evaluated every 15 s, kept in the table `alert`, sent to a webhook.
+"""Alerts: rules that are evaluated every 15 s, stored in the table `alert`, and sent to webhooks.
 
 An alert has a rule and a key (a job, a node, a cache; empty for the service as a whole). It begins when its rule finds
-it, and ends when the rule no longer does; both are told once, to Slack as one message for all that changed, to
-Alertmanager again and again while it lasts. A webhook that is away is tried again with the next look.
+it, and ends when the rule no longer does. Slack gets one message for all changes, Alertmanager gets open alerts
+repeatedly. If a webhook cannot be reached, it is tried again at the next evaluation.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ ALERTMANAGER: Final = "alertmanager"
 FORMS: Final = (SLACK, ALERTMANAGER)
 _EVERY_S: Final = 15.0
 _SLOW_RULES_S: Final = 300.0
-"""How often rules that read weeks are evaluated."""
+"""How often rules about weeks of data are evaluated."""
 _SEND_S: Final = 5.0
 _RECENT_NS: Final = 6 * 3600 * NS_PER_S
 _WEEK: Final = 7
 _MOST: Final = 200
-"""Alerts of a rule; more say no more."""
+"""Maximum number of alerts of a rule."""
 _SHOWN: Final = 20
 _TEXT: Final = 500
 
 
 class Webhook(NamedTuple):
-    """Where alerts go. Never shown as a whole: the path of Slack's is a secret."""
+    """A destination of alerts. Never shown as a whole: the path of a Slack webhook is a secret."""
 
     form: str
     url: str
@@ -60,22 +60,22 @@ def webhook(given: str) -> Webhook:
     except ValueError:
         good = False
     if not good:
-        raise UsageError("--alert-to is no webhook", hint="slack=https://HOOK or alertmanager=http://HOST:9093")
+        raise UsageError("--alert-to: not a webhook", hint="slack=https://HOOK or alertmanager=http://HOST:9093")
     return Webhook(form, url)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the rules find something."""
+    """Thresholds of the rules."""
 
     share: float = 0.05
-    """Of GPU time, in starts that ended within six hours."""
+    """Share of GPU time spent in starts, over the starts of the last six hours."""
     hit_share: float = 0.8
     heard_share: float = 0.95
     lag_s: float = 60.0
     silent_s: float = 3600.0
     least_uses: int = 20
-    """Of a cache within a day, before its hit rate says anything."""
+    """Uses of a cache within a day for its hit rate to be meaningful."""
 
 
 class Finding(NamedTuple):
@@ -89,8 +89,10 @@ class Finding(NamedTuple):
 def urgent(
     connection: Connection, open_starts: Sequence[Mapping[str, Any]], limits: Limits, now_ns: int
 ) -> list[Finding]:
-    """The rules about what goes on now: late nodes, and whether the service itself sees what it should. `open_starts`:
-    of `over_time.now`."""
+    """The rules about the present: late nodes, and whether the service receives and analyses events.
+
+    `open_starts`: from `over_time.now`.
+    """
     found = [
         Finding("nodes_late", f"{row['job']}/{row['attempt']}", f"{row['job']}: {row['line']}")
         for row in open_starts
@@ -98,27 +100,27 @@ def urgent(
     ]
     seen = questions.coverage(connection, Filter(day_of(now_ns - _RECENT_NS)), now_ns)
     if seen["lag_s"] > limits.lag_s:
-        waits = f"{seen['batches_waiting']:,} batches wait for their analysis, the oldest for"
+        waits = f"{seen['batches_waiting']:,} batches wait to be analysed, the oldest for"
         found.append(Finding("ingest_lag", "", f"{waits} {format_seconds(seen['lag_s'])}"))
     if open_starts and (seen["silent_s"] or 0.0) > limits.silent_s:
         silent = format_seconds(seen["silent_s"])
-        found.append(Finding("silent", "", f"no line for {silent}, while {len(open_starts)} starts are open"))
+        found.append(Finding("silent", "", f"no event for {silent}, while {len(open_starts)} starts are open"))
     heard = seen["heard_share"]
     if heard is not None and heard < limits.heard_share:
-        text = f"{seen['nodes_heard']:,} of {seen['nodes_expected']:,} nodes were heard today"
+        text = f"only {seen['nodes_heard']:,} of {seen['nodes_expected']:,} expected nodes sent events today"
         found.append(Finding("nodes_not_heard", "", text))
     return found
 
 
 def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Finding]:
-    """The rules that compare with earlier days: slower jobs, nodes too often last, caches that miss, GPU time lost."""
+    """The rules that compare with earlier days: slower jobs, nodes too often last, cache misses, lost GPU time."""
     today, found = day_of(now_ns), []
     recent = [start.c.began_ns >= now_ns - _RECENT_NS, start.c.outcome == BEGAN, start.c.state != OPEN]
     ran = start.c.run_s.is_not(None)
     whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*recent, ran)
     lost, used = connection.execute(whole).one()
     if lost and used and lost / used > limits.share:
-        text = f"starting took {lost / used:.1%} of the GPU time of commands that ended within six hours"
+        text = f"startup took {lost / used:.1%} of the GPU time of commands that ended in the last six hours"
         found.append(Finding("share", "", text))
     for row in connection.execute(select(start.c.job).where(*recent).distinct().limit(_MOST)):
         newest = over_time.history(connection, row.job, Filter(today - 90))["starts"][:1]
@@ -131,9 +133,9 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
             f"{node['node']} was last in {node['last']} of {node['starts']} starts of the last week, in {node['stage']}"
         )
         found.append(Finding("node_often_last", node["node"], text))
-    of = technique_start
-    uses = select(of.c.technique, func.sum(of.c.hits).label("hits"), func.sum(of.c.misses).label("misses"))
-    for row in connection.execute(uses.where(of.c.day >= today).group_by(of.c.technique)):
+    table = technique_start.c
+    uses = select(table.technique, func.sum(table.hits).label("hits"), func.sum(table.misses).label("misses"))
+    for row in connection.execute(uses.where(table.day >= today).group_by(table.technique)):
         hits, num = int(row.hits), int(row.hits) + int(row.misses)
         if num >= limits.least_uses and hits / num < limits.hit_share:
             text = f"{row.technique}: ready on {hits / num:.0%} of {num:,} nodes that started today"
@@ -142,7 +144,7 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
 
 
 def settle(connection: Connection, rules: Iterable[str] | None, found: Sequence[Finding], now_ns: int) -> None:
-    """Bring the table `alert` to what was found: begin, refresh, end. `rules`: those that were evaluated; None: all."""
+    """Update the table `alert` with the findings: begin, refresh, end. `rules`: those evaluated; None: all."""
     kept = list(rules) if rules is not None else None
     where = [alert.c.ended_ns.is_(None), *([alert.c.rule.in_(kept)] if kept is not None else [])]
     open_alerts = {(row.rule, row.key): row for row in connection.execute(select(alert).where(*where))}
@@ -164,11 +166,11 @@ OF_WEEKS: Final = ("share", "slower", "node_often_last", "cache_misses")
 
 
 def body(form: str, rows: Sequence[Any], now_ns: int) -> bytes:
-    """What a webhook of this form gets."""
+    """The request body for a webhook of this form."""
     if form == SLACK:
         lines = [f"{'over' if row.ended_ns is not None else 'alert'} ({row.rule}): {row.text}" for row in rows[:_SHOWN]]
         lines += [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
-        # Names come from outside: they must be no links or calls for a channel.
+        # Names come from outside: escape them so that they are not links or mentions.
         text = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         return json.dumps({"text": text}).encode()
     alerts = [
@@ -188,7 +190,7 @@ def _time(ns: int) -> str:
 
 
 def send(to: Webhook, data: bytes) -> None:
-    """One request. Raises `OSError` or `HTTPException` when it was not taken; redirects are not followed."""
+    """Send one request. Raises `OSError` or `HTTPException` if it fails; redirects are not followed."""
     parts = urlsplit(to.url)
     made = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = made(str(parts.hostname), parts.port, timeout=_SEND_S)
@@ -207,7 +209,7 @@ def send(to: Webhook, data: bytes) -> None:
 
 
 class Alerts:
-    """The thread that evaluates the rules and tells what changed. Of several services on one database, one does."""
+    """The thread that evaluates the rules and sends changes. Of several services on one database, only one does."""
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class Alerts:
         limits: Limits,
         seen: Callable[[Sequence[Mapping[str, Any]]], None] = lambda open_starts: None,
     ) -> None:
-        """`seen` gets the open starts at each look."""
+        """`seen` is called with the open starts at each evaluation."""
         self._database = database
         self._seen = seen
         self._known = known
@@ -230,23 +232,23 @@ class Alerts:
         """Why the last message to a webhook was not delivered."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End; a request that is under way is waited for."""
+        """Stop the thread, after a request in progress."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):
             try:
-                self.look(time.time_ns())
+                self.evaluate(time.time_ns())
             except BootseerError as error:
                 _LOG.warning("alerts: %s", error)
 
-    def look(self, now_ns: int) -> None:
-        """Evaluate the rules once, and tell what changed."""
+    def evaluate(self, now_ns: int) -> None:
+        """Evaluate the rules once, and send changes."""
         deadlines = self._known.deadlines()
         with self._database.read() as connection:
             open_starts = over_time.now(connection, deadlines)
@@ -261,9 +263,9 @@ class Alerts:
                 if not mine:
                     return
             settle(connection, rules, found, now_ns)
-        self._tell(now_ns)
+        self._send_changes(now_ns)
 
-    def _tell(self, now_ns: int) -> None:
+    def _send_changes(self, now_ns: int) -> None:
         new = alert.c.sent_ns.is_(None) | (alert.c.ended_ns.is_not(None) & (alert.c.sent_ns < alert.c.ended_ns))
         open_ = alert.c.ended_ns.is_(None)
         with self._database.read() as connection:
@@ -277,7 +279,7 @@ class Alerts:
             try:
                 send(to, body(to.form, sent, now_ns))
             except (OSError, HTTPException) as error:
-                self.problem = f"the webhook of {to.form} was not reached: {error}"
+                self.problem = f"cannot reach the webhook of {to.form}: {error}"
                 _LOG.warning("alerts: %s", self.problem)
         if changed and not self.problem:
             with self._database.write() as connection:

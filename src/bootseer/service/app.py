@@ -1,4 +1,4 @@
-"""The service as one process: what it listens on, what it holds, and how it ends.
+"""The service process: listening, its parts, and shutdown.
 
 `Service` owns the database, the raw lines, the deriver and the routes; `serve` runs it under uvicorn until a signal.
 """
@@ -50,10 +50,10 @@ _OTHERWISE = "give --data another folder"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a service is started with."""
+    """Settings of a service."""
 
     data: Path
-    """Holds what is kept on this machine: the lock, SQLite's file, the raw lines."""
+    """Folder for local data: the lock, the SQLite file, the raw lines."""
     database: str = ""
     """URL; empty: SQLite in `data`."""
     raw: str = ""
@@ -62,32 +62,31 @@ class Settings:
     certificate: Path | None = None
     key: Path | None = None
     workers: int = 1
-    """Processes that analyse."""
+    """Number of processes that analyse starts."""
     proxies: tuple[Network, ...] = ()
     proxy_header: str = "x-forwarded-user"
     raw_days: int = RAW_DAYS
     alert_to: tuple[Webhook, ...] = ()
     patterns: Patterns = ()
-    """Of stages in logs of jobs without BootSeer, which only this site's programs write."""
+    """Patterns of stages in logs of jobs without BootSeer."""
 
     def made(self) -> Settings:
-        """The same with a data folder that is there, and that only this user and root can change. Raises `AccessError`
-        where it is not so."""
+        """The same, with the data folder created if necessary. Raises `AccessError` if others can write to it."""
         return replace(self, data=trusted_folder(self.data, otherwise=_OTHERWISE, private=True))
 
     @property
     def database_url(self) -> str:
-        """Of the database."""
+        """URL of the database."""
         return self.database or default_url(self.data)
 
     @property
     def raw_uri(self) -> str:
-        """Of the store of raw lines."""
+        """URI of the store of raw lines."""
         return self.raw or str(self.data / "raw")
 
 
 def default_data(env: dict[str, str] | os._Environ[str]) -> Path:
-    """`$BOOTSEER_SERVICE_DATA`; else a folder of this machine for root, and of the user's state for others."""
+    """`$BOOTSEER_SERVICE_DATA`, else a system folder for root, and one in the user's state folder for others."""
     if env.get("BOOTSEER_SERVICE_DATA"):
         return Path(env["BOOTSEER_SERVICE_DATA"])
     if os.geteuid() == 0:
@@ -97,10 +96,10 @@ def default_data(env: dict[str, str] | os._Environ[str]) -> Path:
 
 
 class Service:
-    """What one process of the service holds. Made before it listens; `close` at its end."""
+    """The parts of a service process. `close` it at the end."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises `BootseerError` when the database or the store cannot be opened."""
+        """Raises `BootseerError` if the database or the store cannot be opened."""
         self.settings = settings
         self.began = time.monotonic()
         self.database = Database.open(settings.database_url)
@@ -135,20 +134,20 @@ class Service:
         self.pages.changed()
 
     def start(self) -> None:
-        """Begin what runs beside requests."""
+        """Start the background threads."""
         for part in self._parts:
             part.start()
             self._started += 1
 
     def close(self) -> None:
-        """End it."""
+        """Stop the background threads and close the database and the store."""
         for part in self._parts[: self._started]:
             part.close()
         self.raw.store.close()
         self.database.close()
 
     def routes(self) -> list[Any]:
-        """All addresses."""
+        """All routes."""
         return [
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
@@ -175,7 +174,7 @@ class Service:
         return app
 
     async def _healthz(self, request: Request) -> Response:
-        """200 while lines are taken. A database that is away for a while stops nothing that a sender would notice."""
+        """200 while lines are accepted. Senders do not notice if the database is unreachable for a while."""
         from bootseer import __version__
 
         health = {
@@ -212,16 +211,16 @@ def _listening(settings: Settings) -> socket.socket:
 def _check_access(settings: Settings, service: Service) -> None:
     if not is_loopback(_bracketed(settings.listen[0])) and not settings.proxies and not service.tokens.any():
         raise UsageError(
-            f"listening on {settings.listen[0]} would serve every host that reaches it: there is no token",
-            hint="make one with `bootseer serve token add --scope read`, or listen on 127.0.0.1",
+            f"without tokens, listening on {settings.listen[0]} would give access to every host that reaches it",
+            hint="create a token with `bootseer serve token add --scope read`, or listen on 127.0.0.1",
         )
 
 
 def serve(settings: Settings, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C. `ready` gets the service's address once requests are answered.
+    """Serve until SIGTERM or Ctrl-C. `ready` is called with the service's URL once it accepts requests.
 
-    Raises `UsageError` for what cannot be listened on, for another service in the same folder, and for an address
-    that others reach without any token; `BootseerError` for the database and the store.
+    Raises `UsageError` if it cannot listen, if another service uses the folder, or if other hosts could access it
+    without a token; `BootseerError` for the database and the store.
     """
     settings = settings.made()
     with contextlib.ExitStack() as stack:
@@ -239,11 +238,11 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def locked(settings: Settings) -> Iterator[None]:
-    """The data folder is this process's alone. Raises `UsageError` when another one has it."""
+    """Lock the data folder. Raises `UsageError` if another process has locked it."""
     lock = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not try_flock(lock):
-            raise UsageError(f"another service runs with {settings.data}", hint=_OTHERWISE)
+            raise UsageError(f"another service uses {settings.data}", hint=_OTHERWISE)
         yield
     finally:
         os.close(lock)
@@ -251,7 +250,7 @@ def locked(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(settings: Settings) -> Iterator[tuple[Database, RawStore]]:
-    """What a service keeps, for a verb."""
+    """The database and the raw lines of a service, for a verb."""
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(contextlib.closing(Database.open(settings.database_url)))
         yield database, RawStore(stack.enter_context(contextlib.closing(open_store(settings.raw_uri))))
@@ -263,13 +262,13 @@ def _configured(settings: Settings, service: Service) -> uvicorn.Config:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.certificate, settings.key)
         except (OSError, ssl.SSLError) as error:
             why = error.strerror or error
-            raise UsageError(f"--tls-cert {settings.certificate}: no certificate with its key: {why}") from None
+            raise UsageError(f"--tls-cert {settings.certificate}: not a certificate with its key: {why}") from None
     return uvicorn.Config(
         service.app(),
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # whose word counts is decided by `access`
+        proxy_headers=False,  # `access` decides which proxies to trust
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_END_S,
         timeout_keep_alive=75,
@@ -281,13 +280,13 @@ def _configured(settings: Settings, service: Service) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our signals: its own would end the process by the signal once more."""
+    """uvicorn's server with our signal handlers: its own raise the signal again, which ends the process early."""
 
     on_ready: Callable[[], None]
 
     def end(self) -> None:
-        self.force_exit = self.should_exit  # asked twice
-        self.config.app.state.ending = True  # type: ignore[union-attr]  # streams of events end now
+        self.force_exit = self.should_exit  # on the second signal
+        self.config.app.state.ending = True  # type: ignore[union-attr]  # ends streams of events
         self.should_exit = True
 
     @contextlib.contextmanager

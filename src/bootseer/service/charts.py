@@ -1,4 +1,4 @@
-"""Charts as SVG, in the page's own text: no script, no style attribute, readable by screen readers."""
+"""Charts as inline SVG: no script, no style attribute, readable by screen readers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from html import escape
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 52, 24
 _MOST_PX = 34
-"""A bar is no wider, however few there are."""
+"""Maximum width of a bar."""
 _COLOURS = 8
-"""Classes `c2` and on of the report's style."""
+"""Classes from `c2` of the report's style."""
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
-    """One bar for each row, made of its parts, with a legend where there are several; `label` is the unit's name."""
+    """A stacked bar per row, with a legend if there are several parts; `label` is the name of the unit."""
     if not rows:
-        return '<p class="empty">Nothing in these days.</p>'
+        return '<p class="empty">No data in this period.</p>'
     names = sorted({name for _, parts in rows for name in parts})
     css = {name: f"c{2 + number % _COLOURS}" for number, name in enumerate(names)}
     most = max(sum(parts.values()) for _, parts in rows) or 1.0

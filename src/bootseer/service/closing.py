@@ -1,8 +1,10 @@
-"""When a start is over, so that what it cost counts as final. Late lines open it again.
+"""When a start is over, so that its numbers count as final. Late lines open it again.
 
-A quiet moment alone proves nothing: at scale, one slow node is silent for minutes. So a start ends when training began
-on every node that is expected, a while after that; or when every command that was begun has ended and nothing came for
-a while; or, whatever is missing, after a day. Decides and touches nothing.
+Why not simply after some quiet time: on 1,440 nodes one slow node may be silent for minutes while all others wait, so
+silence does not mean that the start is over. A start that is closed too early would be counted with a wrong duration
+until the next line. So it closes 30 s after training began on every expected node (nodes write a few more lines after
+the first step); or 10 s after the last line if every command that was started has ended; or after a day, even if nodes
+are missing, because a node that died sends no end. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Final
 from bootseer.units import NS_PER_S
 
 AFTER_BEGAN_NS: Final = 30 * NS_PER_S
-"""Nodes write a last few lines behind the first step."""
+"""Nodes write a few more lines after the first step."""
 QUIET_NS: Final = 10 * NS_PER_S
 CAP_NS: Final = 24 * 3600 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a start; times by the service's clock, since those of nodes may be wrong."""
+    """The state of a start; times by the service's clock, because those of nodes may be wrong."""
 
     first_ns: int
     """When its first line arrived."""
@@ -31,11 +33,11 @@ class Seen:
     nodes_began: int
     """Nodes on which training began."""
     nodes_ended: int
-    """Nodes whose commands have ended, or that later restarts have replaced."""
+    """Nodes whose commands have ended, or were replaced by a later restart."""
 
 
 def closes_ns(seen: Seen) -> int:
-    """When the start is over if nothing more comes; never later than the cap."""
+    """When the start closes if no more lines arrive; at most `CAP_NS` after its first line."""
     capped_ns = seen.first_ns + CAP_NS
     all_nodes = max(seen.nodes_expected or 0, seen.nodes_heard)
     if seen.nodes_began >= all_nodes > 0:

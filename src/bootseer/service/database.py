@@ -1,7 +1,7 @@
-"""The service's database: SQLite beside the raw lines, or PostgreSQL for several processes. Both by SQLAlchemy Core.
+"""The service's database: SQLite next to the raw lines, or PostgreSQL for several processes; both with SQLAlchemy Core.
 
-What lies in it is derived, so that a crash may cost the last transactions (SQLite's `synchronous=NORMAL`): they are
-derived again from raw lines. Only tokens and alerts are not, and they are written rarely.
+Its content is derived from raw lines, so losing the last transactions in a crash is acceptable (SQLite's
+`synchronous=NORMAL`): they are derived again. Only tokens and alerts are not derived, and they are written rarely.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _POOL: Final = 8
 
 
 class Database:
-    """One database. Safe to use from many threads; not across a fork."""
+    """One database. Thread-safe, but not usable across a fork."""
 
     def __init__(self, url: str) -> None:
-        """`url`: `sqlite:///PATH` or `postgresql://[USER[:PASSWORD]@][HOST]/NAME`, whose password may also come from
+        """`url`: `sqlite:///PATH` or `postgresql://[USER[:PASSWORD]@][HOST]/NAME`; the password may also come from
         PGPASSWORD or a .pgpass file.
 
-        Raises `UsageError` for any other.
+        Raises `UsageError` for any other URL.
         """
         self._url = _parsed(url)
         self.is_postgres = self._url.get_backend_name() == "postgresql"
@@ -44,14 +44,14 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> Database:
-        """The database with today's tables: made, or brought there by migrations.
+        """The database with the current tables, created or migrated.
 
-        Raises `PermanentError` when it was made by a newer version, `TransientError` when it cannot be reached.
+        Raises `PermanentError` if it was created by a newer version, `TransientError` if it cannot be reached.
         """
         database = cls(url)
         try:
             with database.write() as connection:
-                if database.is_postgres:  # of several processes that start at once, one does it
+                if database.is_postgres:  # only one of several processes that start at once migrates
                     connection.execute(text("SELECT pg_advisory_xact_lock(7012619)"))
                 _migrate(connection)
         except BaseException:
@@ -64,9 +64,9 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that may write, committed at the end of the block. Of SQLite there is one at a time.
+        """A transaction that may write, committed at the end of the block. SQLite has one at a time.
 
-        Raises `TransientError` when the database cannot be reached, or is busy for 20 s.
+        Raises `TransientError` if the database cannot be reached, or is busy for 20 s.
         """
         writing = self._engine.execution_options(bootseer_writes=True)
         with self._with_database_errors(), writing.begin() as connection:
@@ -74,12 +74,12 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database. Raises `TransientError` like `write`."""
+        """A transaction that reads a consistent snapshot. Raises `TransientError` like `write`."""
         with self._with_database_errors(), self._engine.connect() as connection, connection.begin():
             yield connection
 
     def insert_all(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert many rows, which have the same columns: by COPY, or as many statements at once."""
+        """Insert many rows with the same columns: by COPY, or in large batches."""
         if not rows:
             return
         if not self.is_postgres:
@@ -94,7 +94,7 @@ class Database:
                 copy.write_row([row[name] for name in names])
 
     def ids(self, connection: Connection, table: Table, names: Iterable[str]) -> dict[str, int]:
-        """The numbers of these stages or nodes, given now to those that have none."""
+        """The ids of these stages or nodes; missing ones are created."""
         wanted, found = sorted(set(names)), {}
         for first in range(0, len(wanted), _ROWS):
             some = wanted[first : first + _ROWS]
@@ -108,7 +108,7 @@ class Database:
         return found
 
     def return_pages(self, most: int) -> None:
-        """Give so many pages of what was deleted back to the disk, on SQLite."""
+        """Return up to `most` free pages to the disk, on SQLite."""
         with self._with_database_errors(), self._engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute(f"PRAGMA incremental_vacuum({most:d})").fetchall()
@@ -120,14 +120,14 @@ class Database:
 
     @contextmanager
     def _with_database_errors(self) -> Iterator[None]:
-        """Errors of connections as ours: they pass. Others are the caller's mistake and stay as they are."""
+        """Map connection errors to `TransientError`. Other errors are the caller's mistake and are not mapped."""
         try:
             yield
         except OperationalError as error:
             raise TransientError(f"{self}: {str(error.orig).strip() or type(error.orig).__name__}") from error
         except DBAPIError as error:
             if error.connection_invalidated:
-                raise TransientError(f"{self}: the connection broke off") from error
+                raise TransientError(f"{self}: the connection was lost") from error
             raise
 
 
@@ -143,8 +143,8 @@ def _parsed(text_: str) -> URL:
         url = None
     known = url is not None and url.get_backend_name() in ("sqlite", "postgresql")
     if url is None or not known or (url.get_backend_name() == "sqlite" and not url.database):
-        shown = text_.rpartition("@")[2]  # what stands in front may be a password
-        raise UsageError(f"{shown!r} is no database", hint="sqlite:///PATH or postgresql://USER@HOST/NAME")
+        shown = text_.rpartition("@")[2]  # without a password
+        raise UsageError(f"{shown!r} is not a database URL", hint="sqlite:///PATH or postgresql://USER@HOST/NAME")
     return url.set(drivername="postgresql+psycopg") if url.get_backend_name() == "postgresql" else url
 
 
@@ -152,9 +152,9 @@ def _set_up_sqlite(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says so, not at the first statement
     path = connection.execute("PRAGMA database_list").fetchone()[2]
     if path:
-        os.chmod(path, 0o600)  # noqa: PTH101 - hashes of tokens lie in it
+        os.chmod(path, 0o600)  # noqa: PTH101 - it contains hashes of tokens
     for setting in (
-        "auto_vacuum = INCREMENTAL",  # before the first table: later it takes a VACUUM
+        "auto_vacuum = INCREMENTAL",  # must be set before the first table is created, or it needs a VACUUM
         "journal_mode = WAL",
         "synchronous = NORMAL",
         "foreign_keys = ON",
@@ -165,7 +165,7 @@ def _set_up_sqlite(connection: Any, record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes then would fail when another has written in between.
+    # A deferred transaction that reads first and then writes fails if another one has written in between.
     writes = connection.get_execution_options().get("bootseer_writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -183,7 +183,7 @@ def _migrate(connection: Connection) -> None:
         there = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
         if there not in known:
             raise PermanentError(
-                f"the database has version {there} of its tables, which this BootSeer does not know: it was made by a "
-                "newer one; upgrade, or give --data or --database another place and run `bootseer serve reindex`"
+                f"the database has table version {there}, unknown to this BootSeer, because a newer one created it; "
+                "upgrade, or use another --data or --database and run `bootseer serve reindex`"
             )
     command.upgrade(config, "head")

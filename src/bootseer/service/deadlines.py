@@ -1,7 +1,7 @@
-"""How long a stage may take before a node is late, learned from the starts of the weeks before.
+"""How long a stage may take before a node is late, learned from the starts of the last weeks.
 
-A node is late in a stage that lasts longer than it did on 99 % of the nodes in nine of ten starts of the same scale and
-kind with the same state of the caches; where these are too few, of the same scale. Decides and touches nothing.
+A node is late if its stage takes longer than it did on 99 % of the nodes in nine of ten starts with the same scale,
+kind and cache state; if there are too few of these, of all starts with the same scale. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from bootseer.units import format_seconds
 
 LEARNED_DAYS: Final = 28
 _LEAST: Final = 5
-"""Starts; fewer prove nothing."""
+"""Minimum number of starts."""
 _STARTS: Final = 0.9
 _SHOWN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A node that should be through with its stage."""
+    """A node that should have finished its stage."""
 
     node: str
     rank: int
@@ -34,7 +34,7 @@ class Late:
     limit_s: float
     pid: int = 0
     stack: str = ""
-    """Where the process stands, the innermost frame first, if it was asked."""
+    """The stack of the process, innermost frame first, if it was asked for."""
 
     def __str__(self) -> str:
         where = f", in {self.stack.partition(' < ')[0]}" if self.stack else ""
@@ -43,7 +43,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """Of one day, scale, kind, state of the caches and stage: the starts' 99th percentiles over their nodes."""
+    """Histogram of the starts' 99th percentiles over nodes, for one day, scale, kind, cache state and stage."""
 
     bucket: int
     kind: str
@@ -53,7 +53,7 @@ class Day:
 
 
 class Deadlines:
-    """What was learned. `Late` nodes are found by `late`."""
+    """The learned limits."""
 
     def __init__(self, days: Iterable[Day]) -> None:
         self._exact: dict[tuple[int, str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
@@ -66,14 +66,14 @@ class Deadlines:
                 hist[:] = map(add, hist, day.hist)
 
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
-        """Seconds that the stage may take; None where nothing is known."""
+        """Seconds that the stage may take; None if unknown."""
         for hist in (self._exact.get((bucket, kind, cache_state, stage)), self._scale.get((bucket, stage))):
             if hist is not None and sum(hist) >= _LEAST:
                 return quantile_s(hist, _STARTS)
         return None
 
     def late(self, moment: Mapping[str, Any], bucket: int, kind: str, cache_state: str) -> list[Late]:
-        """The nodes of a start that are late now, the latest first. `moment`: `live.Moment.to_json()`."""
+        """The late nodes of a start, latest first. `moment`: `live.Moment.to_json()`."""
         found = []
         for missing in moment.get("missing", ()):
             stage, took_s = missing["stage"], missing["seconds"]
@@ -85,8 +85,8 @@ class Deadlines:
 
 
 def words(moment: Mapping[str, Any], late: Iterable[Late]) -> str:
-    """A line for people: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
-    where = {"": "seen", TRAINING_BEGAN: "began to train"}.get(moment["barrier"], f"at {moment['barrier']}")
+    """A summary line: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
+    where = {"": "seen", TRAINING_BEGAN: "began training"}.get(moment["barrier"], f"at {moment['barrier']}")
     line = f"{moment['arrived']:,} of {moment['expected']:,} {where}"
     names = list(late)
     if names:

@@ -1,7 +1,10 @@
 """From raw lines to rows: the analysis of `bootseer report`, for one attempt.
 
-All raw lines of the attempt are read and all of its rows replaced, in one transaction. So batches that come late, twice
-or in another order end in the same rows, and so does an analysis that was killed half-way.
+Why everything is derived again instead of updating rows with each batch: the analysis is not incremental. A late line
+can move the clock offsets, the order of barriers and thereby the numbers of every node. So all raw lines of the attempt
+are read and all its rows replaced in one transaction. The result depends only on the set of lines: batches that arrive
+late, twice or in another order give the same rows, and so does an analysis that was killed half-way and repeated. The
+cost grows with the number of analyses, which `deriver` limits.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ _LOG = logger(__name__)
 _PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start)
 Patterns = Sequence[tuple[str, re.Pattern[bytes]]]
 _MARK: Final = re.compile(r"-[0-9a-f]{8,12}$")
-"""What `bootseer ship` puts behind the name of a file."""
+"""The suffix that `bootseer ship` adds to the name of a file."""
 _CLOCKS_DIFFER_NS: Final = 3600 * NS_PER_S
-"""Of several services' machines, at most; much less than any retention."""
+"""Maximum difference between the clocks of several services' machines; much less than any retention."""
 
 
 class Attempt(NamedTuple):
-    """A job's attempt: what is derived at once."""
+    """A job's attempt, the unit of derivation."""
 
     job: str
     attempt: int
@@ -51,13 +54,13 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What one analysis has put into the database."""
+    """The result of one analysis."""
 
     starts: int
     days: frozenset[int]
-    """Whose sums over all starts have changed."""
+    """Days whose sums over all starts have changed."""
     closes_ns: int | None
-    """When the last open start of the attempt is over if nothing more comes; None without an open one."""
+    """When the last open start of the attempt closes if no more lines arrive; None if none is open."""
 
 
 def derive_attempt(
@@ -68,14 +71,16 @@ def derive_attempt(
     now_ns: int,
     patterns: Patterns = (),
 ) -> Derived:
-    """Analyse all lines of an attempt and replace its rows. `batches`: each object's name and when it arrived, ns.
-    `patterns`: stages and how a site's own logs tell of them.
+    """Analyse all lines of an attempt and replace its rows.
 
-    Late lines of an attempt change nothing when earlier ones were removed, by retention or by hand: rows of a whole
-    start would become those of a part, or none. Such a start is over.
+    batches: the name of each object and when it arrived, ns.
+    patterns: patterns of stages in a site's own logs.
 
-    Raises `BootseerError` when the lines cannot be read or the rows not be written, `TransientError` when another
-    process has analysed more of them meanwhile: nothing has changed then.
+    If earlier lines of the attempt were removed, by retention or by hand, late lines change nothing: otherwise the rows
+    of a complete start would be replaced by those of a part. Such a start is closed.
+
+    Raises `BootseerError` if lines cannot be read or rows cannot be written, `TransientError` if another process has
+    analysed more lines meanwhile; then nothing is changed.
     """
     gone: set[str] = set()
     rows, closes = _rows(raw, attempt, sorted(batches), now_ns, patterns, gone)
@@ -89,15 +94,15 @@ def derive_attempt(
             start = schema.start
             where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
             connection.execute(update(start).where(where).values(state=schema.CLOSED))
-            _LOG.warning("%r, attempt %d: late lines were not analysed, as the earlier ones were removed", *attempt)
+            _LOG.warning("%r, attempt %d: late lines were ignored, because earlier ones were removed", *attempt)
         for name, _ in batches:
             connection.execute(update(schema.batch).where(schema.batch.c.raw_key == name).values(done=True))
     return Derived(len(rows), frozenset(days), closes)
 
 
 def _only_one(database: Database, connection: Connection, attempt: Attempt, names: set[str]) -> None:
-    """Let no other process write the attempt's rows, and refuse to replace what was derived from more lines: a worker
-    may outlive the service that began it, and end after one of the next service."""
+    """Lock the attempt's rows, and refuse to replace rows derived from more lines: a worker may outlive its service,
+    and finish after a worker of the next one."""
     if database.is_postgres:
         connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:job, :attempt))"), attempt._asdict())
     batch = schema.batch
@@ -105,11 +110,11 @@ def _only_one(database: Database, connection: Connection, attempt: Attempt, name
         batch.c.job == attempt.job, batch.c.attempt == attempt.attempt, batch.c.done.is_(True)
     )
     if not names.issuperset(connection.execute(done).scalars()):
-        raise TransientError("another process has analysed later lines of it")
+        raise TransientError("another process has analysed more of its lines")
 
 
 def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]], gone: set[str]) -> bool:
-    """Whether there are the lines that the attempt was derived from: they arrived before that, and can be read."""
+    """Whether the lines that the attempt was derived from still exist: they arrived before that, and can be read."""
     start = schema.start
     computed = select(func.min(start.c.computed_ns)).where(start.c.job == attempt.job)
     computed_ns = connection.execute(computed.where(start.c.attempt == attempt.attempt)).scalar_one()
@@ -131,9 +136,9 @@ def _rows(
 
 
 def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Iterator[Source]:
-    """The event lines of each batch; and each log as a whole, whose stages may begin in one batch and end in another.
+    """The event lines of each batch; and each log as a whole, because its stages may span several batches.
 
-    Of batches of the same number the latest counts: a log that had grown when it was sent again.
+    Of batches with the same sequence number only the latest counts: the log had grown when it was sent again.
     """
     logs: dict[str, dict[int, str]] = defaultdict(dict)
     for name in sorted(arrived, key=lambda name: arrived[name]):
@@ -145,12 +150,12 @@ def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Itera
         yield Source(name, Path(name), False, lines, arrived[name])
     for sender, names in sorted(logs.items()):
         pieces = (lines for _, lines in raw.of_attempt((names[number] for number in sorted(names)), gone))
-        # Named as its file: that tells the node where no line does.
+        # Named like its file, which identifies the node if no line does.
         yield Source(sender, Path(_MARK.sub("", sender)), False, pieces, max(arrived[name] for name in names.values()))
 
 
 def derive_found(database: Database, found: Scanned, now_ns: int) -> frozenset[int]:
-    """Put all starts of logs that were read into a database; the days that they have."""
+    """Store all starts of scanned logs in a database; returns their days."""
     attempts: dict[Attempt, list[Event]] = defaultdict(list)
     for event in found.events:
         attempts[Attempt(event.job, event.attempt)].append(event)
@@ -198,7 +203,7 @@ def _seen(report: Report, startup: StartupSpans, arrived_ns: Sequence[int]) -> S
 def _replace(
     database: Database, connection: Connection, attempt: Attempt, rows: Sequence[Rows], now_ns: int
 ) -> set[int]:
-    """Put these rows in the place of all that the attempt has; the days that are concerned."""
+    """Replace all rows of the attempt; returns the days concerned."""
     start = schema.start
     old = connection.execute(
         select(start.c.id, start.c.restart, start.c.day, start.c.computed_n).where(

@@ -1,9 +1,12 @@
 """The service's thread that has attempts analysed while their lines arrive.
 
-It takes batches that are not derived yet, says at once where the nodes are by them (`live`), and starts a worker
-process for each analysis (`derive`), which reads all lines of the attempt again. How often follows what that costs.
+It polls for new batches, updates the live state of the nodes at once (`live`, cheap and incremental), and starts a
+worker process for each analysis (`derive`), which reads all lines of the attempt again. With a fixed interval, a start
+of 1,440 nodes, whose analysis takes seconds, would keep a core busy. So an attempt is analysed when no batch has
+arrived for `_QUIET_S`; while batches keep arriving, `_PACE` times the duration of its last analysis must pass, so that
+analyses take at most a fifth of the time, and small starts are still updated about every second.
 
-Several services share one PostgreSQL: an attempt belongs to the one that claimed it, for half a minute at a time.
+Several services may share one PostgreSQL: each claims an attempt for `_CLAIMED_S` at a time.
 """
 
 from __future__ import annotations
@@ -42,27 +45,27 @@ from bootseer.units import NS_PER_S
 _LOG = logger(__name__)
 _LOOK_EVERY_S: Final = 0.25
 _QUIET_S: Final = 0.5
-"""A worker begins when no batch has come for so long ..."""
+"""Time without batches after which an analysis begins."""
 _PACE: Final = 4
-"""... or when so many times what the last analysis took have passed, however many come."""
+"""Multiple of the last analysis's duration after which one begins even if batches keep arriving."""
 _LEAST_S: Final = 1.0
 _BATCHES: Final = 1_000
 _CLAIMED_S: Final = 30
 _TRIES: Final = 3
-"""Lines whose analysis fails so often are left alone; `bootseer serve reindex` tries again."""
+"""Number of failures after which an attempt is given up; `bootseer serve reindex` tries again."""
 _WORKER_S: Final = 600
 _TAG: Final = b"@bootseer1 {"
 _STAGE: Final = r"^[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}\Z"
 _Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
-# A fork of this server has all imports; of the service itself, it would have its threads' locks.
+# Forks of the forkserver have all imports; forks of the service itself would inherit locks of its threads.
 _processes: Final = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
 
 
 class _Line(msgspec.Struct, gc=False):
-    """What `Live` looks at of an event."""
+    """The fields of an event that `Live` uses."""
 
     wall_ns: _Number
     job: _Name
@@ -82,8 +85,8 @@ _line: Final = msgspec.json.Decoder(_Line)
 
 
 def read_event(line: bytes) -> Event | None:
-    """The event, or none. Lines of our own make are read many times faster than `decode` does, which also repairs what
-    others wrote: what is taken from all nodes at once holds up all requests."""
+    """The event, or None. Lines written by BootSeer itself are decoded many times faster than by `decode`, which also
+    repairs others: a burst of batches from all nodes would otherwise delay all requests."""
     if line.startswith(_TAG) and len(line) <= MAX_LINE_BYTES:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             return cast(Event, _line.decode(memoryview(line)[len(_TAG) - 1 :]))
@@ -94,7 +97,7 @@ def read_event(line: bytes) -> Event | None:
 
 
 class _Worker:
-    """A process that analyses one attempt, and ends: what a large start made it take is given back."""
+    """A process that analyses one attempt and then ends, which returns the memory that a large start needs."""
 
     def __init__(
         self, raw_uri: str, database_url: str, patterns: Patterns, attempt: Attempt, batches: list[tuple[str, int]]
@@ -109,7 +112,7 @@ class _Worker:
             results.close()
 
     def end(self) -> tuple[str, Derived | str]:
-        """Its result: `derived`, `transient` or `error`; `killed` when it sent none."""
+        """Its result: `derived`, `transient` or `error`; `killed` if it sent none."""
         try:
             result: tuple[str, Derived | str] = self.results.recv()
         except EOFError:
@@ -117,7 +120,7 @@ class _Worker:
         return result
 
     def kill(self) -> None:
-        """End it if it has not ended."""
+        """Kill the process if it is still running, and release it."""
         self.results.close()
         self._process.kill()
         self._process.join()
@@ -133,30 +136,30 @@ def _work(
     batches: list[tuple[str, int]],
 ) -> None:
     result: tuple[str, Derived | str]
-    gc.disable()  # its life is shorter than what a collection gains
+    gc.disable()  # not worth it in such a short-lived process
     try:
         raw, database = RawStore(open_store(raw_uri)), Database(database_url)
         result = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns))
         database.close()
     except TransientError as error:
         result = ("transient", str(error))
-    except Exception as error:  # lines that the analysis fails for must not stop all others
+    except Exception as error:  # one attempt that cannot be analysed must not stop the others
         result = ("error", "".join(traceback.format_exception(error)))
     results.send(result)
 
 
 @dataclass(slots=True)
 class _State:
-    """What the service knows of an attempt whose lines arrive."""
+    """An attempt whose lines are arriving."""
 
     live: Live
     names: set[str] = field(default_factory=set)
-    """Objects that `live` has seen."""
+    """Objects that `live` has processed."""
     over: tuple[int, frozenset[str]] | None = None
-    """The restart that is over on all of these nodes: `live` is empty, whose megabytes say nothing more."""
+    """The restart that is over, and its nodes: `live` was then emptied to save its megabytes."""
     is_changed: bool = True
-    """Batches came that no analysis has."""
-    came_s: float = 0.0
+    """Whether batches have arrived since the last analysis began."""
+    arrived_s: float = 0.0
     ended_s: float = 0.0
     took_s: float = 0.0
     running: _Worker | None = None
@@ -167,7 +170,7 @@ class _State:
 
 
 class Deriver:
-    """Derives what arrives. `start` it; `wake` it when a batch came."""
+    """Derives arriving batches. Call `wake` when a batch has arrived."""
 
     def __init__(
         self,
@@ -181,11 +184,12 @@ class Deriver:
         on_moment: Callable[[Moment], None] = lambda moment: None,
         on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
     ) -> None:
-        """`patterns`: as of `derive_attempt`. `name`: of this service, the same after a restart, so that it goes on at
-        once with what it had begun.
+        """patterns: as for `derive_attempt`.
+        name: name of this service, the same after a restart, so that its claims remain valid.
 
-        `on_moment` and `on_derived` are called from the deriver's thread, when a start has moved on, and when its
-        rows were replaced."""
+        `on_moment` and `on_derived` are called from the deriver's thread, when the live state has changed, and when
+        rows were replaced.
+        """
         self._database = database
         self._places = (raw_uri, database_url, patterns)
         self._raw = RawStore(open_store(raw_uri))
@@ -198,18 +202,18 @@ class Deriver:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
         self.problem = ""
-        """Why nothing is derived at the moment; "" while all is well."""
+        """Why nothing is derived at the moment; "" if there is no problem."""
 
     def start(self) -> None:
-        """Begin; starts that were open when the service ended are taken up again."""
+        """Start the thread; starts that were open when the last service ended are continued."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """A new batch has arrived."""
         self._woken.set()
 
     def close(self) -> None:
-        """End. What was not derived is derived by the next service."""
+        """Stop the thread. The next service derives the rest."""
         self._ended.set()
         self._woken.set()
         self._thread.join()
@@ -219,7 +223,7 @@ class Deriver:
         self._raw.store.close()
 
     def is_idle(self) -> bool:
-        """Whether all that had arrived at the last look is derived."""
+        """Whether everything that had arrived at the last poll is derived."""
         return not any(state.is_changed or state.running for state in list(self._states.values()))
 
     def _run(self) -> None:
@@ -239,7 +243,7 @@ class Deriver:
                     _LOG.warning("nothing is derived: %s", error)
                 self.problem = str(error)
                 self._ended.wait(_LEAST_S)
-            except Exception as error:  # a server of workers that was killed, for one: the next look may do
+            except Exception as error:  # such as a killed forkserver: the next round may succeed
                 _LOG.exception("nothing is derived")
                 self.problem = f"{type(error).__name__}: {error}"
                 self._ended.wait(_LEAST_S)
@@ -247,7 +251,7 @@ class Deriver:
             self._woken.clear()
 
     def _reopen(self) -> None:
-        """Take up the attempts with open starts, so that they are closed some day."""
+        """Continue the attempts with open starts, so that they are closed eventually."""
         with self._database.read() as connection:
             start = schema.start
             rows = connection.execute(
@@ -266,7 +270,7 @@ class Deriver:
         return state
 
     def _take(self) -> None:
-        """Look for batches that are not derived, and tell where the nodes are by them."""
+        """Poll for new batches, and update the live state with them."""
         batch = schema.batch
         with self._database.read() as connection:
             rows = connection.execute(
@@ -275,18 +279,18 @@ class Deriver:
                 .order_by(batch.c.received_ns)
                 .limit(_BATCHES)
             ).all()
-        came: dict[Attempt, list[str]] = defaultdict(list)
+        arrived: dict[Attempt, list[str]] = defaultdict(list)
         for name, job, number in rows:
-            came[Attempt(job, number)].append(name)
-        for attempt, names in came.items():
+            arrived[Attempt(job, number)].append(name)
+        for attempt, names in arrived.items():
             if not self._claim(attempt):
                 continue
             state = self._state(attempt)
-            if self._tell(attempt, state, names):
-                state.is_changed, state.came_s = True, time.monotonic()
+            if self._update_live(attempt, state, names):
+                state.is_changed, state.arrived_s = True, time.monotonic()
 
-    def _tell(self, attempt: Attempt, state: _State, names: Sequence[str]) -> bool:
-        """Tell where the nodes are by objects that were not seen yet; whether there were any."""
+    def _update_live(self, attempt: Attempt, state: _State, names: Sequence[str]) -> bool:
+        """Update the live state with those of the objects that are new. Returns whether there were any."""
         new = [name for name in names if name not in state.names]
         if not new:
             return False
@@ -326,14 +330,14 @@ class Deriver:
         return events
 
     def _claim(self, attempt: Attempt) -> bool:
-        """Whether this process derives the attempt."""
+        """Claim the attempt for this process, or renew the claim. Returns whether it succeeded."""
         state = self._states.get(attempt)
         if state is not None and time.monotonic() - state.claimed_s < _CLAIMED_S / 3:
             return True
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
         here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
-        # A claim that lasts longer than any is of before the clock was set back.
+        # A claim further in the future than possible was made before a clock was set back: it counts as expired.
         free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
         with self._database.write() as connection:
             taken = connection.execute(
@@ -349,7 +353,7 @@ class Deriver:
                             )
                         )
                     is_ours = True
-                except IntegrityError:  # another one was faster
+                except IntegrityError:  # another process was faster
                     is_ours = False
         if is_ours:
             self._state(attempt).claimed_s = time.monotonic()
@@ -361,7 +365,7 @@ class Deriver:
             if state.running or not state.is_changed or self._num_running() >= self._workers:
                 continue
             paced_s = state.ended_s + max(_LEAST_S, _PACE * state.took_s)
-            if now_s < min(max(state.came_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
+            if now_s < min(max(state.arrived_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
                 continue
             if not self._claim(attempt):
                 continue
@@ -376,8 +380,8 @@ class Deriver:
             if not batches:
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
-            # The worker will have all that is there now: what this thread has not seen yet would be done unseen.
-            self._tell(attempt, state, [name for name, _ in work])
+            # The worker marks all these batches as done, so the live state must include them first.
+            self._update_live(attempt, state, [name for name, _ in work])
             state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
 
     def _collect(self) -> None:
@@ -385,7 +389,7 @@ class Deriver:
             worker = state.running
             if worker is None:
                 continue
-            # A worker that was killed leaves the end of its pipe.
+            # If a worker was killed, its pipe is at end of file, which `poll` reports, too.
             late = time.monotonic() - state.began_s > _WORKER_S
             if not late and not worker.results.poll():
                 continue
@@ -415,7 +419,7 @@ class Deriver:
             )
 
     def _close_starts(self) -> None:
-        """Starts whose time has come are over; what is known of them is forgotten here."""
+        """Close starts whose time has come, and forget attempts that are finished."""
         for attempt, state in list(self._states.items()):
             if state.is_changed or state.running:
                 continue
@@ -430,5 +434,5 @@ class Deriver:
                     connection.execute(delete(live).where(live.c.job == attempt.job, live.c.attempt == attempt.attempt))
                 state.closes_ns = None
                 self._on_derived(attempt, Derived(0, frozenset(), None))
-            if time.monotonic() - state.came_s > _CLAIMED_S:
+            if time.monotonic() - state.arrived_s > _CLAIMED_S:
                 del self._states[attempt]

@@ -1,12 +1,12 @@
-"""What senders bring: native lines and OTLP. Answered once the lines are durable; all else comes afterwards.
+"""Ingest of native lines and OTLP. A request is acknowledged once its lines are durable; all other work comes later.
 
-`POST /v1/lines` takes event lines as they lie in a spool, `/v1/traces` and `/v1/logs` what OpenTelemetry's collectors
-send (`otlp_in`). A batch is cut by job and attempt, each part becomes one object of raw lines, and only then comes the
-answer. Rows of the database, which tell the deriver what is new, are written a moment later by a thread: they can be
-made again from the objects, so that a database that is away stops nothing here.
+`POST /v1/lines` accepts event lines as in a spool, `/v1/traces` and `/v1/logs` requests of OpenTelemetry collectors
+(`otlp_in`). A batch is split by job and attempt, each part becomes one object of raw lines, and then the request is
+acknowledged. Database rows, by which the deriver finds new batches, are written shortly afterwards by a thread: they
+can be recreated from the objects, so ingest does not depend on the database.
 
-Memory is bounded: bodies that are being read or wait for a thread take at most `MAX_HELD_BYTES` together, more are
-answered with 429 and Retry-After.
+Memory is bounded: bodies that are being read or wait for a thread take at most `MAX_HELD_BYTES` in total; further
+requests get 429 and Retry-After.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, dec
 from bootseer.trace.stacks import MOST, Wanted
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Of a request, as it is sent."""
+"""Size of a request as sent."""
 MAX_PLAIN_BYTES: Final = 16 << 20
-"""Of a request, unpacked."""
+"""Size of a request, uncompressed."""
 MAX_HELD_BYTES: Final = 64 << 20
 MAX_ATTEMPTS: Final = 256
-"""In one batch: a collector may bring those of many jobs."""
+"""Attempts in one batch: a collector may send those of many jobs."""
 SENDER, SEQUENCE, KIND, JOB = (f"x-bootseer-{word}" for word in ("sender", "sequence", "kind", "job"))
-"""Headers of a batch: its sender, which of the sender's batches it is, `lines` or `log`, and the job of a log."""
+"""Headers of a batch: its sender, its number among the sender's batches, `lines` or `log`, and the job of a log."""
 
 _LOG = logger(__name__)
 NEXT: Final = "x-bootseer-next"
-"""Header of an answer: in how many seconds the sender is to come again, so that many of them make few requests."""
+"""Response header: seconds until the sender should send again, which limits the rate of requests of many senders."""
 _RATE = 500
-"""Requests per second that are welcome."""
+"""Target number of requests per second."""
 _WINDOW_S = 10.0
 _THREADS = 4
 _BODY_S = 30.0
-"""How long a body may take to come."""
+"""Maximum time to receive a body."""
 _GATHER_S = 0.2
 _MAX_ROWS = 50_000
 _SENDERS = 50_000
@@ -71,11 +71,11 @@ _DAY_NS = 86_400 * 10**9
 _TAG = b"@bootseer1 {"
 _NUMBER = re.compile(r"\d{1,18}")
 _NUL = b"\\u0000"
-"""No text of PostgreSQL may hold it, and nothing that we write has it."""
+"""Not allowed in text of PostgreSQL, and never written by BootSeer."""
 
 
 class _Head(msgspec.Struct):
-    """What a line is sorted by."""
+    """The fields by which lines are sorted."""
 
     job: str
     attempt: int = 0
@@ -90,24 +90,24 @@ class Batch(NamedTuple):
 
     sender: str
     sequence: int | None
-    """None: the sender does not count, so that nothing can be missed."""
+    """None: the sender does not number its batches, so gaps cannot be detected."""
     team: str
     parts: dict[Attempt, list[bytes]]
     suffix: str = EVENTS
 
 
 class Outcome(NamedTuple):
-    """What became of a batch."""
+    """The result of a batch."""
 
     accepted: int
     """Lines."""
     rejected: int
     is_new: bool
-    """False when all of it was there already."""
+    """False if all of it had been stored before."""
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error of the program
-    """A request that is answered with `status`."""
+    """A request is rejected with `status`."""
 
     def __init__(self, status: int, why: str, retry_after_s: float | None = None) -> None:
         super().__init__(why)
@@ -116,7 +116,7 @@ class Refused(Exception):  # noqa: N818 - an answer, not an error of the program
 
 
 def sort_lines(data: bytes) -> tuple[dict[Attempt, list[bytes]], int]:
-    """The lines of each attempt, and how many were no events."""
+    """The lines by attempt, and the number of lines that are not events."""
     parts: dict[Attempt, list[bytes]] = {}
     rejected = 0
     for line in data.split(b"\n"):
@@ -142,7 +142,7 @@ def _attempt(line: bytes) -> Attempt | None:
         job, attempt = encodable(head.job[:256]), head.attempt
     elif TAG_STEM in line:
         try:
-            event = decode(line)[0]  # what collectors have put around a line, and an older version's names
+            event = decode(line)[0]  # also handles wrappers of collectors, and names of older versions
         except Malformed:
             return None
         job, attempt = event.job, event.attempt
@@ -152,7 +152,7 @@ def _attempt(line: bytes) -> Attempt | None:
 
 
 def _of_team(line: bytes, team: str) -> bytes:
-    """The line, where it begins a run, with the team whose token sent it: what it says itself does not count."""
+    """The line, with the team of the sender's token if it begins a run: the team in the line itself is not trusted."""
     if b'"run"' not in line or b'"begin"' not in line:
         return line
     try:
@@ -165,13 +165,13 @@ def _of_team(line: bytes, team: str) -> bytes:
 
 
 class Ingest:
-    """Takes batches. `arrived` is called, in a thread of ours, when rows of new batches were written."""
+    """Accepts batches. `arrived` is called from a background thread after rows of new batches were written."""
 
     def __init__(self, raw: RawStore, database: Database, arrived: Callable[[], None] = lambda: None) -> None:
         self.counts: Counter[str] = Counter()
-        """For figures: batches, lines, bytes, rejected lines, duplicate batches, refused requests by status."""
+        """Metrics: batches, lines, bytes, rejected lines, duplicate batches, rejected requests by status."""
         self.problem = ""
-        """Why batches cannot be kept now; empty when they can."""
+        """Why batches cannot be stored now; empty if they can."""
         self._raw = raw
         self._registrar = _Registrar(database, arrived)
         self._held = 0
@@ -180,7 +180,7 @@ class Ingest:
         self._late: dict[Attempt, list[Wanted]] = {}
 
     def ask_stacks(self, open_starts: Sequence[Mapping[str, Any]]) -> None:
-        """From now on ask the senders of these starts (`over_time.now`) where their late processes stand."""
+        """From now on ask the senders of these starts (`over_time.now`) for the stacks of their late processes."""
         self._late = {
             (row["job"], row["attempt"]): [
                 Wanted(row["job"], row["attempt"], row["restart"], one["node"], one["rank"], one["stage"], one["pid"])
@@ -191,7 +191,7 @@ class Ingest:
         }
 
     def _stacks(self, parts: Mapping[Attempt, Sequence[bytes]]) -> list[dict[str, Any]]:
-        """The late processes of the nodes whose lines these are."""
+        """The late processes of the nodes in these lines."""
         found = []
         for attempt, lines in parts.items():
             for one in self._late.get(attempt, ()):
@@ -201,11 +201,11 @@ class Ingest:
         return found[:MOST]
 
     def start(self) -> None:
-        """Begin to write rows."""
+        """Start writing rows."""
         self._registrar.start()
 
     def close(self) -> None:
-        """Write the rows that wait."""
+        """Write the pending rows and stop."""
         self._registrar.close()
 
     @property
@@ -214,7 +214,7 @@ class Ingest:
         return self._registrar.lag_s
 
     def routes(self) -> list[Route]:
-        """The addresses that senders post to."""
+        """The routes for senders."""
         from bootseer.service import otlp_in
 
         async def traces(request: Request) -> Response:
@@ -234,12 +234,12 @@ class Ingest:
             headers = request.headers
             sender, number = headers.get(SENDER, ""), headers.get(SEQUENCE, "")
             if not sender or len(sender) > 256 or not sender.isprintable():
-                raise Refused(400, f"{SENDER} is missing, or no name of a sender")
+                raise Refused(400, f"{SENDER} is missing or not a valid name")
             if number and not _NUMBER.fullmatch(number):
                 raise Refused(400, f"{SEQUENCE} is not a number")
             kind, job = headers.get(KIND, "lines"), headers.get(JOB, "")
             if kind not in ("lines", "log") or (kind == "log" and not job):
-                raise Refused(400, f"{KIND} is lines, or log with {JOB}")
+                raise Refused(400, f"{KIND} must be lines, or log with {JOB}")
             grant: Grant = request.state.grant
             sequence = int(number) if number else None
 
@@ -268,19 +268,19 @@ class Ingest:
     def _next_s(self, sender: str) -> float:
         now_s = time.monotonic()
         self._seen.pop(sender, None)
-        self._seen[sender] = now_s  # behind all others
+        self._seen[sender] = now_s  # keeps the order by time
         while len(self._seen) > _SENDERS or now_s - self._seen[next(iter(self._seen))] > _WINDOW_S:
             del self._seen[next(iter(self._seen))]
         return min(max(2.0, len(self._seen) / _RATE), 30.0)
 
     def refuse(self, refused: Refused) -> Response:
-        """The answer."""
+        """The response to a rejected request."""
         self.counts[f"refused_{refused.status}"] += 1
         wait = refused.retry_after_s
         return refusal(refused.status, str(refused), {"retry-after": f"{wait:.0f}"} if wait is not None else None)
 
     async def take(self, request: Request, work: Callable[[bytes], Any]) -> Any:
-        """What `work` makes, in a thread, of the unpacked body. Raises `Refused`."""
+        """The result of `work`, called in a thread with the uncompressed body. Raises `Refused`."""
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(_THREADS)
         async with self._body(request) as packed:
@@ -294,8 +294,8 @@ class Ingest:
         if size > MAX_BODY_BYTES:
             raise Refused(413, f"a body may have {MAX_BODY_BYTES} bytes; send less at once")
         if self._held + size > MAX_HELD_BYTES:
-            await _drain(request)  # an answer before the last byte would reach the sender as a broken connection
-            raise Refused(429, "busy", random.uniform(1.0, 5.0))  # noqa: S311 - spreads load, guards nothing
+            await _drain(request)  # a response before the last byte would look like a broken connection to the sender
+            raise Refused(429, "busy", random.uniform(1.0, 5.0))  # noqa: S311 - jitter, not for security
         self._held += size
         try:
             body = bytearray()
@@ -308,15 +308,15 @@ class Ingest:
             except TimeoutError:
                 raise Refused(408, f"the body took longer than {_BODY_S:g} s") from None
             except ClientDisconnect:
-                raise Refused(400, "the connection broke off") from None
+                raise Refused(400, "the connection was closed") from None
             yield bytes(body)
         finally:
             self._held -= size
 
     def keep(self, batch: Batch, rejected: int = 0) -> Outcome:
-        """Make a batch durable. Raises `Refused` when it cannot be: the sender then keeps it."""
+        """Make a batch durable. Raises `Refused` on failure: the sender then keeps it."""
         if len(batch.parts) > MAX_ATTEMPTS:
-            raise Refused(413, f"a batch may hold {MAX_ATTEMPTS} attempts of jobs; send less at once")
+            raise Refused(413, f"a batch may contain {MAX_ATTEMPTS} attempts of jobs; send less at once")
         now_ns, is_new, accepted, rows = time.time_ns(), False, 0, []
         day = now_ns // _DAY_NS
         for (job, attempt), came in batch.parts.items():
@@ -327,8 +327,8 @@ class Ingest:
                                      sequence=batch.sequence or 0, suffix=batch.suffix)  # fmt: skip
             except BootseerError as error:
                 self.problem = str(error)
-                _LOG.warning("a batch cannot be kept: %s", error)
-                raise Refused(503, "the lines cannot be kept now", random.uniform(5.0, 15.0)) from error  # noqa: S311
+                _LOG.warning("a batch cannot be stored: %s", error)
+                raise Refused(503, "the lines cannot be stored now", random.uniform(5.0, 15.0)) from error  # noqa: S311
             is_new |= kept.is_new
             accepted += len(lines)
             self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
@@ -352,7 +352,7 @@ async def _drain(request: Request) -> None:
 
 
 def unpacked(packed: bytes, encoding: str) -> bytes:
-    """The plain bytes of a body. Raises `Refused`: 400 for a damaged one, 413 for a huge one, 415 for other codings."""
+    """The uncompressed body. Raises `Refused`: 400 if it is damaged, 413 if it is too large, 415 for other codings."""
     try:
         if encoding in ("", "identity"):
             data, ended = packed, True
@@ -363,22 +363,20 @@ def unpacked(packed: bytes, encoding: str) -> bytes:
         elif encoding == "zstd":
             with zstandard.ZstdDecompressor(max_window_size=1 << 24).stream_reader(packed) as reader:
                 data = reader.read(MAX_PLAIN_BYTES + 1)
-            ended = True
-            if len(data) < zstandard.frame_content_size(packed):
-                ended = False
+            ended = len(data) >= zstandard.frame_content_size(packed)
         else:
-            raise Refused(415, "a body is plain, gzip or zstd")
+            raise Refused(415, "the body must be plain, gzip or zstd")
     except (zlib.error, zstandard.ZstdError, MemoryError):
-        raise Refused(400, f"the body is no valid {encoding}") from None
+        raise Refused(400, f"the body is not valid {encoding}") from None
     if len(data) > MAX_PLAIN_BYTES:
-        raise Refused(413, f"a body may have {MAX_PLAIN_BYTES} bytes unpacked; send less at once")
+        raise Refused(413, f"a body may have {MAX_PLAIN_BYTES} bytes uncompressed; send less at once")
     if not ended:
-        raise Refused(400, f"the body is no complete {encoding}")
+        raise Refused(400, f"the body is not complete {encoding}")
     return data
 
 
 class _Registrar:
-    """Writes the rows of batches, and what is missing in the sequence of a sender, in a thread of its own."""
+    """Writes the rows of batches, and gaps in the sequence numbers of senders, in a background thread."""
 
     def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
         self._database = database
@@ -398,7 +396,7 @@ class _Registrar:
         self._thread.start()
 
     def add(self, rows: list[dict[str, Any]], sent: tuple[str, int] | None) -> None:
-        with contextlib.suppress(queue.Full):  # the objects are listed again after a while
+        with contextlib.suppress(queue.Full):  # `upkeep.reconcile` finds the objects without rows later
             self._queue.put_nowait((rows, sent))
 
     def close(self) -> None:
@@ -416,7 +414,7 @@ class _Registrar:
             self._oldest = None
 
     def _gather(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
-        """Wait for a batch, and take what else comes in the next moment. Whether it was the last."""
+        """Wait for a batch, and collect others for a moment. Returns whether it was the last."""
         item = self._queue.get()
         self._oldest = time.monotonic()
         until = self._oldest + _GATHER_S
@@ -439,7 +437,7 @@ class _Registrar:
         except TransientError as error:
             _LOG.warning("rows of %d batches wait for the database: %s", len(rows), error)
             return False
-        except Exception:  # must not end the thread; the rows come back with the next look at the objects
+        except Exception:  # must not end the thread; `upkeep.reconcile` creates the rows later
             _LOG.exception("rows of %d batches cannot be written", len(rows))
             return True
         for sender, number in last.items():
@@ -451,7 +449,7 @@ class _Registrar:
         return True
 
     def _note_gaps(self, connection: Connection, sent: dict[str, set[int]]) -> dict[str, int]:
-        """Write down what is missing now in the sequences of these senders; the last number of each."""
+        """Record the gaps in the sequences of these senders; returns the last number of each."""
         batch, gap = schema.batch, schema.sender_gap
         gaps: dict[str, list[Gap]] = {sender: [] for sender in sent}
         names = list(sent)
@@ -460,7 +458,7 @@ class _Registrar:
             some = names[first : first + _NAMES]
             for row in connection.execute(select(gap).where(gap.c.sender.in_(some))):
                 gaps[row.sender].append((row.from_sequence, row.to_sequence))
-            # Another service process may have had the batches before these.
+            # Another service process may have received the earlier batches.
             highest = select(batch.c.sender, func.max(batch.c.sequence)).group_by(batch.c.sender)
             for sender, number in connection.execute(highest.where(batch.c.sender.in_(some))):
                 last[sender] = max(last[sender], number)

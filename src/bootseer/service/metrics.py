@@ -1,8 +1,8 @@
-"""`/metrics` in Prometheus' text form: what starts took and cost, and whether the service sees them.
+"""`/metrics` in Prometheus' text format: duration and cost of starts, and the health of the service.
 
-Labels are bounded: scales, kinds and states of caches are ours; of stages and teams, whose names come from outside, the
-costliest have labels of their own and the rest are `other`. No node and no job is a label. Counters are sums over the
-days of a period of four weeks, computed from the database: they begin at 0 with each period, as after a restart.
+The number of labels is bounded: scales, kinds and cache states are fixed; of stages and teams, whose names come from
+outside, the most expensive have their own labels and the rest are `other`. Nodes and jobs are not labels. Counters are
+sums over a period of four weeks, computed from the database: they restart at 0 with each period, as after a restart.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _PERIOD_DAYS: Final = 28
 _FRESH_S: Final = 15.0
 _BOUNDS_S: Final = (10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 3600)
 _EVERY: Final = 4
-"""Classes of `stage_day.hist` in one of ours: bounds double."""
+"""Classes of `stage_day.hist` per bucket: the bounds double."""
 _STAGES: Final = 24
 _TEAMS: Final = 32
 _OTHER: Final = "other"
 
 
 def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
-    """All figures."""
+    """All metrics."""
     today = day_of(now_ns)
     where = Filter(today - today % _PERIOD_DAYS)
     made = Figures()
@@ -59,7 +59,7 @@ def _starts(made: Figures, connection: Connection, where: Filter) -> None:
     edges = [-1e18, *_BOUNDS_S]
     within = [func.sum(case(((own_s > low) & (own_s <= high), 1), else_=0)) for low, high in pairwise(edges)]
     began = select(start.c.bucket, start.c.kind, func.count(), func.sum(own_s), *within)
-    made.family("bootseer_start_seconds", "histogram", "From the begin of a start to training, without the queue.")
+    made.family("bootseer_start_seconds", "histogram", "From the beginning of a start to training, without the queue.")
     for scale, kind, num, total_s, *counts in connection.execute(
         began.where(*where.of(start), start.c.outcome == BEGAN).group_by(start.c.bucket, start.c.kind)
     ):
@@ -67,31 +67,32 @@ def _starts(made: Figures, connection: Connection, where: Filter) -> None:
         above = int(num) - sum(numbers)
         labels = {"scale": bucket_name(scale), "kind": kind}
         made.histogram("bootseer_start_seconds", _BOUNDS_S, [*numbers, above], float(total_s), **labels)
-    made.family("bootseer_starts_total", "counter", "Starts by how they ended.")
+    made.family("bootseer_starts_total", "counter", "Starts by outcome.")
     ended = select(start.c.outcome, start.c.kind, func.count()).where(*where.of(start))
     for outcome, kind, num in connection.execute(ended.group_by(start.c.outcome, start.c.kind)):
         made.value("bootseer_starts_total", num, outcome=outcome or "open", kind=kind)
 
 
 def _stages(made: Figures, connection: Connection, where: Filter) -> None:
-    of, known = stage_day, questions.names(connection, stage)
-    costs = select(of.c.stage_id, func.sum(of.c.work_s + of.c.wait_s)).where(*where.of(of)).group_by(of.c.stage_id)
+    table, known = stage_day, questions.names(connection, stage)
+    costs = select(table.c.stage_id, func.sum(table.c.work_s + table.c.wait_s)).where(*where.of(table))
+    costs = costs.group_by(table.c.stage_id)
     names = _named({known[row[0]]: row[1] for row in connection.execute(costs)}, _STAGES)
     hists: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
     gpu_s: dict[tuple[str, str, str], float] = defaultdict(float)
-    columns = (of.c.stage_id, of.c.bucket, of.c.cache_state, of.c.gpu_s, of.c.hist)
-    for number, scale, cache, seconds, hist in connection.execute(select(*columns).where(*where.of(of))):
+    columns = (table.c.stage_id, table.c.bucket, table.c.cache_state, table.c.gpu_s, table.c.hist)
+    for number, scale, cache, seconds, hist in connection.execute(select(*columns).where(*where.of(table))):
         key = names[known[number]], bucket_name(scale), cache
         gpu_s[key] += seconds
         hists[key] = [a + b for a, b in zip(hists[key], json.loads(hist), strict=True)]
     bounds = [bound_s(number) for number in range(0, CLASSES - 1, _EVERY)]
     made.family("bootseer_stage_seconds", "histogram", "Medians over a start's nodes.")
     for (name, scale, cache), hist in hists.items():
-        # The last class holds what lies above all bounds.
+        # The last class contains values above all bounds.
         counts = [hist[0], *(sum(hist[at - _EVERY + 1 : at + 1]) for at in range(_EVERY, CLASSES - 1, _EVERY))]
         above = sum(hist) - sum(counts)
         made.histogram("bootseer_stage_seconds", bounds, [*counts, above], None, stage=name, scale=scale, cache=cache)
-    made.family("bootseer_stage_gpu_seconds_total", "counter", "GPU time that passed in stages of starts.")
+    made.family("bootseer_stage_gpu_seconds_total", "counter", "GPU time in stages of starts.")
     for (name, scale, cache), seconds in gpu_s.items():
         made.value("bootseer_stage_gpu_seconds_total", seconds, stage=name, scale=scale, cache=cache)
 
@@ -100,9 +101,13 @@ def _teams(made: Figures, connection: Connection, where: Filter) -> None:
     rows = questions.cost(connection, where)
     names = _named({row["team"]: row["gpu_s"] or 0.0 for row in rows}, _TEAMS)
     for family, column, about in (
-        ("bootseer_start_gpu_seconds_total", "gpu_s", "GPU time that passed in starts."),
-        ("bootseer_wait_gpu_seconds_total", "wait_gpu_s", "GPU time of it in which nodes waited for others."),
-        ("bootseer_run_gpu_seconds_total", "run_gpu_s", "GPU time of commands that have ended, with their starts."),
+        ("bootseer_start_gpu_seconds_total", "gpu_s", "GPU time in starts."),
+        ("bootseer_wait_gpu_seconds_total", "wait_gpu_s", "GPU time in starts while nodes waited for others."),
+        (
+            "bootseer_run_gpu_seconds_total",
+            "run_gpu_s",
+            "GPU time of commands that have ended, including their starts.",
+        ),
         ("bootseer_ended_start_gpu_seconds_total", "ended_gpu_s", "GPU time in starts of commands that have ended."),
     ):
         sums: dict[str, float] = defaultdict(float)
@@ -114,16 +119,17 @@ def _teams(made: Figures, connection: Connection, where: Filter) -> None:
 
 
 def _caches(made: Figures, connection: Connection, where: Filter) -> None:
-    of = technique_start
+    table = technique_start
     columns = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")
-    sums = [func.sum(of.c[name]).label(name) for name in columns]
-    rows = connection.execute(select(of.c.technique, *sums).where(*where.of(of)).group_by(of.c.technique)).all()
-    made.family("bootseer_technique_uses_total", "counter", "Nodes on which image, environment, checkpoint were ready.")
+    sums = [func.sum(table.c[name]).label(name) for name in columns]
+    technique = table.c.technique
+    rows = connection.execute(select(technique, *sums).where(*where.of(table)).group_by(technique)).all()
+    made.family("bootseer_technique_uses_total", "counter", "Nodes by hit or miss of image, environment, checkpoint.")
     for row in rows:
         for result in ("hits", "misses"):
             value = float(getattr(row, result))
             made.value("bootseer_technique_uses_total", value, technique=row.technique, result=result)
-    made.family("bootseer_technique_bytes_total", "counter", "Where the bytes of starts came from.")
+    made.family("bootseer_technique_bytes_total", "counter", "Bytes fetched by starts, by source.")
     for row in rows:
         for source in ("cache", "peer", "origin"):
             value = float(getattr(row, f"{source}_bytes"))
@@ -135,14 +141,14 @@ def _now(made: Figures, connection: Connection, over_time: OverTime, now_ns: int
     seen = questions.coverage(connection, Filter(day_of(now_ns)), now_ns)
     alerts = connection.execute(select(func.count()).where(alert.c.ended_ns.is_(None))).scalar_one()
     for name, kind, about, value in (
-        ("bootseer_starts_open", "gauge", "Starts that go on.", len(open_starts)),
-        ("bootseer_nodes_late", "gauge", "Nodes of open starts beyond what their stage took on 99 % of nodes.",
+        ("bootseer_starts_open", "gauge", "Open starts.", len(open_starts)),
+        ("bootseer_nodes_late", "gauge", "Nodes of open starts whose stage takes longer than on 99 % of nodes.",
          sum(len(row["late"]) for row in open_starts)),
         ("bootseer_ingest_lag_seconds", "gauge", "Age of the oldest batch that is not analysed.", seen["lag_s"]),
-        ("bootseer_silent_seconds", "gauge", "Since the last line came.", seen["silent_s"]),
-        ("bootseer_nodes_heard_ratio", "gauge", "Of the nodes that today's starts expect.", seen["heard_share"]),
+        ("bootseer_silent_seconds", "gauge", "Time since the last line arrived.", seen["silent_s"]),
+        ("bootseer_nodes_heard_ratio", "gauge", "Share of today's expected nodes with events.", seen["heard_share"]),
         ("bootseer_lines_lost", "gauge", "Lines of today's starts that their senders lost.", seen["lines_lost"]),
-        ("bootseer_alerts", "gauge", "Alerts that last.", alerts),
+        ("bootseer_alerts", "gauge", "Open alerts.", alerts),
     ):  # fmt: skip
         if value is not None:
             made.family(name, kind, about)
@@ -150,13 +156,13 @@ def _now(made: Figures, connection: Connection, over_time: OverTime, now_ns: int
 
 
 def _named(costs: Mapping[str, float], most: int) -> dict[str, str]:
-    """The label of each name: its own for the costliest, `other` for the rest."""
+    """The label of each name: its own for the most expensive, `other` for the rest."""
     ranked: Iterable[str] = sorted(costs, key=lambda name: (-costs[name], name))
     return {name: (name if number < most else _OTHER) for number, name in enumerate(ranked)}
 
 
 class Metrics:
-    """The address; figures are computed at most every 15 s, however many ask."""
+    """The `/metrics` endpoint; metrics are computed at most every 15 s."""
 
     def __init__(self, database: Database, over_time: OverTime) -> None:
         self._database = database

@@ -1,7 +1,7 @@
-"""OTLP over HTTP as event lines: spans of BootSeer's own export or of others, and logs that hold event lines.
+"""OTLP over HTTP as event lines: spans exported by BootSeer or by others, and logs that contain event lines.
 
-A span becomes a begin and an end. One without an end yet, as some libraries send it, becomes a begin alone; its end
-follows when it is sent again. What names no job is refused in the answer's `partial_success`. JSON and protobuf alike.
+A span becomes a begin and an end. An unfinished span, as some libraries send it, becomes only a begin; its end follows
+when it is sent again. Spans without a job are rejected in the response's `partial_success`. Accepts JSON and protobuf.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _DEPTH = 8
 
 
 class Found(NamedTuple):
-    """What a request held."""
+    """The content of a request."""
 
     lines: list[bytes]
     refused: int
-    """Spans of which no job is known."""
+    """Number of spans without a job."""
 
 
 async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
-    """The answer to an export request, as the specification of OTLP/HTTP has it."""
+    """The response to an export request, as specified by OTLP/HTTP."""
     from bootseer.service.ingest import Batch, Outcome, Refused, sort_lines
 
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -62,7 +62,7 @@ async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
 
     try:
         if media not in (_JSON, _PROTOBUF):
-            raise Refused(415, f"OTLP is {_PROTOBUF} or {_JSON}")
+            raise Refused(415, f"OTLP must be {_PROTOBUF} or {_JSON}")
         outcome, refused = await ingest.take(request, work)
     except Refused as error:
         return ingest.refuse(error)
@@ -71,7 +71,7 @@ async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
 
 def _answer(kind: str, media: str, refused: int) -> Response:
     what, name = ("spans", "rejectedSpans") if kind == TRACES else ("lines", "rejectedLogRecords")
-    why = f"{refused} {what} that name no job (resource attribute bootseer.job) or are no events" if refused else ""
+    why = f"{refused} {what} without a job (resource attribute bootseer.job), or not events" if refused else ""
     if media == _JSON:
         partial = {"partialSuccess": {name: str(refused), "errorMessage": why}} if refused else {}
         return Response(json.dumps(partial), media_type=_JSON)
@@ -95,12 +95,12 @@ def _parsed(data: bytes, media: str, kind: str) -> Any:
                 raise ParseError("no object")
             ParseDict(_with_base64(document, _DEPTH), made, ignore_unknown_fields=True)
     except (DecodeError, ParseError, ValueError, RecursionError) as error:
-        raise Refused(400, f"no OTLP request: {str(error)[:200]}") from None
+        raise Refused(400, f"invalid OTLP request: {str(error)[:200]}") from None
     return made
 
 
 def _with_base64(value: Any, depth: int) -> Any:
-    """OTLP's JSON has ids in hexadecimal, where protobuf's own form of JSON has base64."""
+    """OTLP's JSON encodes ids in hexadecimal, but protobuf's JSON format expects base64."""
     if isinstance(value, list) and depth:
         return [_with_base64(one, depth - 1) for one in value]
     if not isinstance(value, dict) or not depth:
@@ -177,7 +177,7 @@ def _events(span: Any, about: Mapping[str, Any], job: str, node: str) -> Iterato
         yield event
         return
     is_cut, length_ns = bool(attrs.get("bootseer.truncated")), end_ns - begin_ns
-    if is_cut and length_ns == 0 and outcome:  # an end whose begin was never seen
+    if is_cut and length_ns == 0 and outcome:  # an end without a begin
         yield event._replace(phase=END, outcome=outcome)
         return
     yield event._replace(phase=BEGIN)
@@ -189,7 +189,7 @@ def _events(span: Any, about: Mapping[str, Any], job: str, node: str) -> Iterato
 
 
 def lines_of_logs(request: Any) -> Found:
-    """The event lines in the bodies of an `ExportLogsServiceRequest`; other logs are passed over."""
+    """The event lines in the bodies of an `ExportLogsServiceRequest`; other logs are ignored."""
     lines: list[bytes] = []
     for resource in request.resource_logs:
         for scope in resource.scope_logs:
@@ -201,7 +201,7 @@ def lines_of_logs(request: Any) -> Found:
 
 
 def _texts(value: Any, depth: int) -> Iterator[str]:
-    """All texts in a value: a collector may have parsed a line of JSON."""
+    """All strings in a value: a collector may have parsed a JSON line."""
     match value.WhichOneof("value") if depth else None:
         case "string_value":
             yield value.string_value

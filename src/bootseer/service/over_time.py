@@ -1,8 +1,8 @@
-"""What the questions' answers add up to: a fleet's weeks, a job's history with what became slower, who is late now, and
-nodes that come last too often to be bad luck.
+"""Documents composed of the answers of `questions`: the weeks of a fleet, the history of a job with slower starts, the
+open starts with late nodes, and nodes that are last too often to be chance.
 
-The verbs `fleet`, `history` and `watch` show these documents, from a service or from a folder alike; `/api/v1` and the
-pages have the same.
+The verbs `fleet`, `history` and `watch` show these documents, from a service or from a folder; so do `/api/v1` and the
+pages.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
 _BASELINE: Final = 20
-"""Starts before the one that is judged."""
+"""Number of earlier starts that a start is compared with."""
 _LEAST: Final = 5
 _SIGMAS: Final = 3.0
 _MAD: Final = 1.4826
 _BAND: Final = 0.1
-"""A start within so much of its baseline's median is as ever, however alike those were."""
+"""A start within this share of its baseline's median is normal, even if the baseline varies less."""
 _CHANCE: Final = 1e-3
-"""Of any node on a list of lemons being there by bad luck."""
+"""Probability that any node is on the list of lemons by chance."""
 _LEAST_LAST: Final = 3
 _MAX_DAYS: Final = 3660
-_BELIEVED_S: Final = 7 * 86_400
-"""What has lasted longer has a wrong clock."""
+_MAX_AGE_S: Final = 7 * 86_400
+"""If a stage seems to have lasted longer, a clock is wrong."""
 _LEARN_EVERY_S: Final = 300.0
 _HISTORY: Final = 500
 _LASTS: Final = 5.0
-"""Times what it took to make, an answer about weeks is given again."""
+"""An answer about weeks is reused for this multiple of the time that it took to compute."""
 _SLOW_S: Final = 0.3
-"""What takes longer is shown as it was up to this many seconds ago, while it is made anew:"""
+"""If an answer takes longer to compute, the old one is shown meanwhile, for up to `_STALE_S`."""
 _STALE_S: Final = 60.0
 _KEPT: Final = 32
 _THREADS: Final = 4
-"""More would wait for each other's interpreter lock, and keep batches waiting."""
+"""More threads would only compete for the interpreter lock, and delay batches."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
 _SINCE = re.compile(r"([0-9]{1,4})([hdw])")
 
 
 def since_day(text: str, now_ns: int) -> int:
-    """The first day of `7d`, `4w` or `2026-11-01`. Raises `UsageError` for what is none of them."""
+    """The first day of `7d`, `4w` or `2026-11-01`. Raises `UsageError` for other text."""
     if found := _SINCE.fullmatch(text):
         hours = int(found[1]) * {"h": 1, "d": 24, "w": 168}[found[2]]
         return max(day_of(now_ns) - min(math.ceil(hours / 24), _MAX_DAYS) + 1, 0)
     try:
         return day_of(round(datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()) * NS_PER_S)
     except ValueError:
-        raise UsageError(f"{text!r} tells no time", hint="as 7d, 4w, 12h or 2026-11-01") from None
+        raise UsageError(f"{text!r} is not a time", hint="for example 7d, 4w, 12h or 2026-11-01") from None
 
 
 def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
-    """What starting costs in these days: by team, scale and stage; caches, slow nodes, and what was seen."""
+    """What starts cost in these days, by team, scale and stage; caches, slow nodes and coverage."""
     stages = questions.stages(connection, where, by_bucket=False)
     return {
         "teams": questions.cost(connection, where),
@@ -91,17 +91,18 @@ def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
 def lemons(
     connection: Connection, where: Filter, sums: Sequence[questions.NodeSums] | None = None
 ) -> list[dict[str, Any]]:
-    """Nodes that came last far more often than luck has it, with the evidence: worst first. `sums`: those of all nodes,
-    where they are known.
+    """Nodes that were last too often to be chance, with the evidence, worst first.
 
-    A node is listed when, if it came last as seldom as the other nodes do, the chance of coming last as often as it did
-    were below one in a thousand for all nodes together.
+    `sums`: those of all nodes, if already known.
+
+    Null hypothesis: a node is last with the same probability as the other nodes. A node is listed if the probability of
+    being last as often as it was is then below one in a thousand, after Bonferroni's correction for all nodes.
     """
     sums = questions.node_sums(connection, where) if sums is None else sums
     num, num_last = sum(row.n for row in sums), sum(row.n_last for row in sums)
     often = []
     for row in sums:
-        # One more: that the others never came last does not make it impossible.
+        # Plus one: if the others were never last, that is still not impossible.
         share = (num_last - row.n_last + 1) / (num - row.n + 1)
         if row.n_last < _LEAST_LAST or row.n_last <= share * row.n:
             continue
@@ -113,7 +114,7 @@ def lemons(
 
 
 def _at_least(hits: int, tries: int, share: float) -> float:
-    """The chance of so many hits or more; at least `_CHANCE` where it is more than that."""
+    """The probability of at least this many hits; if it exceeds `_CHANCE`, some value above that."""
     if share >= 1.0 or hits <= 0:
         return 1.0
     logs = math.log(share), math.log1p(-share)
@@ -121,16 +122,16 @@ def _at_least(hits: int, tries: int, share: float) -> float:
     chance = 0.0
     for k in range(hits, tries + 1):
         chance += math.exp(all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1) + k * logs[0] + (tries - k) * logs[1])
-        if chance > _CHANCE:  # more than any on the list may have
+        if chance > _CHANCE:
             break
     return chance
 
 
 def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
-    """A list of nodes for others: `slurm` (an option of sbatch), `drain` (commands after which Slurm gives them no more
-    jobs) or `kubernetes` (commands that label nodes).
+    """A list of nodes as `slurm` (an option of sbatch), `drain` (commands that drain them in Slurm) or `kubernetes`
+    (commands that label them).
 
-    Names that are no host names are left out: they came from outside and would end in a shell.
+    Names that are not valid host names are left out: they come from outside and would end up in a shell.
     """
     names = [row["node"] for row in rows if _HOST.fullmatch(row["node"])]
     if form == "slurm":
@@ -144,22 +145,22 @@ def exported(rows: Sequence[Mapping[str, Any]], form: str) -> str:
 
 
 def history(connection: Connection, job: str, where: Filter) -> dict[str, Any]:
-    """A job's starts, the newest first, each beside those before it: `baseline_s`, the limit of its band, `slower`, and
-    for the newest that is slower which stages and which inputs changed."""
+    """A job's starts, newest first, each compared with those before it: `baseline_s`, `limit_s`, `slower`; and for the
+    newest slower one which stages and inputs changed."""
     wanted = replace(where, job=job)
     rows = questions.starts(connection, wanted, limit=_HISTORY)
-    judged = _judged(rows)
+    compared = _compared(rows)
     changed = None
-    for number, row in enumerate(judged):
+    for number, row in enumerate(compared):
         if row["slower"]:
-            changed = _changed(connection, row, judged[number + 1 :])
+            changed = _changed(connection, row, compared[number + 1 :])
             break
     summed = questions.jobs(connection, wanted, limit=1)
-    return {"job": job, "sums": summed[0] if summed else None, "starts": judged, "changed": changed}
+    return {"job": job, "sums": summed[0] if summed else None, "starts": compared, "changed": changed}
 
 
-def _judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    judged: list[dict[str, Any]] = []
+def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    compared: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         own_s = _own_s(row)
         entry = {**row, "own_s": own_s, "baseline_s": None, "limit_s": None, "slower": False}
@@ -167,20 +168,20 @@ def _judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if len(before) >= _LEAST:
             middle, limit_s = band(before)
             entry |= {"baseline_s": middle, "limit_s": limit_s, "slower": row["outcome"] == BEGAN and own_s > limit_s}
-        judged.append(entry)
-    return judged
+        compared.append(entry)
+    return compared
 
 
 def band(values: Sequence[float]) -> tuple[float, float]:
-    """The median of what starts took, and what one may take and still be as ever: three robust standard deviations, and
-    at least a tenth, above."""
+    """The median duration of starts, and the limit up to which one is normal: three robust standard deviations above
+    it, and at least a tenth."""
     middle = median(values)
     spread = _MAD * median(abs(value - middle) for value in values)
     return middle, middle + max(_SIGMAS * spread, _BAND * middle)
 
 
 def _own_s(row: Mapping[str, Any]) -> float:
-    """Without waiting for the scheduler, which is not the job's."""
+    """The duration without the wait for the scheduler, for which the job is not responsible."""
     return float(row["overhead_s"]) - float(row["queue_s"] or 0.0)
 
 
@@ -189,7 +190,7 @@ def _is_like(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 def _changed(connection: Connection, row: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What sets a start apart from the one before that was as ever."""
+    """The differences between a start and the last normal one before it."""
     other = next(each for each in before if _is_like(each, row) and not each["slower"])
     now, then = (
         {each["stage"]: each["max_s"] or 0.0 for each in questions.stages_of(connection, one["id"])}
@@ -209,11 +210,11 @@ def _changed(connection: Connection, row: Mapping[str, Any], before: Sequence[Ma
 
 
 def learned(connection: Connection, today: int) -> Deadlines:
-    """What the last four weeks say of how long stages may take."""
+    """The limits of stages, from the last four weeks."""
     names = questions.names(connection, stage)
-    of = stage_day
-    columns = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id, of.c.hist99)
-    rows = connection.execute(select(*columns).where(of.c.day >= today - LEARNED_DAYS))
+    table = stage_day.c
+    columns = (table.bucket, table.kind, table.cache_state, table.stage_id, table.hist99)
+    rows = connection.execute(select(*columns).where(table.day >= today - LEARNED_DAYS))
     return Deadlines(
         Day(
             row.bucket,
@@ -228,14 +229,14 @@ def learned(connection: Connection, today: int) -> Deadlines:
 
 
 def now(connection: Connection, deadlines: Deadlines, job: str | None = None) -> list[dict[str, Any]]:
-    """The open starts, each with where its nodes are (`moment`), those that are `late`, and a line for people."""
+    """The open starts, each with the state of its nodes (`moment`), its `late` nodes, and a summary line."""
     found = []
     for row in questions.open_starts(connection, job):
         moment, late = row["moment"], []
         if moment:
-            # Since its last line a node may have stood still.
+            # The moment is from the last line: since then the stages have gone on.
             more_s = max(time.time_ns() - row["updated_ns"], 0) / NS_PER_S
-            for one in moment["missing"] if more_s < _BELIEVED_S else ():
+            for one in moment["missing"] if more_s < _MAX_AGE_S else ():
                 if one["seconds"] is not None:
                     one["seconds"] += more_s
             late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
@@ -245,22 +246,23 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
 
 @dataclass(slots=True)
 class _Asked:
-    """An answer that is being made, or was made last."""
+    """An answer that is being computed, or was computed last."""
 
     lock: asyncio.Lock
     users: int = 0
     began_s: float = float("-inf")
     until_s: float = float("-inf")
     stale_s: float = float("-inf")
-    """Until when it may be shown while the next one is made."""
+    """Until when it may be returned while the next one is computed."""
     answer: Response | None = None
 
 
 class Answers:
-    """Makes answers in a few threads, once for all that ask for the same at a time: an answer that was begun after a
-    request came is as new as one of its own. One about weeks does for some moments more, the longer it took, so that
-    what 200 readers cost is bounded however busy the machine is; and a slow one is shown again at once, while the next
-    is made.
+    """Computes answers in a few threads, and shares them between equal requests.
+
+    A computation that began after a request arrived is as fresh as one of its own, so it serves all equal requests that
+    were waiting. Answers about weeks of data are also reused for some time, in proportion to the time they took, which
+    bounds the cost of 200 readers on any machine. A slow answer is returned stale while the next one is computed.
     """
 
     def __init__(self) -> None:
@@ -269,26 +271,26 @@ class Answers:
         self._renewals: set[asyncio.Task[Response]] = set()
 
     async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
-        """What `make` answers to the request, or has answered to the same one."""
-        came_s = time.monotonic()
+        """The result of `make` for the request, or a shared result of an equal request."""
+        arrived_s = time.monotonic()
         self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
         key = (request.url.path, request.url.query, request.state.grant.team)
         asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
-        if asked.answer is not None and asked.until_s < came_s < asked.stale_s:
+        if asked.answer is not None and asked.until_s < arrived_s < asked.stale_s:
             if not asked.lock.locked():
-                renewal = asyncio.create_task(self._made(asked, came_s, request, make, of_weeks))
+                renewal = asyncio.create_task(self._made(asked, arrived_s, request, make, of_weeks))
                 self._renewals.add(renewal)
                 renewal.add_done_callback(self._renewals.discard)
             return asked.answer
-        return await self._made(asked, came_s, request, make, of_weeks)
+        return await self._made(asked, arrived_s, request, make, of_weeks)
 
     async def _made(
-        self, asked: _Asked, came_s: float, request: Request, make: Callable[[Request], Response], of_weeks: bool
+        self, asked: _Asked, arrived_s: float, request: Request, make: Callable[[Request], Response], of_weeks: bool
     ) -> Response:
         asked.users += 1
         try:
             async with asked.lock:
-                if asked.answer is None or (asked.began_s < came_s and asked.until_s < time.monotonic()):
+                if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
                     asked.began_s = time.monotonic()
                     asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
                     now_s = time.monotonic()
@@ -309,7 +311,8 @@ class Answers:
 
 
 class OverTime:
-    """The same as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below `ADDRESS`."""
+    """These documents as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below
+    `ADDRESS`."""
 
     def __init__(self, database: Database, answers: Answers | None = None) -> None:
         self._database = database
@@ -317,14 +320,14 @@ class OverTime:
         self._learned = (float("-inf"), Deadlines(()))
 
     def deadlines(self) -> Deadlines:
-        """Those of now, learned every few minutes."""
+        """The current deadlines, learned again every few minutes."""
         if time.monotonic() - self._learned[0] > _LEARN_EVERY_S:
             with self._database.read() as connection:
                 self._learned = time.monotonic(), learned(connection, day_of(time.time_ns()))
         return self._learned[1]
 
     def routes(self) -> list[Route]:
-        """The addresses."""
+        """The routes."""
         answers: tuple[tuple[str, Callable[[Connection, Mapping[str, str], int], dict[str, Any]]], ...] = (
             ("fleet", lambda connection, asked, ns: fleet(connection, _filter(asked, ns), ns)),
             ("history", lambda connection, asked, ns: history(connection, _job(asked), _filter(asked, ns, "90d"))),

@@ -1,8 +1,8 @@
-"""What people see: each page is a dict of answers, which a template shows and `/api/v1` gives as JSON.
+"""The web pages: each is a dict of answers, rendered by a template and returned by `/api/v1` as JSON.
 
-Pages are made by the server and complete without a script; the script brings changes while they are looked at. Charts
-are SVG. Names of jobs, nodes and teams come from anywhere: templates escape all of them, and the policy of `access`
-allows no script but our own file.
+Pages are rendered by the server and complete without JavaScript; the script updates open pages. Charts are SVG. Names
+of jobs, nodes and teams come from outside: templates escape all of them, and the content security policy of `access`
+allows only our own script file.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
                  for name in ("fleet", "now", "jobs", "nodes", "caches", "compare")]  # fmt: skip
 _ROWS: Final = 100
 _DRAWN: Final = 8
-"""Pages of starts that are kept: one of 1,440 nodes takes seconds to draw, and has megabytes."""
+"""Number of cached pages of starts: one of 1,440 nodes takes seconds to render and has megabytes."""
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
-"""A line for readers that nothing has changed for, so that they and what lies between know the connection."""
+"""Interval of events without a change, which keep the connection alive."""
 Answer = dict[str, Any]
 _Find = Callable[[Connection, Request], Answer]
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _Job(Convertor[str]):
-    """A job's name in an address: any characters, where `path` of Starlette has no line breaks."""
+    """A job's name in a URL: any characters, unlike Starlette's `path`, which excludes line breaks."""
 
     regex = r"[\s\S]+"
 
@@ -116,11 +116,11 @@ class Pages:
         }
 
     def changed(self) -> None:
-        """A start has moved on: readers are told."""
+        """A start has changed: notify open pages."""
         self._changes += 1
 
     def routes(self) -> list[Any]:
-        """Addresses of pages, of their JSON, and of the parts of a start."""
+        """Routes of the pages, of their JSON, and of the parts of a start."""
         found: list[Any] = []
         for name, (path, answer) in self._pages.items():
             found += [
@@ -143,12 +143,14 @@ class Pages:
             ),
         ]
 
-    # What pages hold.
+    # The content of pages.
 
     def _fleet(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         days = questions.by_day(connection, where)
-        more = {"by_kind": questions.cost(connection, where, "kind")} if request.url.path != "/" else {}  # JSON's alone
+        more = (
+            {"by_kind": questions.cost(connection, where, "kind")} if request.url.path != "/" else {}
+        )  # only in the JSON
         return {
             **chosen,
             **more,
@@ -173,7 +175,7 @@ class Pages:
         where, chosen = filter_of(request, default="365d", job=job)
         starts = questions.starts(connection, where, limit=_ROWS)
         if not starts:
-            raise NotFoundError(f"no start of job {job!r} is known, in the days that are asked for")
+            raise NotFoundError(f"no start of job {job!r} in this period")
         return {
             **chosen,
             "job": job,
@@ -219,7 +221,6 @@ class Pages:
             before_s, after_s = (one.get(stage) for one in took)
             more_s = (after_s or 0.0) - (before_s or 0.0)
             rows.append({"stage": stage, "a_s": before_s, "b_s": after_s, "more_s": more_s})
-        rows.sort(key=lambda row: -abs(row["more_s"]))
         marks = [one["fingerprint"] for one in (first, second)]
         changed = [
             {"what": name, "a": marks[0].get(name), "b": marks[1].get(name)}
@@ -244,7 +245,7 @@ class Pages:
         limit = _number(request, "limit", _ROWS, 1000)
         return {**chosen, "starts": questions.starts(connection, where, limit=limit, offset=offset)}
 
-    # How they are answered.
+    # Requests for them.
 
     def _shown(self, name: str, answer: _Find) -> _Endpoint:
         def shown(request: Request) -> Response:
@@ -262,7 +263,7 @@ class Pages:
         return self._guarded(content, of_weeks=answer != self._now)
 
     def _guarded(self, answer: Callable[[Request], Response], *, of_weeks: bool = False) -> _Endpoint:
-        """The answer, or an error that says why there is none: as JSON where JSON was asked for."""
+        """The answer, or a page or JSON document with the error."""
 
         def guarded(request: Request) -> Response:
             try:
@@ -286,7 +287,7 @@ class Pages:
         return HTMLResponse(text, status)
 
     def _found(self, connection: Connection, request: Request, job: str, attempt: int, restart: int) -> Answer:
-        """A start. Raises `NotFoundError`, for those of other teams too."""
+        """A start. Raises `NotFoundError` if there is none, or if it belongs to another team."""
         team = _grant(request).team or None
         where = Filter(job=job, team=team)
         found = [
@@ -306,9 +307,9 @@ class Pages:
 
     @staticmethod
     def _stored(connection: Connection, number: int) -> bytes:
-        """The bytes of a start's report."""
-        of = schema.start_report
-        packed = connection.execute(select(of.c.json).where(of.c.start_id == number)).scalar_one()
+        """The JSON of a start's report."""
+        table = schema.start_report.c
+        packed = connection.execute(select(table.json).where(table.start_id == number)).scalar_one()
         return zstandard.decompress(packed)
 
     def _start(self, request: Request) -> Response:
@@ -318,7 +319,7 @@ class Pages:
         return self._drawn(*(start[name] for name in ("id", "computed_ns", "state", "job", "attempt", "restart")))
 
     def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
-        """The page of a start as it was analysed then."""
+        """The page of a start; the arguments identify its state, as the key of the cache."""
         with self._service.database.read() as connection:
             report = msgspec.json.decode(self._stored(connection, number), type=Report)
         start = {"state": state, "job": job, "attempt": attempt, "restart": restart}
@@ -335,7 +336,7 @@ class Pages:
         return Response(perfetto.render(report), media_type="application/json", headers=headers)
 
     async def _events(self, request: Request) -> Response:
-        """Server-sent events: `changed` when a start has moved on."""
+        """Server-sent events: `changed` when a start has changed."""
 
         async def moments() -> AsyncIterator[str]:
             seen, quiet_s = self._changes, 0.0
@@ -343,9 +344,8 @@ class Pages:
             while not getattr(request.app.state, "ending", False) and not await request.is_disconnected():
                 await asyncio.sleep(_EVENTS_S)
                 quiet_s += _EVENTS_S
-                if (
-                    self._changes != seen or quiet_s >= _QUIET_S
-                ):  # another service of the same database may have changes
+                # Also after some time without a change: another service of the same database may have changes.
+                if self._changes != seen or quiet_s >= _QUIET_S:
                     seen, quiet_s = self._changes, 0.0
                     yield "event: changed\ndata: 1\n\n"
 
@@ -355,7 +355,7 @@ class Pages:
 def filter_of(
     request: Request, *, default: str = "30d", job: str | None = None, words: str = ""
 ) -> tuple[Filter, Answer]:
-    """Which starts a request is about, and what a page's form shows of it. Raises `UsageError`."""
+    """The filter of a request, and the values of the page's form. Raises `UsageError`."""
     asked = request.query_params
     since = asked.get("since", default)
     if since not in _SINCE:
@@ -368,23 +368,23 @@ def filter_of(
         raise UsageError(f"bucket={bucket}: choose from {', '.join(_SCALES)}")
     today = day_of(time.time_ns())
     team = _grant(request).team or asked.get("team") or None
-    # A clock that is ahead of ours must not hide a start.
     scale = _SCALES.index(bucket) if bucket is not None else None
+    # Until tomorrow: a node's clock that is ahead of ours must not hide its start.
     where = Filter(today - _SINCE[since] + 1, today + 1, team=team, job=job, kind=kind, bucket=scale, words=words)
     return where, {"since": since, "team": team or "", "kind": kind or "", "bucket": bucket or ""}
 
 
 def start_link(start: Mapping[str, Any]) -> str:
-    """Where a start is: the same after everything was derived anew."""
+    """The page of a start; the link remains valid after `reindex`."""
     return f"/start/{start['attempt']}/{start['restart']}/{quote(start['job'], safe='')}"
 
 
 def _identity(text: str) -> tuple[str, int, int]:
-    """JOB, attempt and restart of `ATTEMPT/RESTART/JOB`, with or without `/start/` in front."""
+    """JOB, attempt and restart of `ATTEMPT/RESTART/JOB`, with or without `/start/` before it."""
     attempt, _, rest = text.rpartition("/start/")[2].partition("/")
     restart, _, job = rest.partition("/")
     if not (job and attempt.isdecimal() and restart.isdecimal() and len(attempt) < 10 and len(restart) < 10):
-        raise UsageError(f"{text!r} names no start: ATTEMPT/RESTART/JOB, or the link of its page")
+        raise UsageError(f"{text!r} is not a start: give ATTEMPT/RESTART/JOB, or the link of its page")
     return job, int(attempt), int(restart)
 
 
@@ -401,7 +401,7 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 
 
 def _bars(rows: list[Answer], value: str, label: str, unit: float = 1.0, by: str = "") -> Markup:
-    """A chart of a value by day, in this unit; several rows of a day add up, or are the bar's parts by a column."""
+    """A chart of a value by day, in this unit; rows of a day are summed, or stacked by the column `by`."""
     sums: dict[int, dict[str, float]] = {}
     for row in rows:
         parts = sums.setdefault(row["day"], {})
@@ -419,7 +419,7 @@ def _colour(stage: str) -> str:
 
 
 def openapi() -> Answer:
-    """What `/api/v1` answers, as an OpenAPI 3.1 document."""
+    """The OpenAPI 3.1 document of `/api/v1`."""
     since = {"name": "since", "in": "query", "schema": {"type": "string", "enum": list(_SINCE)}}
     team = {"name": "team", "in": "query", "schema": {"type": "string"}}
     kind = {"name": "kind", "in": "query", "schema": {"type": "string", "enum": list(_KINDS)}}
@@ -440,25 +440,25 @@ def openapi() -> Answer:
         for name in ("attempt", "restart")
     ]
     bucket = {"name": "bucket", "in": "query", "schema": {"type": "string", "enum": _SCALES}}
-    words = {"name": "q", "in": "query", "schema": {"type": "string"}, "description": "In the name of a job"}
+    words = {"name": "q", "in": "query", "schema": {"type": "string"}, "description": "Part of a job's name"}
     filters = [since, team, kind, bucket]
     ago = {"name": "since", "in": "query", "schema": {"type": "string", "pattern": "^[0-9]{1,4}[hdw]$"}}
     weeks = [ago, team, kind, {"name": "queue", "in": "query", "schema": {"type": "string"}}]
     named = {"name": "job", "in": "query", "schema": {"type": "string", "minLength": 1}}
     paths: dict[str, tuple[str, list[Answer]]] = {
-        "/api/v1/fleet": ("What starts cost, by team, scale, stage and day", filters),
-        "/api/v1/now": ("Open starts, where their nodes are, and which are late", []),
-        "/api/v1/jobs": ("Jobs by their names, those that lose most first", [*filters, words]),
+        "/api/v1/fleet": ("Cost of starts by team, scale, stage and day", filters),
+        "/api/v1/now": ("Open starts, the state of their nodes, and late nodes", []),
+        "/api/v1/jobs": ("Jobs, those that lose most first", [*filters, words]),
         "/api/v1/job/{job}": ("One job's starts", [job, *filters]),
-        "/api/v1/nodes": ("Nodes that hold others back, the worst first", [since]),
+        "/api/v1/nodes": ("Nodes that delay others, worst first", [since]),
         "/api/v1/caches": ("Hits, misses and bytes of images, environments and checkpoints", filters),
-        "/api/v1/compare": ("Two starts side by side", sides),
-        "/api/v1/starts": ("Starts, the newest first", [*filters, *counts]),
+        "/api/v1/compare": ("Comparison of two starts", sides),
+        "/api/v1/starts": ("Starts, newest first", [*filters, *counts]),
         "/api/v1/start/{attempt}/{restart}/{job}": ("The report of one start", [*numbers, job]),
-        f"{ADDRESS}/fleet": ("What `bootseer fleet` shows", weeks),
-        f"{ADDRESS}/history": ("What `bootseer history` shows", [{**named, "required": True}, *weeks]),
-        f"{ADDRESS}/now": ("What `bootseer watch` shows", [named, team]),
-        f"{ADDRESS}/lemons": ("Nodes that came last too often for bad luck", [ago]),
+        f"{ADDRESS}/fleet": ("The data of `bootseer fleet`", weeks),
+        f"{ADDRESS}/history": ("The data of `bootseer history`", [{**named, "required": True}, *weeks]),
+        f"{ADDRESS}/now": ("The data of `bootseer watch`", [named, team]),
+        f"{ADDRESS}/lemons": ("Nodes that are last too often to be chance", [ago]),
     }
     content = {"application/json": {"schema": {"type": "object"}}}
     answers = {
@@ -476,9 +476,9 @@ def openapi() -> Answer:
 
 
 _ERRORS: Final = {
-    "400": "The request is not valid",
-    "401": "A token is needed",
+    "400": "Invalid request",
+    "401": "A token is required",
     "403": "The token does not allow it",
-    "404": "There is no such start or job",
-    "503": "The database does not answer",
+    "404": "No such start or job",
+    "503": "The database cannot be reached",
 }

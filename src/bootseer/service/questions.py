@@ -1,9 +1,9 @@
-"""What people ask of all starts together: over weeks, by team, scale, stage, node and cache.
+"""Queries over all starts: over weeks, by team, scale, stage, node and cache.
 
-Each function is one question; pages, `/api/v1`, `/metrics` and the verbs show its answer, a list of plain dicts. They
-read the rows of starts and the sums of days, never spans, so that a month of a large fleet takes less than a second.
+Each function answers one question with a list of plain dicts, which pages, `/api/v1`, `/metrics` and the verbs show.
+They read the rows of starts and the sums of days, never spans, so a month of a large fleet takes less than a second.
 
-Shares and medians are over starts; GPU time is seconds of one GPU, money in the currency of the reports.
+Shares and medians are over starts; GPU time is in seconds of one GPU, money in the currency of the reports.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
 _HOUR_NS: Final = 3600 * NS_PER_S
-# A start that goes on has come to no end yet, and one whose first step nothing told of may well have trained.
+# Not open starts, which have not ended yet, nor starts without an observed first step, which may have trained.
 _FAILED: Final = start.c.outcome.in_((FAILED, TRUNCATED)) & (start.c.state == CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which starts are meant: those of some days (of both ends too), of one team, queue, job or scale."""
+    """Selects starts: by days (both inclusive), team, queue, job, scale and kind."""
 
     since_day: int = 0
     until_day: int = 1 << 20
@@ -58,17 +58,17 @@ class Filter:
     bucket: int | None = None
     kind: str | None = None
     words: str = ""
-    """In the names of jobs; upper and lower case are the same."""
+    """Part of a job's name, ignoring case."""
 
     def of(self, table: Table) -> list[ColumnElement[bool]]:
-        """The conditions that this table's columns know."""
+        """The conditions on columns of this table."""
         known = [table.c[name] == value for name, value in self._wanted() if name in table.c]
         if self.words and "job" in table.c:
             known.append(table.c.job.icontains(self.words, autoescape=True))
         return [table.c.day >= self.since_day, table.c.day <= self.until_day, *known]
 
     def needs_starts(self, table: Table) -> bool:
-        """Whether a condition is about the start that a row of this table belongs to."""
+        """Whether a condition needs a join with the table of starts."""
         return any(name not in table.c for name, _ in self._wanted()) or bool(self.words)
 
     def _wanted(self) -> list[tuple[str, str | int]]:
@@ -76,18 +76,18 @@ class Filter:
         return [(name, value) for name, value in named.items() if value is not None]
 
     def before(self) -> Filter:
-        """The same for as many days before."""
+        """The same for the period of equal length before it."""
         days = self.until_day - self.since_day + 1
         return replace(self, since_day=self.since_day - days, until_day=self.since_day - 1)
 
 
 def bucket_name(number: int) -> str:
-    """The paper's name of a scale, in GPUs; empty where it is not known."""
+    """The paper's name of a scale, in GPUs; empty if unknown."""
     return BUCKETS[number][1] if 0 <= number < len(BUCKETS) else ""
 
 
 def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
-    """1. What starts cost, by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
+    """1. Cost of starts by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
     ran = start.c.run_s.is_not(None)
     rows = connection.execute(
         _grouped(
@@ -108,14 +108,14 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
 
 
 def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> Rows:
-    """2. What each stage costs, by scale: medians over nodes at 50 and 95 % of the starts, and the sums."""
-    # The sums of days know no teams, queues and jobs: those are summed from the rows of starts.
+    """2. Cost of each stage, by scale: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
+    # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
     key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
     known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
     columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
     hists: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
-    if of is stage_day:  # all lists of a stage come as one text: thousands of small ones take longer
+    if of is stage_day:  # all histograms of a stage as one text: thousands of small ones take longer to parse
         totals = select(*columns, func.sum(of.c.n).label("n"), func.aggregate_strings(of.c.hist, ",").label("hists"))
         totals = totals.where(*where.of(of))
     else:
@@ -138,7 +138,7 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
 
 
 def open_starts(connection: Connection, job: str | None = None) -> Rows:
-    """3. Which starts are open now, of one job or all, and where their nodes are; the newest first."""
+    """3. Open starts of one job or all, with the state of their nodes; newest first."""
     rows = connection.execute(
         select(start.c.id, start.c.job, start.c.attempt, start.c.restart, start.c.kind, start.c.team, start.c.began_ns,
                start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
@@ -156,7 +156,7 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
 
 
 class NodeSums(NamedTuple):
-    """What a node did in some days."""
+    """Sums of a node over some days."""
 
     node_id: int
     n: int
@@ -166,7 +166,7 @@ class NodeSums(NamedTuple):
 
 
 def node_sums(connection: Connection, where: Filter) -> list[NodeSums]:
-    """The sums of each node over these days; those that lost most first."""
+    """The sums of each node over these days; those with most delay first."""
     of = node_day.c
     sums = (func.sum(of.n), func.sum(of.n_last), func.sum(of.delay_s), func.count(of.worst_stage_id))
     rows = connection.execute(select(of.node_id, *sums).where(*where.of(node_day)).group_by(of.node_id))
@@ -182,20 +182,20 @@ def nodes(
     limit: int = 1000,
     sums: Sequence[NodeSums] | None = None,
 ) -> Rows:
-    """4. Which nodes hold others back: how often each came last, with which stage, and how much it lost in all. `sums`:
-    those of all nodes, where they are known."""
+    """4. Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
+    nodes, if already known."""
     sums = node_sums(connection, where) if sums is None else sums
     often = [row for row in sums if row.n >= least_starts]
     return named_nodes(connection, where, often[:limit])
 
 
 def teams(connection: Connection) -> list[str]:
-    """The teams that there are."""
+    """All teams."""
     return sorted(filter(None, connection.execute(select(start.c.team).distinct()).scalars()))
 
 
 def named_nodes(connection: Connection, where: Filter, rows: Sequence[NodeSums]) -> Rows:
-    """These nodes with their names, and the stage in which each lost most."""
+    """These nodes with their names, and the stage of each with the most delay."""
     ids = [row.node_id for row in rows]
     known = {row.id: row for row in connection.execute(select(node).where(node.c.id.in_(ids)))}
     worst = _worst_stages(connection, where, ids)
@@ -218,7 +218,7 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
     known = names(connection, stage)
     lost: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     columns = (node_day.c.node_id, node_day.c.worst_stage_id, node_day.c.delay_s)
-    days = range(where.since_day, where.until_day + 1)  # one by one: of their range SQLite would read all nodes
+    days = range(where.since_day, where.until_day + 1)  # listed, because for a range SQLite would read all nodes
     found = [node_day.c.day.in_(days)] if len(days) < 400 else [*where.of(node_day)]
     for row in connection.execute(select(*columns).where(*found, node_day.c.node_id.in_(ids))):
         if row.worst_stage_id is not None:
@@ -229,7 +229,7 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
 def starts(
     connection: Connection, where: Filter, *, attempt: int | None = None, limit: int = 200, offset: int = 0
 ) -> Rows:
-    """5, 8. The starts themselves, or those of one attempt, the newest first, each with what tells it from others."""
+    """5, 8. The starts, or those of one attempt, newest first, each with its fingerprint."""
     columns = [column for column in start.c if column.name not in ("last_node_id", "last_stage_id", "bucket")]
     query = (
         select(
@@ -251,7 +251,7 @@ def starts(
 
 
 def stages_of(connection: Connection, start_id: int) -> Rows:
-    """5. What each stage of one start took."""
+    """5. The stages of one start."""
     columns = (stage_start.c.num_nodes, stage_start.c.median_s, stage_start.c.max_s, stage_start.c.work_s)
     rows = connection.execute(
         select(stage.c.name.label("stage"), *columns, stage_start.c.wait_s, node.c.name.label("max_node"))
@@ -264,7 +264,7 @@ def stages_of(connection: Connection, start_id: int) -> Rows:
 
 
 def buckets(connection: Connection, where: Filter) -> Rows:
-    """6. Overhead by scale at 50 and 95 % of the starts, beside the days before and the paper's median."""
+    """6. 50th and 95th percentile of the overhead by scale, with the previous period and the paper's median."""
     now, before = (_overheads(connection, each) for each in (where, where.before()))
     found = []
     for number, (_, name, paper_s) in enumerate(BUCKETS):
@@ -285,8 +285,8 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
 
 
 def caches(connection: Connection, where: Filter) -> Rows:
-    """7. How often each technique finds what a start needs, where bytes came from, and what a miss costs: how much
-    longer starts of the same scale take that miss, by their medians."""
+    """7. Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
+    of the same scale with and without misses."""
     of = technique_start if where.needs_starts(storage_day) else storage_day
     names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
     grouped = select(of.c.technique, *(func.sum(of.c[name]).label(name) for name in names))
@@ -315,7 +315,7 @@ def caches(connection: Connection, where: Filter) -> Rows:
 
 
 def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
-    """How much longer starts take a miss, by technique; those where no scale has both are left out."""
+    """How much longer starts with misses take, by technique; omitted if no scale has both kinds."""
     took: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     of = technique_start
     each = select(of.c.technique, start.c.bucket, of.c.misses > 0, start.c.overhead_s).join_from(of, start)
@@ -332,13 +332,13 @@ def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
 
 
 def caches_by_day(connection: Connection, where: Filter) -> Rows:
-    """7. The same for each day: how hit rates and what is stored move."""
+    """7. The same by day: hit rates and stored bytes over time."""
     query = select(storage_day).where(*where.of(storage_day)).order_by(storage_day.c.day, storage_day.c.technique)
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def by_day(connection: Connection, where: Filter) -> Rows:
-    """8. Starts of each day by kind, and what they took."""
+    """8. Starts by day and kind, with their overhead and cost."""
     query = (
         select(start.c.day, start.c.kind, func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
@@ -350,8 +350,8 @@ def by_day(connection: Connection, where: Filter) -> Rows:
 
 
 def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
-    """8, 9, 10. Jobs, those that lose most first: how often they start, which part of their time that takes, and how
-    much of it nodes wait for each other."""
+    """8, 9, 10. Jobs, those that lose most first: number of starts, their share of the job's time, and the share of
+    that in which nodes wait for each other."""
     ran = start.c.run_s.is_not(None)
     rows = connection.execute(
         _grouped(
@@ -381,7 +381,7 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
 
 
 def straggling(connection: Connection, where: Filter) -> Rows:
-    """11. What starts would save without the nodes that held the others back, by scale."""
+    """11. Savings without stragglers, by scale."""
     began = start.c.outcome == BEGAN
     query = _grouped(
         where,
@@ -398,7 +398,7 @@ def straggling(connection: Connection, where: Filter) -> Rows:
 
 
 def origin(connection: Connection, where: Filter) -> Rows:
-    """12. What came from registries and file systems in each hour of starts' begins: bytes, and their rate over it."""
+    """12. Bytes from registries and file systems, and their rate, by the hour in which starts began."""
     at = (start.c.began_ns // _HOUR_NS).label("hour")
     query = select(at, *(func.sum(start.c[name]).label(name) for name in ("origin_bytes", "peer_bytes")))
     rows = connection.execute(query.where(*where.of(start)).group_by(at).order_by(at)).all()
@@ -414,7 +414,7 @@ def origin(connection: Connection, where: Filter) -> Rows:
 
 
 def queues(connection: Connection, where: Filter) -> Rows:
-    """13. Waiting for the scheduler against starting, by scale: medians of the starts of which both are known."""
+    """13. Wait for the scheduler and duration of the start, by scale: medians of starts for which both are known."""
     values: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     each = select(start.c.bucket, start.c.queue_s, start.c.overhead_s).where(*where.of(start))
     for number, queue_s, took_s in connection.execute(each.where(start.c.queue_s.is_not(None))):
@@ -433,7 +433,7 @@ def queues(connection: Connection, where: Filter) -> Rows:
 
 
 def failures(connection: Connection, where: Filter) -> Rows:
-    """14. Starts on which training did not begin: where they stopped, and what they had cost by then."""
+    """14. Starts without training: the stage in which they stopped, and what they cost."""
     query = (
         select(start.c.outcome, stage.c.name.label("stage"), func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
@@ -446,8 +446,8 @@ def failures(connection: Connection, where: Filter) -> Rows:
 
 
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
-    """15. Whether all is seen: nodes heard of those expected, lines lost, clocks, gaps in what senders sent, and what
-    waits to be derived."""
+    """15. Completeness of the data: nodes with events of those expected, lost lines, clock errors, gaps in the batches
+    of senders, and batches waiting for analysis."""
     row = connection.execute(
         select(
             func.count().label("starts"),
@@ -457,11 +457,11 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
             func.max(start.c.clock_error_s).label("clock_error_s"),
         ).where(*where.of(start))
     ).mappings().one()  # fmt: skip
-    came = batch.c.received_ns  # apart, for the index: it has no newest of both together
+    received = batch.c.received_ns  # two queries, because the index begins with `done`
     waiting = connection.execute(
-        select(func.count(), func.min(came), func.max(came)).where(batch.c.done.is_(False))
+        select(func.count(), func.min(received), func.max(received)).where(batch.c.done.is_(False))
     ).one()
-    newest_ns = connection.execute(select(func.max(came)).where(batch.c.done.is_(True))).scalar()
+    newest_ns = connection.execute(select(func.max(received)).where(batch.c.done.is_(True))).scalar()
     latest_ns = max(waiting[2] or 0, newest_ns or 0)
     gaps = connection.execute(select(sender_gap).order_by(sender_gap.c.seen_ns.desc()).limit(100)).mappings()
     found = {name: _plain(value) for name, value in row.items()}
@@ -482,7 +482,7 @@ def _grouped(where: Filter, by: ColumnElement[Any], **sums: ColumnElement[Any]) 
 
 
 def names(connection: Connection, table: Table) -> Mapping[int, str]:
-    """The names of stages or nodes by their numbers."""
+    """The names of stages or nodes by id."""
     return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name))}
 
 
@@ -496,5 +496,5 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """PostgreSQL's sums of integers are decimals."""
+    """An int for a `Decimal`: PostgreSQL returns sums of integers as decimals."""
     return int(value) if value is not None and not isinstance(value, (str, float, int)) else value

@@ -1,9 +1,9 @@
-"""Lines as they came: the truth, from which all else can be derived again.
+"""Raw lines as received: the source of truth, from which everything else can be derived again.
 
-    <day>/<job>/attempt-<n>/<sequence>-<digest>-<sender>.events.zst     days since 1970, when the batch arrived
+    <day>/<job>/attempt-<n>/<sequence>-<digest>-<sender>.events.zst     day of arrival, since 1970
 
-One object for each batch and attempt, compressed, never changed; `bootseer report` reads such a folder as it is. The
-name holds a digest of the lines: a batch that is sent again is the object that is there.
+One immutable, compressed object per batch and attempt; `bootseer report` can read such a folder. The name contains a
+digest of the lines, so a batch that is sent again maps to the same object.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spools import fingerprint, folder_name
 
 EVENTS: Final = f"{SUFFIX}.zst"
-"""What a batch of event lines is called; `LOG`: of a job's own log, in which the log parser looks."""
+"""Suffix of a batch of event lines."""
 LOG: Final = ".log.zst"
+"""Suffix of a batch of a job's own log, for the log parsers."""
 MAX_PLAIN_BYTES: Final = 32 << 20
-"""Of the lines in one object."""
+"""Size of the lines in one object."""
 _NAME: Final = re.compile(
     r"(?P<day>\d{1,6})/(?P<folder>[^/]{1,255})/attempt-(?P<attempt>\d{1,18})/"
     r"(?P<sequence>\d{1,19})-[0-9a-f]{16}-(?P<sender>[^/]{1,80})\.(?:events|log)\.zst"
@@ -35,11 +36,11 @@ _NAME: Final = re.compile(
 
 
 class Key(NamedTuple):
-    """What the name of an object says."""
+    """The parts of an object's name."""
 
     day: int
     folder: str
-    """Of the job: `job_folder`."""
+    """The job's folder, from `job_folder`."""
     attempt: int
     sender: str
     sequence: int
@@ -47,17 +48,17 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A batch that is durable."""
+    """A durable batch."""
 
     name: str
     day: int
     is_new: bool
-    """False: the same batch was there already."""
+    """False: the same batch had been stored before."""
     stored_bytes: int
 
 
 class RawStore:
-    """Objects of raw lines in a store. Safe to use from many threads."""
+    """Objects of raw lines in a store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -66,9 +67,9 @@ class RawStore:
     def put(
         self, lines: bytes, *, day: int, job: str, attempt: int, sender: str, sequence: int, suffix: str = EVENTS
     ) -> Kept:
-        """Keep the lines of one attempt; durable when it returns. `sequence` counts the sender's batches.
+        """Store the lines of one attempt durably. `sequence`: the number of the sender's batch.
 
-        Raises what `Store.create` does: the batch may then be sent again.
+        Raises like `Store.create`: the batch may then be sent again.
         """
         digest = hashlib.sha256(lines).hexdigest()[:16]
         name = f"{day:d}/{job_folder(job)}/attempt-{attempt:d}/{sequence:d}-{digest}-{safe_name(sender)}{suffix}"
@@ -79,15 +80,15 @@ class RawStore:
         upload = self.store.upload()
         try:
             upload.write(packed)
-            upload.commit(name)  # in the place of the same bytes, if they are there already
+            upload.commit(name)  # may replace an object with the same content
         finally:
             upload.abort()
         return Kept(name, day, True, len(packed))
 
     def _create_here(self, name: str, packed: bytes) -> bool:
-        """`Store.create` in a folder of this machine that only services write to: it is synced twice, file and folder,
-        where an upload is synced four times."""
-        assert self._folder is not None  # noqa: S101 - the caller has looked
+        """`Store.create` in a local folder that only services write to. It needs two syncs, of file and folder, instead
+        of four for an upload."""
+        assert self._folder is not None  # noqa: S101 - checked by the caller
         try:
             return self._folder.place.create_bytes(name, packed, mode=0o640)
         except NotFoundError:
@@ -95,29 +96,29 @@ class RawStore:
             return self._folder.place.create_bytes(name, packed, mode=0o640)
 
     def read(self, name: str) -> bytes:
-        """The lines of an object. Raises `CorruptError` for one that is damaged."""
+        """The lines of an object. Raises `CorruptError` if it is damaged."""
         packed = b"".join(self.store.read(name))
         try:
             size = zstandard.frame_content_size(packed)
             if not 0 <= size <= MAX_PLAIN_BYTES:
-                raise CorruptError(f"{self.store.uri}: {name} is damaged: it says that it has {size} bytes")
+                raise CorruptError(f"{self.store.uri}: {name} is damaged: its size is given as {size} bytes")
             lines = zstandard.ZstdDecompressor().decompress(packed)
         except zstandard.ZstdError as error:
             raise CorruptError(f"{self.store.uri}: {name} is damaged: {error}") from error
         return lines
 
     def names(self, day: int | None = None, folder: str = "", attempt: int | None = None) -> Iterator[str]:
-        """The objects of a day, of a job's folder of that day, or of one of its attempts; all without a day."""
-        front = "" if day is None else f"{day}/"
-        front += f"{folder}/" if folder else ""
-        front += f"attempt-{attempt}/" if attempt is not None else ""
-        for stored in self.store.list(front):
+        """The objects of a day, of a job's folder on that day, or of one of its attempts; without a day, all."""
+        prefix = "" if day is None else f"{day}/"
+        prefix += f"{folder}/" if folder else ""
+        prefix += f"attempt-{attempt}/" if attempt is not None else ""
+        for stored in self.store.list(prefix):
             if parse_name(stored.name) is not None:
                 yield stored.name
 
     def of_attempt(self, names: Iterable[str], gone: set[str]) -> Iterator[tuple[str, bytes]]:
-        """Each object's lines. What is not there any more, because retention or a person has removed it, is put into
-        `gone`."""
+        """Each object's lines. Names of objects that no longer exist, because of retention or manual removal, are added
+        to `gone`."""
         for name in names:
             try:
                 yield name, self.read(name)
@@ -125,20 +126,20 @@ class RawStore:
                 gone.add(name)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget these."""
+        """Delete objects."""
         for name in names:
             self.store.delete(name)
 
 
 def job_folder(job: str) -> str:
-    """The folder of a job's lines: its name, or one made from it where that is not a name of objects. Two jobs may have
-    the same one; their lines tell them apart."""
+    """The folder of a job's lines: its name, or a digest of it if it is not valid in object names. Two jobs may share a
+    folder; their lines are told apart by their content."""
     name = folder_name(job)
     return name if name[0].isalnum() or name[0] == "_" else f"_{fingerprint(job)[:16]}"
 
 
 def parse_name(name: str) -> Key | None:
-    """What the name of an object says; None for what is not one of raw lines."""
+    """The parts of an object's name; None if it is not an object of raw lines."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

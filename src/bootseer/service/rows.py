@@ -1,4 +1,4 @@
-"""One analysed start as rows of the tables. Names stand where the tables have numbers; `derive` puts these in.
+"""One analysed start as rows of the tables, with names instead of ids; `derive` replaces them.
 
 Decides and touches nothing.
 """
@@ -21,14 +21,14 @@ from bootseer.units import NS_PER_S, S_PER_H, seconds
 
 DAY_NS: Final = 86_400 * NS_PER_S
 _MAX_DAY: Final = 100_000
-"""In the year 2243: a wrong clock makes no day beyond it."""
+"""In the year 2243: limits days of wrong clocks."""
 BEGAN: Final = "training_began"
 _VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
 
 
 @dataclass(slots=True)
 class Rows:
-    """What the tables have of one start. `last_node`, `max_node`, `stage`, `node` ... are names."""
+    """The rows of one start. `last_node`, `max_node`, `stage`, `node` ... are names."""
 
     start: dict[str, Any]
     report: bytes
@@ -36,7 +36,7 @@ class Rows:
     nodes: list[dict[str, Any]]
     techniques: list[dict[str, Any]]
     racks: dict[str, str]
-    """Rack by node, where it is known."""
+    """Rack by node, if known."""
 
 
 def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_json: str) -> Rows:
@@ -67,7 +67,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
         }
         for row in report.stages
     ]
-    # A node may hold the others back at several barriers: where it does most.
+    # A node may be a straggler at several barriers: take the largest delay.
     worst = {one.node: one for one in sorted(report.stragglers, key=lambda one: one.delay_s)}
     last = start["last_node"]
     nodes = [
@@ -92,7 +92,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
 
 
 def day_of(ns: int) -> int:
-    """The day of a moment, since 1970 in UTC."""
+    """The day of a time, since 1970 in UTC."""
     return min(max(ns // DAY_NS, 0), _MAX_DAY)
 
 
@@ -100,7 +100,7 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
     start, overhead = report.startup, report.overhead
     run = next(iter(sorted(startup.run_attrs.items())), ("", {}))[1]
     took_s = overhead.startup_s or 0.0
-    # Of the nodes that came last to a barrier, the one that kept the others waiting longest.
+    # Of the nodes that were last at a barrier, the one with the largest excess.
     worst = max(report.critical_chain, key=lambda link: link.excess_s or 0.0, default=None)
     image = report.images[0] if report.images else None
     environment = report.environments[0] if report.environments else None
@@ -159,7 +159,7 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
 
 
 def _stopped_in(report: Report) -> str:
-    """Where a start stopped that came to no end: the stage of the node that failed, or was heard of least long."""
+    """The stage in which a start stopped: that of a node that failed, else of the node whose events end first."""
     stopped = [node for node in report.nodes if node.outcome in (FAILED, TRUNCATED)]
     first = min(stopped, key=lambda node: (node.outcome != FAILED, node.own_end_s), default=None)
     return first.last_stage if first is not None else ""
@@ -171,7 +171,7 @@ def _text(run: Any, name: str) -> str:
 
 
 def _run_s(startup: StartupSpans) -> float | None:
-    """From the first begin of `bootseer run` to its last end; None while one of them runs."""
+    """From the first begin of `bootseer run` to its last end; None while it is running on a node."""
     runs = [span for node in startup.nodes.values() for span in node.structure if span.stage == RUN]
     if not runs or any(span.outcome == TRUNCATED for span in runs):
         return None
@@ -184,7 +184,7 @@ def _cache_state(techniques: Sequence[dict[str, Any]]) -> str:
 
 
 def _techniques(report: Report) -> list[dict[str, Any]]:
-    """What was ready of image, environment and checkpoint, on how many nodes, and where the rest came from."""
+    """For image, environment and checkpoint: hits and misses over nodes, and the sources of bytes."""
     found = []
     environments = [one for one in report.environments if one.mode != "bypassed"]
     for technique, starts, ready in (
@@ -227,7 +227,7 @@ def _technique(
 
 
 def _with_peers(report: Report, fetched: Sequence[dict[str, Any]]) -> None:
-    """What came from other nodes is told for a node as a whole: as large a part of each technique's bytes."""
+    """Split the bytes from other nodes, which are known only per node, in proportion to each technique's bytes."""
     from_peers = sum(one.peer_bytes for one in report.peers) - sum(one.peer_bytes for one in report.checkpoints)
     came = sum(one["origin_bytes"] for one in fetched)
     for one in fetched if came else ():

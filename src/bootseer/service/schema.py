@@ -1,11 +1,11 @@
-"""The tables of what the service derives from raw lines; all of it can be derived again.
+"""The tables that the service derives from raw lines; all of them can be derived again.
 
-One text for SQLite and PostgreSQL. Times are nanoseconds since 1970 (`_ns`), durations seconds (`_s`), days are counted
-since 1970 in UTC and are those of a start's begin. `migrations` brings older databases to this state.
+The schema is the same for SQLite and PostgreSQL. Times are nanoseconds since 1970 (`_ns`), durations seconds (`_s`),
+days are counted since 1970 in UTC, and are those on which a start began. `migrations` upgrades older databases.
 
-Numbers of starts and nodes grow to 10^7 and 10^4: what is summed over weeks lies in `stage_day` and `node_day`, which
-are computed anew for each day that changed, so that a start which is derived twice counts once. Spans have no table: a
-start's report has what people look at, and its raw lines all of them.
+There may be 10^7 starts and 10^4 nodes, so queries over weeks read the sums in `stage_day` and `node_day`. These are
+recomputed for each day that changed, so that a start that is derived twice counts once. There is no table of spans: a
+start's report has what people look at, and its raw lines have all details.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IMAGE: Final = "image"
 ENVIRONMENT: Final = "environment"
 CHECKPOINT: Final = "checkpoint"
 
-# SQLite counts up by itself only columns of exactly this type.
+# SQLite autoincrements only columns of exactly this type.
 _ID: Final = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -45,7 +45,7 @@ def _key(name: str, *arguments: Any) -> Column[Any]:
 
 
 def _text(name: str) -> Column[Any]:
-    """Empty where it is not known."""
+    """Empty if unknown."""
     return Column(name, Text, nullable=False, server_default="")
 
 
@@ -83,16 +83,16 @@ start: Final = Table(
     Column("began_ns", BigInteger, nullable=False),
     Column("ended_ns", BigInteger, nullable=False),
     Column("day", Integer, nullable=False),
-    # The paper's seven scales by the number of GPUs, 0 to 6; -1 where it is not known.
+    # The paper's seven scales by number of GPUs, 0 to 6; -1 if unknown.
     Column("bucket", SmallInteger, nullable=False),
     Column("nodes_expected", Integer),
     Column("nodes_heard", Integer, nullable=False),
     Column("ranks", Integer, nullable=False),
     Column("gpus", Integer),
-    # What it found ready of what it needs: hit (everything), mixed, miss (nothing); off: it uses no technique.
+    # hit: everything was cached; mixed; miss: nothing; off: no technique is used.
     Column("cache_state", Text, nullable=False),
     *map(_text, ("image", "image_digest", "env_key", "checkpoint")),
-    # What a comparison shows beside the times, as JSON: versions, digests, sizes.
+    # Versions, digests and sizes for comparisons, as JSON.
     _text("fingerprint"),
     _sum("overhead_s"),
     Column("job_level_s", Double),
@@ -103,9 +103,9 @@ start: Final = Table(
     _sum("wait_gpu_s"),
     Column("cost", Double),
     _text("currency"),
-    # How much sooner training had begun without the nodes that held the others back.
+    # How much sooner training would have begun without stragglers.
     _sum("straggler_s"),
-    # From the begin to the end of the command; null while it runs.
+    # From the beginning to the end of the command; null while it runs.
     Column("run_s", Double),
     _count("cache_bytes"),
     _count("peer_bytes"),
@@ -126,7 +126,7 @@ start_report: Final = Table(
     "start_report",
     metadata,
     _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
-    # What `bootseer report --json` prints, byte for byte, as zstd.
+    # The output of `bootseer report --json`, compressed with zstd.
     Column("json", LargeBinary, nullable=False),
 )
 
@@ -167,9 +167,9 @@ node_start: Final = Table(
     _sum("own_end_s"),
     _text("outcome"),
     Column("last_stage_id", BigInteger, ForeignKey("stage.id")),
-    # Whether training began when this node was there: it came last.
+    # Whether it was the last node.
     Column("is_last", Boolean, nullable=False),
-    # Where it lost most against the others' median, and how much; null where it did not.
+    # The stage with its largest delay against the others' median, and the delay; null if it is not a straggler.
     Column("stage_id", BigInteger, ForeignKey("stage.id")),
     Column("delay_s", Double),
     Index("node_start_by_node", "node_id", "day"),
@@ -177,7 +177,7 @@ node_start: Final = Table(
     sqlite_with_rowid=False,
 )
 
-# What a start had of its image, environment or checkpoint: on how many nodes it was ready, and where bytes came from.
+# Per start and technique (image, environment, checkpoint): hits and misses over nodes, and sources of bytes.
 technique_start: Final = Table(
     "technique_start",
     metadata,
@@ -204,8 +204,8 @@ stage_day: Final = Table(
     _sum("wait_s"),
     _sum("gpu_s"),
     _sum("cost"),
-    # How many starts' medians over nodes lie in each of 64 classes (`upkeep.class_of`), as JSON; then of what 99 % of a
-    # start's nodes were within.
+    # Histograms in 64 classes (`upkeep.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
+    # percentiles.
     _text("hist"),
     _text("hist99"),
     sqlite_with_rowid=False,
@@ -259,7 +259,7 @@ sender_gap: Final = Table(
     _count("seen_ns"),
 )
 
-# An attempt that is being derived: which process does it, until when others leave it alone, and its newest moment.
+# An attempt that is being derived: the process that has claimed it, until when, and its latest live state.
 live: Final = Table(
     "live",
     metadata,

@@ -1,7 +1,7 @@
-"""What goes on beside the starts: sums by day, raw lines that have no row yet, and forgetting what is old.
+"""Background maintenance: sums by day, rows for raw objects that have none, and deletion of old raw lines.
 
-Sums of a day are computed anew from the day's starts when one of them has changed, so that no start counts twice.
-What is forgotten gives its bytes back: SQLite returns free pages to the disk.
+The sums of a day are recomputed from the day's starts when one of them has changed, so that no start counts twice.
+After a deletion, SQLite returns free pages to the disk.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ _SUM_EVERY_S: Final = 2.0
 _RECONCILE_EVERY_S: Final = 60.0
 _FORGET_EVERY_S: Final = 3600.0
 _PAGES: Final = 20_000
-"""Of SQLite, returned to the disk at once: others wait meanwhile."""
-
-
+"""Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
 RAW_DAYS: Final = 14
-"""How long raw lines are kept; starts, their reports and the sums stay for ever."""
+"""How long raw lines are kept; starts, reports and sums are kept for ever."""
 
 
 def class_of(value_s: float) -> int:
@@ -56,7 +54,7 @@ def bound_s(number: int) -> float:
 
 
 def quantile_s(hist: Iterable[int], share: float) -> float | None:
-    """The value below which this share of what was counted lies, to 19 %; None where nothing was."""
+    """A quantile of a histogram, accurate to 19 %; None if it is empty."""
     counts = list(hist)
     wanted, seen = share * sum(counts), 0
     for number, count in enumerate(counts):
@@ -139,17 +137,10 @@ def _storage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
     return list(sums.values())
 
 
-def changed_days(database: Database, since_ns: int) -> set[int]:
-    """The days of starts that were derived since."""
-    start = schema.start
-    with database.read() as connection:
-        return set(connection.execute(select(start.c.day).distinct().where(start.c.computed_ns >= since_ns)).scalars())
-
-
 def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = None) -> int:
-    """Give raw objects that have no row one, so that they are derived: of these days, or of all. How many there were.
+    """Create rows for raw objects that have none, of these days or all, so that they are derived. Returns their number.
 
-    Objects without a row are what arrived while the database was away, or just before a crash.
+    Such objects arrived while the database was unreachable, or just before a crash.
     """
     found = 0
     for day in [None] if days is None else days:
@@ -174,7 +165,7 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
 
 
 def _close_gaps(connection: Connection) -> None:
-    """Take away what is missing no more: batches whose row was written late, after a crash or by another service."""
+    """Remove gaps that were filled by batches whose rows were written late, after a crash or by another service."""
     batch, gap = schema.batch, schema.sender_gap
     for row in connection.execute(select(gap)).all():
         there = (batch.c.sender == row.sender) & batch.c.sequence.between(row.from_sequence, row.to_sequence)
@@ -189,9 +180,9 @@ def _close_gaps(connection: Connection) -> None:
 
 
 def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[list[Gap], int]:
-    """What is missing of a sequence after these numbers came: first and last of each gap, and the highest number.
+    """The gaps of a sequence after these numbers arrived (first and last missing number), and the highest number.
 
-    `last`: the highest before, -1 when none.
+    `last`: the highest number so far, -1 if none.
     """
     missing = list(gaps)
     for number in sorted(came):
@@ -207,7 +198,7 @@ def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[lis
 
 
 def _batch(raw: RawStore, name: str) -> dict[str, Any]:
-    """A raw object's row, from its name and its first line."""
+    """The row of a raw object, from its name and its first line."""
     key, lines = parse_name(name), raw.read(name)
     if key is None:
         raise CorruptError(f"{name} is not a name of raw lines")
@@ -237,10 +228,10 @@ def _batch(raw: RawStore, name: str) -> dict[str, Any]:
 def reindex(
     database: Database, raw: RawStore, progress: Callable[[int, int], object], patterns: Patterns = ()
 ) -> dict[str, int]:
-    """Derive anew what there are raw lines of; how many starts, attempts and batches these are. `progress` gets
-    attempts done, and all. Starts whose raw lines were forgotten stay as they are.
+    """Derive everything with raw lines again. Returns the number of starts, attempts and batches. `progress` is called
+    with the attempts done and their total. Starts whose raw lines were deleted are kept.
 
-    An attempt that cannot be analysed is passed over, with a warning.
+    An attempt that cannot be analysed is skipped with a warning.
     """
     reconcile(database, raw)
     batch = schema.batch
@@ -256,7 +247,7 @@ def reindex(
             derived = derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns)
         except TransientError:
             raise
-        except Exception as error:  # one that the analysis fails for must not stop all others
+        except Exception as error:  # one attempt that cannot be analysed must not stop the others
             _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, error, exc_info=True)
         else:
             found += derived.starts
@@ -268,9 +259,9 @@ def reindex(
 
 
 def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int:
-    """Remove raw lines that are older than these days; how many objects there were."""
+    """Delete raw lines older than this number of days; returns the number of objects."""
     batch = schema.batch
-    # All lines of an attempt or none: half of them would be derived as half a start.
+    # All lines of an attempt or none: a part of them would be derived as an incomplete start.
     latest = select(batch.c.job, batch.c.attempt, func.max(batch.c.day).label("day")).group_by(
         batch.c.job, batch.c.attempt
     )
@@ -288,10 +279,10 @@ def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int
 
 
 class Upkeep:
-    """A thread that does all of this while a service runs."""
+    """The thread that does this while a service runs."""
 
     def __init__(self, database: Database, raw: RawStore, raw_days: int, found: Callable[[], None]) -> None:
-        """`found` is called when raw objects without a row have got one."""
+        """`found` is called after rows for raw objects were created."""
         self._database = database
         self._raw = raw
         self._raw_days = raw_days
@@ -302,24 +293,26 @@ class Upkeep:
         self._thread = threading.Thread(target=self._run, name="bootseer-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def changed(self, days: Iterable[int]) -> None:
-        """Starts of these days were derived: their sums are computed within seconds."""
+        """Starts of these days were derived: recompute their sums within seconds."""
         with self._lock:
             self._days.update(days)
 
     def close(self) -> None:
-        """End; what was not summed is summed by the next service."""
+        """Stop the thread. The next service computes the pending sums."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        started_ns = time.time_ns()
         due_s = {"reconcile": 0.0, "forget": time.monotonic() + _FORGET_EVERY_S / 10}
-        # A service that was killed has left some to be summed.
-        self.changed_since(started_ns - DAY_NS)
+        # A killed service may have left sums that were not recomputed.
+        start = schema.start
+        lately = start.c.computed_ns >= time.time_ns() - DAY_NS
+        with contextlib.suppress(BootseerError), self._database.read() as connection:
+            self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
         since: int | None = None
         while not self._ended.wait(_SUM_EVERY_S):
             try:
@@ -344,14 +337,9 @@ class Upkeep:
                 _LOG.exception("upkeep")
 
     def _latest_day(self, today: int) -> int:
-        """When the last batch came that has a row: the service may have been killed just after it, days ago."""
+        """The day of the last batch with a row: the service may have been killed just after it, days ago."""
         with self._database.read() as connection:
             latest = connection.execute(
                 select(func.max(schema.batch.c.day)).where(schema.batch.c.day <= today)
             ).scalar()
         return max(latest if latest is not None else today, today - self._raw_days)
-
-    def changed_since(self, since_ns: int) -> None:
-        """Sum the days of starts that were derived since."""
-        with contextlib.suppress(BootseerError):  # the database is away; the next service does it
-            self.changed(changed_days(self._database, since_ns))

@@ -1,5 +1,5 @@
-// Brings changes into pages that are looked at: when the service says that a start has moved on, the page's own address
-// is asked for again, and its main part replaced. Without a script, and while the service is away, the page stays.
+// Updates open pages: when the service sends an event that a start has changed, the page is fetched again and its main
+// part replaced. Without JavaScript, and while the service cannot be reached, the page stays as it is.
 "use strict";
 if (document.body.hasAttribute("data-live") && "EventSource" in window) {
   let asking = false, again = false;
@@ -12,11 +12,11 @@ if (document.body.hasAttribute("data-live") && "EventSource" in window) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         const [here, there] = [document.getElementById("main"), page.getElementById("main")];
         const shown = () => { here.replaceChildren(...there.childNodes); document.dispatchEvent(new Event("shown")); };
-        // A form that is being filled in stays.
+        // Do not replace a form that is being filled in.
         if (there && !here.contains(document.activeElement)) shown();
         else if (there && document.activeElement === here) shown();
       }
-    } catch (error) { /* the service is away: the events come again when it is back */ }
+    } catch (error) { /* the service cannot be reached: events arrive again once it is back */ }
     asking = false;
     if (again) { again = false; refresh(); }
   };
