@@ -1,4 +1,4 @@
-"""`bootseer agent`: one process per node that looks after its cache and its mounts, and says how it is."""
+"""`bootseer agent`: one process per node that looks after its cache and mounts, and reports its state."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bootseer.cli.output import Output, table
 from bootseer.units import format_bytes, format_seconds
 
 _VERBS = {
-    "run": ("agent", "Look after this node until a signal ends it."),
-    "status": ("agent", "What the agent of this node knows."),
+    "run": ("agent", "Run the agent until a signal ends it."),
+    "status": ("agent", "Show the state of this node's agent."),
 }
 
 
 @click.command("agent", cls=Group, verbs=_VERBS)
 def agent_command() -> None:
-    """One process per node: keeps the cache within its limit and serves figures to Prometheus.
+    """The node's agent: keeps the cache within its limit and serves metrics to Prometheus.
 
-    Jobs need none, and do not notice when it is killed.
+    It is optional: jobs run without it, and are not affected if it is killed.
 
     \b
     bootseer agent run --cache-limit 500g --listen 127.0.0.1:9464
@@ -35,20 +35,22 @@ def agent_command() -> None:
 
 
 @click.command("run")
-@click.option("--cache", type=click.Path(path_type=Path), metavar="DIR", help="Another cache than this node's.")
 @click.option(
-    "--cache-limit", metavar="SIZE", help="What the cache may take, as 500g (default: by how full the disk is)."
+    "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the cache (default: this node's)."
+)
+@click.option(
+    "--cache-limit", metavar="SIZE", help="Cache size limit, such as 500g (default: by how full the disk is)."
 )
 @click.option("--every", "every_s", type=click.FloatRange(1.0, 86400.0), default=60.0, show_default=True, metavar="S",
-              help="Seconds between two looks.")  # fmt: skip
+              help="Seconds between two rounds of checks.")  # fmt: skip
 @click.option("--idle", "idle_s", type=click.FloatRange(0.0), default=7 * 86_400.0, metavar="S",
-              help="Unmount layers that nothing has used for so many seconds (default: a week).")  # fmt: skip
+              help="Unmount layers unused for this many seconds (default: a week).")  # fmt: skip
 @click.option("--peers-for", "peers_s", type=click.FloatRange(0.0), default=3600.0, show_default=True, metavar="S",
-              help="Serve what ended jobs have read to their --peers LIST for so many seconds.")  # fmt: skip
-@click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz there, besides the Unix socket.")
-@click.option("--ship-to", default="", metavar="URL", help="Send this node's spools to the service there.")
+              help="Serve blocks of ended jobs to their --peers LIST for this many seconds.")  # fmt: skip
+@click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz here, besides the Unix socket.")
+@click.option("--ship-to", default="", metavar="URL", help="Send this node's spools to this service.")
 @click.option("--spool", "spool_roots", multiple=True, metavar="DIR",
-              help="Their root; may be repeated (default: this user's).")  # fmt: skip
+              help="Root of these spools; may be repeated (default: this user's).")  # fmt: skip
 def run_command(
     cache: Path | None,
     cache_limit: str | None,
@@ -59,7 +61,7 @@ def run_command(
     ship_to: str,
     spool_roots: tuple[str, ...],
 ) -> None:
-    """Look after this node until a signal ends it. systemd units are in contrib/systemd."""
+    """Run the agent until a signal ends it. systemd units are in contrib/systemd."""
     from bootseer.agent.agent import AgentSettings, run_agent
     from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.trace.spools import default_root
@@ -83,7 +85,7 @@ def run_command(
 @click.command("status")
 @json_option("bootseer.agent/1")
 def status_command(output: Output) -> None:
-    """Ask the agent of this node. The exit code is 1 when it runs and says that something is wrong."""
+    """Show the state of this node's agent. The exit code is 1 if the agent reports a problem."""
     from bootseer.agent.agent import request_status
     from bootseer.artifact.places import runtime_root
 
@@ -104,7 +106,7 @@ def status_command(output: Output) -> None:
     output(
         status,
         rows,
-        f"agent {status['pid']} runs for {format_seconds(status['uptime_s'])}: {cache['files']} files, "
+        f"agent {status['pid']}, up {format_seconds(status['uptime_s'])}: {cache['files']} files, "
         f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(status['freed_bytes'])} freed",
         *(
             f"{held['files']} files of ended jobs are served at {', '.join(held['addresses'])} for another "
@@ -119,5 +121,5 @@ def status_command(output: Output) -> None:
 
 
 def _shipped(service: dict[str, Any]) -> str:
-    reason = f", but not the last one: {service['problem']}" if service["problem"] else ""
-    return f"{service['batches']} batches of events were sent to the service{reason}"
+    reason = f"; the last one failed: {service['problem']}" if service["problem"] else ""
+    return f"{service['batches']} batches of events sent to the service{reason}"

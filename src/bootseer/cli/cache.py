@@ -1,4 +1,4 @@
-"""`bootseer cache`: what this node keeps of images, and how much of it."""
+"""`bootseer cache`: this node's block cache."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ if TYPE_CHECKING:
 
 
 _VERBS = {
-    "show": ("cache", "What is kept, the most recently used first."),
-    "verify": ("cache", "Compare everything with its digests."),
-    "prune": ("cache", "Make room: what was never read goes first."),
+    "show": ("cache", "List cached files, most recently used first."),
+    "verify": ("cache", "Verify all cached blocks against their digests."),
+    "prune": ("cache", "Free space, starting with blocks that were never read."),
 }
 
 
 _FOLDER = click.option(
-    "--cache", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Another cache than this node's."
+    "--cache",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the cache (default: this node's).",
 )
 _JSON = json_option("bootseer.cache/1")
 
 
 @click.command("cache", cls=Group, verbs=_VERBS)
 def cache_command() -> None:
-    """What this node keeps of images: blocks that were fetched once and are verified when they are used.
+    """This node's cache: blocks of images, environments and checkpoints that were fetched once and are verified on use.
 
     \b
     bootseer cache show
@@ -82,13 +86,12 @@ def show_command(folder: Path | None, output: Output) -> None:
 @click.command("verify")
 @_FOLDER
 @_JSON
-@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="How many at once.")
+@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Number of threads.")
 def verify_command(folder: Path | None, output: Output, threads: int) -> None:
-    """Read everything and compare it with its digests. What differs is dropped and fetched again when it is needed.
+    """Read everything and compare it with its digests. Damaged blocks are dropped and fetched again when needed.
 
-    The exit code is 1 when something was dropped.
+    The exit code is 1 if something was dropped.
     """
-
     cache = _cache(folder)
     with Progress("verifying") as progress:
         damaged = cache.verify(
@@ -108,10 +111,10 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.command("prune")
 @_FOLDER
 @_JSON
-@click.option("--to", "to_size", metavar="SIZE", help="Down to this size, as 200g (default: by how full the disk is).")
-@click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
+@click.option("--to", "to_size", metavar="SIZE", help="Target size, such as 200g (default: by how full the disk is).")
+@click.option("--dry-run", "-n", is_flag=True, help="Only show what would be freed.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
-    """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
+    """Free disk space. Files in use are kept; blocks that no start has ever read are evicted first."""
     from bootseer.artifact.cache_space import unmount_idle
     from bootseer.artifact.places import runtime_root
     from bootseer.artifact.unpacked import delete_idle_trees
@@ -119,7 +122,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
 
     cache = _cache(folder)
     if not dry_run:
-        # Layers that stay mounted for the next start keep their files.
+        # Layers that are kept mounted for the next start would keep their files in use.
         runtime = Runtime(runtime_root(os.environ, os.getuid()))
         unmount_idle(runtime, cache, idle_s=0)
         delete_idle_trees(cache.root.parent, runtime, idle_s=0)
@@ -153,7 +156,4 @@ def _state(damaged: bool, in_use: bool, trusted: bool) -> str:
 
 
 def _ago(moment: float) -> str:
-    if not moment:
-        return "never"
-
-    return f"{format_seconds(max(time.time() - moment, 0))} ago"
+    return f"{format_seconds(max(time.time() - moment, 0))} ago" if moment else "never"

@@ -1,6 +1,6 @@
-"""`bootseer ckpt`: checkpoints in striped files, and ordinary ones.
+"""`bootseer ckpt`: checkpoints of striped and of ordinary files.
 
-The verbs that copy and read them; those about a job's checkpoints are in `ckpt_jobs`.
+The verbs that copy and read checkpoints; `ckpt_jobs` has those about the checkpoints of a job.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 _VERBS = {
-    "mount": ("ckpt_mount", "Mount a folder of checkpoints on a local folder."),
-    "umount": ("ckpt_mount", "Undo a mount."),
-    "mounted": ("ckpt_mount", "What is mounted, and whether it works."),
-    "put": ("ckpt", "Copy a checkpoint into the storage, and publish it."),
-    "get": ("ckpt", "Copy a checkpoint to a local folder."),
-    "list": ("ckpt_jobs", "The checkpoints of a job."),
+    "mount": ("ckpt_mount", "Mount a folder of checkpoints."),
+    "umount": ("ckpt_mount", "Unmount a folder of checkpoints."),
+    "mounted": ("ckpt_mount", "List mounted folders and their health."),
+    "put": ("ckpt", "Upload a checkpoint and publish it."),
+    "get": ("ckpt", "Download a checkpoint."),
+    "list": ("ckpt_jobs", "List the checkpoints of a job."),
     "latest": ("ckpt_jobs", "Show or set the checkpoint to resume from."),
-    "stat": ("ckpt_jobs", "What a file consists of, and on which nodes it lies."),
-    "verify": ("ckpt", "Read a checkpoint and compare it with its digests."),
+    "stat": ("ckpt_jobs", "Show the parts of a file and the nodes that store them."),
+    "verify": ("ckpt", "Verify a checkpoint against its digests."),
     "remove": ("ckpt_jobs", "Remove checkpoints."),
-    "clean": ("ckpt_jobs", "Remove what killed writers have left."),
+    "clean": ("ckpt_jobs", "Remove leftovers of killed writers."),
     "policy": ("ckpt_jobs", "Show or set how new files of a folder are striped."),
 }
 
 
 @click.command("ckpt", cls=Group, verbs=_VERBS)
 def ckpt_command() -> None:
-    """Checkpoints whose files are spread over the nodes of the storage, and ordinary ones.
+    """Checkpoints, with files striped over the nodes of the storage or ordinary ones.
 
-    A place is hdfs://host:port/dir, s3://bucket/dir (gs, az), file:///dir or the path of a folder. A job is a folder
-    with checkpoints in it.
+    Locations are hdfs://host:port/dir, s3://bucket/dir (also gs, az), file:///dir or a path. A job is a folder of
+    checkpoints.
 
     \b
-    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        for training code as it is
+    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        for unmodified training code
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
     bootseer ckpt list s3://checkpoints/moe
     bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
@@ -59,23 +59,23 @@ def ckpt_command() -> None:
 
 
 _PATIENCE_S = 2.0
-_PUT_RESTS = "what was written is used by the same put again, and removed by later writers or by `bootseer ckpt remove`"
+_PUT_RESTS = "repeat the put to resume it; otherwise later writers or `bootseer ckpt remove` delete what was written"
 
 
 @click.command("put")
 @click.argument("source", metavar="SRC", type=click.Path(exists=True))
 @click.argument("job", metavar="JOB")
-@click.option("--name", metavar="NAME", help="Of the checkpoint (default: that of SRC).")
-@click.option("--replace", is_flag=True, help="Take the place of a checkpoint of this name.")
-@click.option("--latest/--no-latest", default=True, help="Let `latest` name it unless that has a later one.")
+@click.option("--name", metavar="NAME", help="Name of the checkpoint (default: that of SRC).")
+@click.option("--replace", is_flag=True, help="Replace a checkpoint of the same name.")
+@click.option("--latest/--no-latest", default=True, help="Point `latest` at it, unless it names a later checkpoint.")
 @click.option(
     "--keep-last",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Then remove older checkpoints than the N newest, of names that differ in numbers alone; never the latest.",
+    help="Afterwards remove all but the N newest checkpoints whose names differ only in numbers; never the latest.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be written and removed, and do nothing.")
-@click.option("--read-back", is_flag=True, help="Read all of it before it is published.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be written and removed.")
+@click.option("--read-back", is_flag=True, help="Read everything back before publishing.")
 @with_options(STRIPES)
 @json_option("bootseer.checkpoint-put/1")
 def put_command(
@@ -90,11 +90,11 @@ def put_command(
     output: Output,
     **stripes: object,
 ) -> None:
-    """Copy the folder or file SRC into the folder JOB. It appears there when all of it is durable, and then `latest`
-    names it.
+    """Copy the folder or file SRC into the folder JOB. It becomes visible once all of it is durable, and `latest` then
+    points at it.
 
-    A put that was interrupted goes on where it stopped when it is repeated on the same machine.
-    Its files are striped as the folder's policy says, or as said here.
+    Repeat an interrupted put on the same machine to resume it. Files are striped by the folder's policy unless options
+    override it.
 
     \b
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
@@ -122,7 +122,7 @@ def put_command(
                 files.place, local, name or local.name, settings=settings, progress=progress.show_bytes
             )
         except TakenError as error:
-            raise UsageError(str(error), hint="--name NAME or --replace", exit_code=1) from error
+            raise UsageError(str(error), hint="give --name NAME or --replace", exit_code=1) from error
         uri, fallback = f"{files.place.uri}/{put.path}", tell_fallback(files.place.facts())
     took_s = time.monotonic() - began_s
     kept = f" ({format_bytes(put.kept_bytes)} of an earlier, interrupted put)" if put.kept_bytes else ""
@@ -152,7 +152,7 @@ def put_command(
 
 
 _PIECE_BYTES = 32 << 20
-_GET_RESTS = "what was copied lies in a hidden folder beside its name, which the next get there removes"
+_GET_RESTS = "what was copied is kept in a hidden folder next to the target, which the next get resumes or removes"
 
 
 @click.command("get")
@@ -162,15 +162,16 @@ _GET_RESTS = "what was copied lies in a hidden folder beside its name, which the
     "--only",
     metavar="PATTERN",
     multiple=True,
-    help="Only files whose path in SRC matches, or a folder of theirs; repeatable. * matches / too.",
+    help="Copy only files whose path in SRC, or a parent folder, matches; * also matches /. May be repeated.",
 )
-@click.option("--replace", is_flag=True, help="Take the place of what DST is.")
+@click.option("--replace", is_flag=True, help="Replace DST if it exists.")
 @json_option("bootseer.checkpoint-got/1")
 def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], replace: bool, output: Output) -> None:
-    """Copy the checkpoint or file SRC to DST, by default under its name in this folder. DST appears when it is whole.
+    """Copy the checkpoint or file SRC to DST, by default under its own name in the current folder. DST appears once it
+    is complete.
 
-    A get that was interrupted goes on where it stopped when it is repeated.
-    JOB/latest is the checkpoint that the job's `latest` names. A file goes to standard output when DST is -.
+    Repeat an interrupted get to resume it. JOB/latest is the checkpoint that `latest` points at. If DST is -, a file is
+    written to standard output.
 
     \b
     bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
@@ -189,7 +190,7 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
         if target == "-":
             if output.as_json or replace or only:
                 raise UsageError(
-                    "the file itself goes to standard output", hint="leave out --json, --replace and --only"
+                    "the file is written to standard output", hint="leave out --json, --replace and --only"
                 )
             _print_file(files, name)
             tell_fallback(files.place.facts())
@@ -218,11 +219,11 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
 
 
 def _print_file(files: Files, name: str) -> None:
-    """A file on standard output, in large reads: each comes from all nodes that have of it."""
+    """Write a file to standard output. Reads are large, so that each one uses all nodes that store parts of it."""
     from bootseer.checkpoint.reading.reading import Reading
 
     if files.stat(name).is_folder:
-        raise UsageError(f"{files.place.uri}/{name} is a folder", hint="only a file goes to standard output")
+        raise UsageError(f"{files.place.uri}/{name} is a folder", hint="only a file can be written to standard output")
     with closing(Reading(files.place)) as reading, reading.open(name) as file:
         buffer, offset = memoryview(bytearray(min(_PIECE_BYTES, file.size_bytes))), 0
         while length := file.readinto(offset, buffer):
@@ -244,8 +245,8 @@ _MAX_SHOWN = 20
 @click.argument("checkpoint", metavar="CHECKPOINT")
 @json_option("bootseer.checkpoint-verified/1")
 def verify_command(checkpoint: str, output: Output) -> None:
-    """Read all of a checkpoint, or one file: striped files are compared with the digests of their chunks and with their
-    parity, ordinary ones with the checksums of the storage. The exit code is 1 when anything is wrong.
+    """Read a checkpoint or a file completely. Striped files are compared with the digests of their chunks and with
+    their parity, ordinary ones with the checksums of the storage. The exit code is 1 if there is a problem.
 
     \b
     bootseer ckpt verify hdfs://namenode/jobs/moe/latest
@@ -265,10 +266,10 @@ def verify_command(checkpoint: str, output: Output) -> None:
     lines = _problem_lines(found.problems)
     shown = lines[:_MAX_SHOWN]
     if len(lines) > _MAX_SHOWN:
-        shown.append(f"and {len(lines) - _MAX_SHOWN} more (--json has all)")
+        shown.append(f"and {len(lines) - _MAX_SHOWN} more (--json shows all)")
     if found.problems and all(problem.repairable for problem in found.problems):
-        shown.append("nothing is lost: `bootseer ckpt get` reads it as it was; `ckpt put --replace` of that mends it")
-    words = plural(len(found.problems), "problem") if found.problems else "all as it was written"
+        shown.append("nothing is lost: repair it with `bootseer ckpt get`, then `bootseer ckpt put --replace`")
+    words = plural(len(found.problems), "problem") if found.problems else "no problems"
     output(
         {
             "checkpoint": uri,
@@ -286,7 +287,7 @@ def verify_command(checkpoint: str, output: Output) -> None:
 
 
 def _problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """One line for all that is wrong with a part in the same way: a lost one is a problem of each of its chunks."""
+    """One line for all equal problems of a part: a lost part is a problem of each of its chunks."""
     alike: dict[tuple[object, ...], list[Problem]] = {}
     for problem in problems:
         key = (problem.path, problem.part, problem.node, problem.what, problem.repairable)
@@ -296,7 +297,7 @@ def _problem_lines(problems: Sequence[Problem]) -> list[str]:
         where = f"bytes {first.offset:,} to {first.offset + first.length:,}"
         part = f", part {first.part}" if first.part else ""
         node = f" on {first.node}" if first.node else ""
-        places = f" (and {len(more)} more place{'s' * (len(more) != 1)} of it)" if more else ""
-        repair = "; the parity has them" if first.repairable else ""
+        places = f" (and {plural(len(more), 'more place')} in it)" if more else ""
+        repair = "; can be rebuilt from parity" if first.repairable else ""
         lines.append(f"{first.path}: {where}{part}{node}: {first.what}{repair}{places}")
     return lines

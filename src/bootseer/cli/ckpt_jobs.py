@@ -1,4 +1,4 @@
-"""`bootseer ckpt list`, `latest`, `stat`, `remove`, `clean` and `policy`: what a job has, and how it is kept."""
+"""`bootseer ckpt list`, `latest`, `stat`, `remove`, `clean` and `policy`: the checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("job", metavar="JOB")
 @json_option("bootseer.checkpoints/1")
 def list_command(job: str, output: Output) -> None:
-    """List the checkpoints in the folder JOB, the newest last. It need not have been written by BootSeer.
+    """List the checkpoints in the folder JOB, newest last, including those not written by BootSeer.
 
     \b
     bootseer ckpt list hdfs://namenode/jobs/moe
@@ -43,7 +43,7 @@ def list_command(job: str, output: Output) -> None:
             latest, problem = None, str(error)
         uri = files.place.uri
     if latest is not None and latest not in refused and not any(one.is_latest for one in found):
-        problem = f"latest names {latest}, which is not there"
+        problem = f"latest names {latest}, which does not exist"
     now_s = time.time()
     rows = table("name", "step", "size", "files", "kind", "age", "", right=("step", "size", "files", "age"))
     for one in found:
@@ -77,7 +77,7 @@ def list_command(job: str, output: Output) -> None:
             "refused": refused,
         },
         rows,
-        *([Text(f"you may not read {clean(', '.join(refused))}", "yellow")] if refused else []),
+        *([Text(f"no permission to read {clean(', '.join(refused))}", "yellow")] if refused else []),
         *([Text(problem, "red")] if problem else []),
         f"{plural(len(found), 'checkpoint')} in {uri}",
     )
@@ -86,7 +86,7 @@ def list_command(job: str, output: Output) -> None:
 def _kind(num_striped: int, num_files: int) -> str:
     if num_striped == 0:
         return "ordinary"
-    # Small files of a striped checkpoint are ordinary; what matters is whether all are.
+    # Small files of a striped checkpoint are ordinary.
     return "striped" if num_striped == num_files else f"{num_striped:,} striped"
 
 
@@ -95,10 +95,10 @@ def _kind(num_striped: int, num_files: int) -> str:
 @click.argument("name", metavar="[NAME]", required=False)
 @json_option("bootseer.checkpoint-latest/1")
 def latest_command(job: str, name: str | None, output: Output) -> None:
-    """Print the name of the checkpoint that JOB is to resume from, or let it be NAME.
+    """Print the name of the checkpoint that JOB should resume from, or set it to NAME.
 
-    It stands in the file `latest` in JOB, which training code may read and write as well. The exit code is 1 when there
-    is none, or when it names a checkpoint that is not there.
+    It is stored in the file `latest` in JOB, which training code may also read and write. The exit code is 1 if there
+    is no such file, or if the checkpoint does not exist.
 
     \b
     bootseer ckpt latest hdfs://namenode/jobs/moe
@@ -123,12 +123,12 @@ def latest_command(job: str, name: str | None, output: Output) -> None:
                 if missing_parts(files, found):
                     problem = f"{uri}: latest names {found}, which has lost some of its parts"
             except NotFoundError:
-                problem = f"{uri}: latest names {found}, which is not there"
+                problem = f"{uri}: latest names {found}, which does not exist"
         other = newest_whole(files, "", without=found) if problem else None
     document = {"job": uri, "latest": found, "problem": problem, "newest_whole": other}
     output(document, *([] if problem else [found]))
     if problem:
-        newest = f"; the newest whole checkpoint is {other}" if other else "; there is no whole checkpoint"
+        newest = f"; the newest complete checkpoint is {other}" if other else "; there is no complete checkpoint"
         hint = f"bootseer ckpt latest {job} {other}" if other else ""
         raise UsageError(problem + newest, hint=hint, exit_code=1)
 
@@ -137,9 +137,9 @@ def latest_command(job: str, name: str | None, output: Output) -> None:
 @click.argument("file", metavar="FILE")
 @json_option("bootseer.checkpoint-file/1")
 def stat_command(file: str, output: Output) -> None:
-    """Show the segments and parts of a file, and where they lie: now, and where they were put when that differs.
+    """Show the segments and parts of a file and the nodes that store them, with the original nodes if they differ.
 
-    The exit code is 1 when a part is missing.
+    The exit code is 1 if a part is missing.
 
     \b
     bootseer ckpt stat hdfs://namenode/jobs/moe/step-1000/model.safetensors
@@ -206,9 +206,9 @@ def _stat_lines(uri: str, found: Anatomy) -> list[str]:
 def _part_words(part: PartFound) -> str:
     words = f"{part.part.name}  {part.kind}  {format_bytes(part.part.size_bytes)}"
     if part.problem:
-        return f"{words}  {part.problem}; it was put on {', '.join(part.part.nodes) or 'a folder'}"
+        return f"{words}  {part.problem}; it was written to {', '.join(part.part.nodes) or 'a folder'}"
     was = ", ".join(part.part.nodes)
-    moved = f"; it was put on {was}" if was and set(part.nodes) != set(part.part.nodes) else ""
+    moved = f"; it was written to {was}" if was and set(part.nodes) != set(part.part.nodes) else ""
     return f"{words}  {', '.join(part.nodes)}{moved}".rstrip()
 
 
@@ -217,11 +217,11 @@ def _part_words(part: PartFound) -> str:
 @click.option(
     "--force",
     is_flag=True,
-    help="Also the one that `latest` names, which names the newest of the others then, and a whole job.",
+    help="Also remove the one that `latest` names (which then names the newest of the others), or a whole job.",
 )
 @json_option("bootseer.checkpoints-removed/1")
 def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
-    """Remove checkpoints: each is hidden at once and deleted then. What dead writers have left beside them goes too.
+    """Remove checkpoints: each is hidden first and then deleted. Also deletes leftovers of dead writers next to them.
 
     \b
     bootseer ckpt remove hdfs://namenode/jobs/moe/step-900 hdfs://namenode/jobs/moe/step-800
@@ -246,13 +246,13 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
 @click.command("clean")
 @click.argument("job", metavar="JOB")
 @click.option("--older-than", type=click.FloatRange(min=0), default=24.0, metavar="HOURS", show_default=True,
-              help="Uploads that began later stay: a writer may still be at them.")  # fmt: skip
+              help="Keep younger uploads, which may still be in progress.")  # fmt: skip
 @json_option("bootseer.checkpoint-clean/1")
 def clean_command(job: str, older_than: float, output: Output) -> None:
-    """Remove what killed writers have left in the folder JOB.
+    """Remove leftovers of killed writers in the folder JOB.
 
-    In S3 these are also uploads in parts below JOB, which nothing else shows, and which are paid for. Whatever else was
-    left goes 10 minutes after the last sign of life of its writer, as with each `put` and `remove`.
+    In S3 this includes unfinished multipart uploads below JOB, which no listing shows but which are billed. Other
+    leftovers are removed 10 minutes after their writer's last heartbeat, as with each `put` and `remove`.
 
     \b
     bootseer ckpt clean s3://checkpoints/moe --older-than 24
@@ -276,34 +276,33 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
 @click.command("policy")
 @click.argument("folder", metavar="FOLDER")
 @with_options(STRIPES)
-@click.option("--inherit", is_flag=True, help="Take back what was set for this folder.")
+@click.option("--inherit", is_flag=True, help="Remove this folder's own policy.")
 @json_option("bootseer.checkpoint-policy/1")
 def policy_command(folder: str, inherit: bool, output: Output, **stripes: object) -> None:
-    """Show how files are striped that are written into FOLDER and the folders below it, or set it.
+    """Show or set how new files in FOLDER and the folders below it are striped.
 
-    Files that are there stay as they are.
+    Existing files are not changed.
 
     \b
     bootseer ckpt policy hdfs://namenode/jobs
     bootseer ckpt policy hdfs://namenode/jobs --stripes 8 --parity
     """
-
     with files_at(folder) as files:
-        list(files.names(""))  # a file has no policy
+        list(files.names(""))  # raises an error for a file, which has no policy
         if inherit:
             if any(value is not None for value in stripes.values()):
-                raise UsageError("--inherit takes back what other options set", hint="give one or the other")
+                raise UsageError("--inherit cannot be combined with other options", hint="give one or the other")
             files.set_policy("", None)
-        policy, said_by = files.policy_and_folder("")
+        policy, set_for = files.policy_and_folder("")
         new = changed(policy, stripes)
         if new is not None:
             files.set_policy("", new)
-            policy, said_by = files.policy_and_folder("")
-    source = f"set for {said_by}" if said_by else "by default"
+            policy, set_for = files.policy_and_folder("")
+    source = f"set for {set_for}" if set_for else "by default"
     parity = " and parity" if policy.parity else ""
-    copies = "the storage's own number of" if policy.replication is None else str(policy.replication)
+    copies = "the storage's default number of" if policy.replication is None else str(policy.replication)
     output(
-        {"folder": folder, "set_for": said_by, "policy": asdict(policy)},
+        {"folder": folder, "set_for": set_for, "policy": asdict(policy)},
         f"{policy.stripes} stripes{parity}, parts of up to {format_bytes(policy.part_bytes)}, {copies} copies, "
         f"{source}",
     )

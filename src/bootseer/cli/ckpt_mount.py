@@ -1,4 +1,4 @@
-"""`bootseer ckpt mount`, `umount` and `mounted`: folders of checkpoints as folders of this machine."""
+"""`bootseer ckpt mount`, `umount` and `mounted`: folders of checkpoints mounted on local folders."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _PATH = click.Path(path_type=Path)
 @click.argument("uri", metavar="URI")
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--read-only", is_flag=True, help="Mount it read-only.")
-@click.option("--only-me", is_flag=True, help="Shut other users of this machine out of root's mount.")
-@click.option("--cache/--no-cache", default=True, help="Keep what is read of striped files on this node's disk.")
-@click.option("--memory", metavar="SIZE", help="What reading may hold in memory, as 512m (default: 256m).")
+@click.option("--only-me", is_flag=True, help="As root, deny other users of this machine access to the mount.")
+@click.option("--cache/--no-cache", default=True, help="Cache blocks of striped files on this node's disk.")
+@click.option("--memory", metavar="SIZE", help="Memory for read buffers, such as 512m (default: 256m).")
 @click.option(
-    "--stripes", metavar="N", type=click.IntRange(1, MAX_STRIPES), help="Parts of new files, whatever the policy says."
+    "--stripes", metavar="N", type=click.IntRange(1, MAX_STRIPES), help="Parts of new files; overrides the policy."
 )
-@click.option("--parity/--no-parity", default=None, help="Parity for new files, whatever the policy says.")
-@click.option("--spool", metavar="DIR", type=_PATH, help="A local folder for what is written and not sent yet.")
+@click.option("--parity/--no-parity", default=None, help="Parity for new files; overrides the policy.")
+@click.option("--spool", metavar="DIR", type=_PATH, help="Local folder for data that is written but not yet uploaded.")
 @json_option("bootseer.checkpoint-mount/1")
 def mount_command(
     uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, output: Output, **values: Any
 ) -> None:
-    """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, s3://…, file:///… or a path.
+    """Mount the folder of checkpoints URI (hdfs://…, s3://…, file:///… or a path) on the folder DIR.
 
-    Striped files are files like all others there, and new files become striped ones when they are closed.
+    Striped files appear as ordinary files, and new files become striped when they are closed.
 
     \b
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
@@ -67,21 +67,21 @@ def mount_command(
     tell_fallback((row["daemon"] or {}).get("place", {}))
     if os.geteuid() == 0 and not values["only_me"] and "://" in uri and not uri.startswith("file:"):
         say(
-            "all users of this machine can use this mount: mode bits and names of this machine decide, ACLs do not"
-            " count, and the file system sees one user, perhaps its superuser; --only-me shuts them out"
+            "all users of this machine can use this mount: access is checked by mode bits and this machine's user"
+            " names, not by ACLs, and the storage sees a single user, perhaps its superuser; --only-me excludes them"
         )
     access = "read-only" if values["read_only"] else "writable"
-    output(row, f"{folder}: {uri}, {access}; bootseer ckpt umount {folder} takes it away")
+    output(row, f"{folder}: {uri}, {access}; unmount with bootseer ckpt umount {folder}")
 
 
 @click.command("umount")
 @click.argument("folder", metavar="DIR", type=_PATH)
-@click.option("--force", is_flag=True, help="Also while it is in use: files being written are published as they are.")
+@click.option("--force", is_flag=True, help="Unmount while in use; files being written are published as they are.")
 @json_option("bootseer.checkpoint-unmounted/1")
 def umount_command(folder: Path, force: bool, output: Output) -> None:
-    """Take away what was mounted on DIR, once everything that was written is where it belongs.
+    """Unmount DIR once everything that was written is published.
 
-    Also cleans up after a daemon that died. The exit code is 1 when files could not be published.
+    Also cleans up after a daemon that died. The exit code is 1 if files could not be published.
     """
     from bootseer.checkpoint.mount.mounted import find_checkpoint
     from bootseer.launch.interrupt import interruptible
@@ -92,7 +92,7 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
     published, lost = answer.get("published", []), answer.get("lost", [])
     output(
         {"target": str(folder.absolute()), "published": published, "lost": lost},
-        *(f"published as it was: {name}" for name in published),
+        *(f"published while open: {name}" for name in published),
         *(f"NOT published: {name}" for name in lost),
     )
     if lost:
@@ -102,7 +102,7 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 @click.command("mounted")
 @json_option("bootseer.checkpoint-mounts/1")
 def mounted_command(output: Output) -> None:
-    """List mounted folders of checkpoints. The exit code is 1 when a daemon is dead."""
+    """List mounted folders of checkpoints. The exit code is 1 if a daemon is dead."""
     from rich.text import Text
 
     from bootseer.checkpoint.mount.mounted import all_mounted
@@ -122,13 +122,13 @@ def _words(row: dict[str, Any]) -> str:
 
     state = row["state"]
     if state != "mounted":
-        return f"{state}; bootseer ckpt umount {row['target']} takes it away"
+        return f"{state}; clean up with bootseer ckpt umount {row['target']}"
     if row["access"] == PLAIN:
-        return "as it lies there"
+        return "read directly, without a mount"
     access = "read-only" if row["access"] == "ro" else "writable"
     daemon = row["daemon"]
     if daemon is None:
-        return f"{access}, does not answer"
+        return f"{access}, not responding"
     words = f"{access}, read {format_bytes(daemon['read_bytes'])}, {format_bytes(daemon['cache_bytes'])} from the cache"
     writing = daemon.get("unpublished", [])
     return f"{words}; being written: {', '.join(writing)}" if writing else words

@@ -1,4 +1,4 @@
-"""Which place, which checkpoint in it, and how it is striped: what the verbs of `ckpt` share."""
+"""Shared by the verbs of `ckpt`: opening a storage place, resolving a checkpoint's name, options for striping."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 STRIPES = (
-    Option("stripes", ("--stripes",), "Nodes that a file is spread over.", COUNT, "N", least=1, most=MAX_STRIPES),
-    Option("parity", ("--parity", "--no-parity"), "One part more, so that any one may be missing.", FLAG),
-    Option("part_bytes", ("--part-size",), "Most bytes of a part, as 64m.", metavar="SIZE"),
+    Option("stripes", ("--stripes",), "Number of nodes to stripe a file over.", COUNT, "N", least=1, most=MAX_STRIPES),
+    Option("parity", ("--parity", "--no-parity"), "Add a parity part, so that any one part may be lost.", FLAG),
+    Option("part_bytes", ("--part-size",), "Maximum size of a part, such as 64m.", metavar="SIZE"),
     Option("replication", ("--replication",), "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
 )
 _TICK_S = 0.5
 
 
 def split(uri: str) -> tuple[str, str]:
-    """The address of the folder that a file or checkpoint lies in, and its name there. Raises `UsageError`."""
+    """The address of the folder that contains a file or checkpoint, and its name there. Raises `UsageError`."""
     scheme, separator, rest = uri.partition("://")
     if not separator and uri and not uri.startswith(("hdfs:", "viewfs:", "file:")):
         from pathlib import Path
@@ -36,33 +36,35 @@ def split(uri: str) -> tuple[str, str]:
         scheme, rest = "file", str(Path(uri).absolute())
     folder, slash, name = rest.rstrip("/").rpartition("/")
     if not name or not slash or (scheme not in ("file", "hdfs", "viewfs") and not folder) or name in (".", ".."):
-        raise UsageError(f"{uri!r} names no checkpoint", hint="for example hdfs://namenode/jobs/moe/step-1000")
+        raise UsageError(
+            f"{uri!r} is not the address of a checkpoint", hint="for example hdfs://namenode/jobs/moe/step-1000"
+        )
     return f"{scheme}://{folder or '/'}", name
 
 
 @contextmanager
 def files_at(uri: str) -> Iterator[Files]:
-    """The files of a place, which is a folder or not there yet. A wait for it is shown, with the reason."""
+    """The files of a place, which is a folder or does not exist yet. A long wait for the storage is shown."""
     from bootseer.checkpoint.files import Files
     from bootseer.places import open_place
     from bootseer.places.place import NotFolderError
 
     with closing(open_place(uri)) as place:
-        with _patience(f"waiting for {place.uri}"):
+        with _showing_wait(f"waiting for {place.uri}"):
             try:
                 is_folder = place.stat("").is_folder
             except NotFolderError:
                 is_folder = False
-            except (AccessError, NotFoundError):  # each verb has its own words for that
+            except (AccessError, NotFoundError):  # each verb reports that in its own way
                 is_folder = True
         if not is_folder:
-            raise UsageError(f"{place.uri} is not a folder", hint="name the folder that it lies in", exit_code=1)
+            raise UsageError(f"{place.uri} is not a folder", hint="name the folder that contains it", exit_code=1)
         yield Files(place)
 
 
 @contextmanager
-def _patience(label: str) -> Iterator[None]:
-    """Say what is waited for while the block lasts, where it lasts."""
+def _showing_wait(label: str) -> Iterator[None]:
+    """Show progress with this label if the block takes long."""
     import threading
 
     ended = threading.Event()
@@ -72,33 +74,33 @@ def _patience(label: str) -> Iterator[None]:
             while not ended.wait(_TICK_S):
                 progress.wait()
 
-        watching = threading.Thread(target=watch, name="patience", daemon=True)
+        watching = threading.Thread(target=watch, name="progress", daemon=True)
         watching.start()
         try:
             yield
         finally:
             ended.set()
-            watching.join(_TICK_S)  # a terminal that takes no output must not hold us up
+            watching.join(_TICK_S)  # bounded: a terminal may have stopped accepting output
 
 
 def tell_fallback(place: Mapping[str, object]) -> str:
-    """Say why bytes went the slow way, and which could not be checked, from a place's figures; returns the reason of
-    the first, "" where they did not."""
+    """Report a fallback to hdfs-native, and reads without checksums, from a place's statistics. Returns the reason of
+    the fallback; "" if there was none."""
     from bootseer.launch.supervise import say
 
     reason = str(place.get("fallback", ""))
     if reason:
-        say(f"slower than it could be, through hdfs-native alone: {reason}")
+        say(f"reads use hdfs-native and are slower: {reason}")
     if unchecked := place.get("unchecked"):
         say(
-            f"{unchecked} ranges of ordinary files were read unchecked: no DataNode that could be asked has HDFS's "
-            "checksums of them; compare the copy with its source if you have it"
+            f"{unchecked} ranges of ordinary files were read without checksums, because no reachable DataNode has "
+            "HDFS's checksums of them; compare the copy with its source if you have it"
         )
     return reason
 
 
 def resolved(files: Files, name: str) -> str:
-    """The checkpoint that `latest` names when that is what was asked for; any other name as it is."""
+    """The name, with `latest` replaced by the checkpoint that it points at."""
     from bootseer.checkpoint.latest import LATEST, read_latest
 
     if name != LATEST or files.stat(name).is_folder:
@@ -106,20 +108,20 @@ def resolved(files: Files, name: str) -> str:
     try:
         found = read_latest(files.place, "")
     except CorruptError:
-        return name  # a file that is only called so
+        return name  # some other file called `latest`
     if found is None:
         raise NotFoundError(f"{files.place.uri} has no {LATEST}")
     try:
         files.stat(found)
     except NotFoundError:
         raise NotFoundError(
-            f"{files.place.uri}: latest names {found}, which is not there; `bootseer ckpt latest` shows what is"
+            f"{files.place.uri}: latest names {found}, which does not exist; see `bootseer ckpt latest`"
         ) from None
     return found
 
 
 def changed(policy: Policy, given: Mapping[str, object]) -> Policy | None:
-    """The policy with what was given changed; None when nothing was. Raises `UsageError`."""
+    """The policy with the given values; None if none are given. Raises `UsageError`."""
     values = {name: value for name, value in given.items() if value is not None}
     if "part_bytes" in values:
         values["part_bytes"] = parse_size(str(values["part_bytes"]), "--part-size")

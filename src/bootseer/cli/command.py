@@ -1,6 +1,6 @@
-"""What verbs are made of: groups that import a verb when it is called, and types of options and arguments.
+"""Building blocks of the verbs: groups that import a verb when it is called, and option and argument types.
 
-A command line behind `--` is the user's and is passed on untouched.
+A command line after `--` belongs to the user and is passed on untouched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bootseer.errors import UsageError
 
 
 class MayHaveCommand(click.Command):
-    """Everything behind the first `--` is the user's command; nothing of it is read as an option of ours."""
+    """Everything after the first `--` is the user's command; none of it is parsed as an option of ours."""
 
     command_usage = "[-- COMMAND...]"
 
@@ -34,18 +34,18 @@ class MayHaveCommand(click.Command):
 
 
 class WithCommand(MayHaveCommand):
-    """The same, where there must be one."""
+    """The same, with a command required."""
 
     command_usage = "-- COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing and not {"--", "-h", "--help"}.intersection(args):  # that is completion
+        if not ctx.resilient_parsing and not {"--", "-h", "--help"}.intersection(args):  # resilient: shell completion
             raise _no_command(ctx)
         return super().parse_args(ctx, args)
 
 
 def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options of a table as click's."""
+    """A decorator that adds a table of options to a click command."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -86,7 +86,7 @@ def json_option(schema: str) -> Callable[[Any], Any]:
 
 
 def command_of(ctx: click.Context) -> tuple[str, ...]:
-    """The command behind `--`; a usage error when there is none."""
+    """The command after `--`; a usage error if there is none."""
     command: tuple[str, ...] = ctx.meta.get("command", ())
     if not command:
         raise _no_command(ctx)
@@ -94,12 +94,12 @@ def command_of(ctx: click.Context) -> tuple[str, ...]:
 
 
 def _no_command(ctx: click.Context) -> click.UsageError:
-    return click.UsageError(f"no command: put it behind --, as in `{ctx.command_path} ... -- python train.py`", ctx=ctx)
+    return click.UsageError(f"no command: put it after --, as in `{ctx.command_path} ... -- python train.py`", ctx=ctx)
 
 
 class Group(click.Group):
-    """Verbs by name: the module below `bootseer.cli` that has `NAME_command`, imported only when it is called, and its
-    short help."""
+    """Verbs by name. Each maps to a module of `bootseer.cli` with a `NAME_command`, imported only when called, and to
+    its short help."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **more: Any) -> None:
         super().__init__(*args, **more)
@@ -121,11 +121,11 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.verbs and not name.startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"no verb {name!r}{self._meant(ctx, name)}")
+            ctx.fail(f"no verb {name!r}{self._suggestion(ctx, name)}")
         return super().resolve_command(ctx, args)
 
-    def _meant(self, ctx: click.Context, name: str) -> str:
-        """The verbs that look like this one, or have it as theirs, as a question."""
+    def _suggestion(self, ctx: click.Context, name: str) -> str:
+        """ "Did you mean" with similar verbs, and with groups that have a verb of this name."""
         near = [f"{ctx.command_path} {verb}" for verb in difflib.get_close_matches(name, self.verbs)]
         for verb in self.verbs:
             group = self.get_command(ctx, verb)
@@ -139,10 +139,10 @@ class Group(click.Group):
 
 
 def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int]:
-    """Host and port (`least` 0: also any free one) of a `--listen`. Raises `UsageError`."""
+    """Host and port of a `--listen`; with `least` 0, port 0 means any free one. Raises `UsageError`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdecimal()) or not least <= int(port) < 1 << 16:
-        hint = f"as 127.0.0.1:{example} or [::1]:{example}"
+        hint = f"for example 127.0.0.1:{example} or [::1]:{example}"
         raise UsageError(f"--listen {text}: not an address with a port", hint=hint)
     return host.strip("[]"), int(port)
 
@@ -151,13 +151,13 @@ _MOST = 1e9
 
 
 class Amount(click.FloatRange):
-    """A number that is not negative, and finite with whatever it is multiplied by."""
+    """A number that is not negative, and small enough to stay finite in products."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
-        if not number <= _MOST:  # nan is not
+        if not number <= _MOST:  # also catches nan
             self.fail(f"{value} is not a number from 0 to {_MOST:,.0f}.", param, ctx)
         return number

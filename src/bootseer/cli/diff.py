@@ -1,4 +1,4 @@
-"""`bootseer diff`: what changed between two startups, and which stage moved."""
+"""`bootseer diff`: what changed between two startups, stage by stage."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bootseer.cli.output import print_json, terminal
 
 @click.command("diff")
 @click.argument("sides", nargs=-1, required=True, metavar="[A] B")
-@click.option("--baseline", multiple=True, metavar="A", help="Runs that B is compared with, in the place of A.")
-@click.option("--min-share", type=Amount(), default=0.10, show_default=True, help="Smallest share that counts.")
-@click.option("--min-seconds", type=Amount(), default=0.5, show_default=True, help="Smallest change in s.")
+@click.option("--baseline", multiple=True, metavar="A", help="Run to compare B with, instead of A; may be repeated.")
+@click.option("--min-share", type=Amount(), default=0.10, show_default=True, help="Ignore smaller relative changes.")
+@click.option("--min-seconds", type=Amount(), default=0.5, show_default=True, help="Ignore changes of fewer seconds.")
 @click.option(
     "--run-variation",
     type=Amount(),
     default=0.15,
     show_default=True,
     metavar="SHARE",
-    help="Standard deviation of whole runs that one pair is judged by; several runs show it themselves.",
+    help="Assumed relative standard deviation between runs, for a single pair; with several runs it is measured.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON (schema bootseer.diff/1).")
-@click.option("--exit-zero", is_flag=True, help="Exit 0 even when B is slower.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.diff/1).")
+@click.option("--exit-zero", is_flag=True, help="Exit with 0 even if B is slower.")
 def diff_command(
     sides: tuple[str, ...],
     baseline: tuple[str, ...],
@@ -36,10 +36,10 @@ def diff_command(
 ) -> int:
     """Compare startup B with startup A, stage by stage.
 
-    A and B are logs, folders or job names as for `bootseer report`; JOB@ATTEMPT names an earlier attempt, JOB@0..9 all
-    of these. --baseline may be given several times; behind it, all names but the last belong to it. Exit code 1 says
-    that B got slower by more than runs differ, for use in CI: give it ten runs as baseline. One pair proves only large
-    changes.
+    A and B are logs, folders or job names as for `bootseer report`. JOB@ATTEMPT names an earlier attempt, JOB@0..9 a
+    range of attempts. After --baseline, all names but the last belong to the baseline. The exit code is 1 if B is
+    slower by more than runs usually vary, for use in CI. A single pair shows only large changes: give ten runs as
+    baseline.
 
     \b
     bootseer diff moe@0 moe@1
@@ -51,7 +51,7 @@ def diff_command(
 
     places = [*baseline, *sides]
     if len(places) < 2 or (len(places) > 2 and not baseline):
-        raise click.UsageError("give two startups, or several as --baseline and one more: --baseline moe@0..9 moe@10")
+        raise click.UsageError("give two startups, or a baseline and one startup: --baseline moe@0..9 moe@10")
     a = [report for place in places[:-1] for report in read_runs(place, os.environ)]
     difference = compare(a, read_runs(places[-1], os.environ), Limits(min_share, min_seconds, run_variation))
     if as_json:

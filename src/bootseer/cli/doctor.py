@@ -1,6 +1,6 @@
 """`bootseer doctor`: what works on this machine, what does not, and what to install.
 
-Shows what `machine.probes` found; knows nothing about how.
+Shows the results of `machine.probes`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "r
 
 
 @click.command(name="doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
-@click.option("--spool", type=click.Path(path_type=Path), help="Folder that events would go to.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+@click.option("--spool", type=click.Path(path_type=Path), help="Folder for event files to check.")
 @click.option(
     "--bundle",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Pack checks, versions, settings, states and logs of mounts into FILE (.tar.gz) for a bug report.",
+    help="Write checks, versions, settings, and states and logs of mounts to FILE (.tar.gz) for a bug report.",
 )
 def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
-    """Try what BootSeer can use on this machine, and say what each part opens.
+    """Check what BootSeer can use on this machine, and what each part is needed for.
 
-    Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
-    kernel, Python or the spool folder keep BootSeer from measuring, else 0.
+    Mounts and namespaces are tried for real, in a separate process that leaves nothing behind. The exit code is 1 if
+    the kernel, Python or the spool folder prevents measuring, else 0.
 
     \b
     bootseer doctor
-    bootseer doctor --bundle bug.tar.gz     # secrets are left out; look into it before you send it
+    bootseer doctor --bundle bug.tar.gz     # without secrets; check it before you send it
     """
     from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.image.mounting import ways
@@ -78,20 +78,20 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
 
 
 def show(checks: Sequence[Check], console: Console) -> None:
-    """The checks as a table; whatever is not `ok` says why, what to do and what it is needed for."""
+    """Print the checks as a table; one that is not `ok` says why, what to do and what it is needed for."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        table.add_row(Text(check.status, style=_COLOUR[check.status]), Text(check.name), _story(check))
+        table.add_row(Text(check.status, style=_COLOUR[check.status]), Text(check.name), _explained(check))
     console.print(table)
     num_ok = sum(check.status == "ok" for check in checks)
     verdict = "BootSeer can measure here" if usable(checks) else "BootSeer cannot measure here"
     console.print(Text(f"\n{verdict}; {num_ok} of {len(checks)} checks are ok."))
 
 
-def _story(check: Check) -> Text:
+def _explained(check: Check) -> Text:
     text = Text(check.found)
     if check.status != "ok":
         lines = [

@@ -1,6 +1,6 @@
-"""`bootseer env`: snapshots of what environment setups make, mounted instead of made again.
+"""`bootseer env`: snapshots of the results of environment setups, mounted instead of running the setup again.
 
-The verbs that make snapshots and use them; those about what a store has are in `env_store`.
+The verbs that make and use snapshots; `env_store` has those about the content of a store.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 _VERBS = {
-    "key": ("env", "What a setup's snapshot is found by, and what changed."),
-    "capture": ("env", "Run a setup and keep a snapshot of what it did."),
-    "restore": ("env", "Show a snapshot on a folder, or run a command on it."),
-    "verify": ("env", "Compare a snapshot with its digests, or with a fresh installation."),
-    "list": ("env_store", "The snapshots of a store."),
-    "show": ("env_store", "What is known of a snapshot."),
-    "remove": ("env_store", "Let no start use a snapshot any more."),
-    "prune": ("env_store", "Delete what no snapshot needs."),
+    "key": ("env", "Explain the cache key of a setup, and what changed in it."),
+    "capture": ("env", "Run a setup and publish a snapshot of its result."),
+    "restore": ("env", "Copy a snapshot's files to a folder, or run a command with them."),
+    "verify": ("env", "Verify a snapshot against its digests or a fresh installation."),
+    "list": ("env_store", "List the snapshots of a store."),
+    "show": ("env_store", "Show the details of a snapshot."),
+    "remove": ("env_store", "Remove snapshots, so that no start uses them."),
+    "prune": ("env_store", "Delete the files of removed and expired snapshots."),
     "lock": ("env", "Resolve requirements to pinned versions with digests."),
 }
 
 
 @click.command("env", cls=Group, verbs=_VERBS)
 def env_command() -> None:
-    """Snapshots of environments: the setup runs once, later starts mount what it did.
+    """Environment snapshots: the setup runs once, later starts mount its result.
 
     \b
     bootseer run --requirements requirements.txt --store /shared/bootseer -- python train.py
@@ -57,7 +57,7 @@ def env_command() -> None:
 @with_options(CAPTURE)
 @with_options(STORE)
 @with_options(TRUST)
-@click.option("--refresh", is_flag=True, help="Make it anew when there is one.")
+@click.option("--refresh", is_flag=True, help="Make a new snapshot even if there is one.")
 @json_option("bootseer.environment-capture/1")
 def capture_command(
     setup: str | None,
@@ -68,9 +68,11 @@ def capture_command(
     output: Output,
     **values: Any,
 ) -> None:
-    """Run a setup as `bootseer run` would, without a job, and keep its snapshot: the first job finds it.
+    """Run a setup as `bootseer run` would, without a job, and publish its snapshot, so that even the first job can use
+    it.
 
-    Nothing happens when there is one. The exit code is 1 when none can be kept, and the setup's when that failed.
+    Does nothing if there already is one. The exit code is 1 if no snapshot can be published, and the setup's own if it
+    fails.
 
     \b
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
@@ -90,11 +92,11 @@ def capture_command(
 
 
 def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
-    """Raise `UsageError` when no setup is named, or one that is not there."""
+    """Raise `UsageError` if no setup is given, or its files do not exist."""
     from bootseer.launch.environment.plain import check_files
 
     if not setup and not requirements:
-        raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
+        raise UsageError("no setup given", hint="give --setup SCRIPT or --requirements FILE")
     check_files(setup, requirements)
 
 
@@ -106,9 +108,9 @@ _MAX_LINES = 3
 @with_options(SETUP)
 @with_options(KEY)
 @with_options(STORE)
-@click.option("--image", metavar="REF", help="Of a setup that runs in this container image.")
-@click.option("--diff", "old", metavar="KEY|FILE", help="Tell what changed since this snapshot, or this JSON output.")
-@click.option("--all", "show_all", is_flag=True, help="All that is in each part, not only the first lines.")
+@click.option("--image", metavar="REF", help="Container image that the setup runs in.")
+@click.option("--diff", "old", metavar="KEY|FILE", help="Show what changed since this snapshot or this JSON output.")
+@click.option("--all", "show_all", is_flag=True, help="Show all lines of each part, not only the first.")
 @json_option(KEY_SCHEMA)
 def key_command(
     store: str | None,
@@ -119,7 +121,8 @@ def key_command(
     output: Output,
     **values: Any,
 ) -> None:
-    """Explain the request key of a setup: equal keys share a snapshot. The exit code is 1 when none can be used.
+    """Explain the request key of a setup: setups with equal keys share a snapshot. The exit code is 1 if no snapshot
+    can be used for it.
 
     \b
     bootseer env key --requirements requirements.txt
@@ -161,7 +164,7 @@ def key_command(
 
 
 def _old_key(old: str, store: str | None, plain_http: bool) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Components and details of a key that was printed, or of a snapshot."""
+    """Components and details of a key printed earlier, or of a snapshot's key."""
     path = Path(old)
     if not path.is_file():
         with catalog_of(store, plain_http) as catalog:
@@ -173,7 +176,7 @@ def _old_key(old: str, store: str | None, plain_http: bool) -> tuple[dict[str, s
         components = {str(name): str(part) for name, part in value["components"].items()}
         return components, {str(name): list(map(str, lines)) for name, lines in value["details"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{old}: is not a key", hint="give what bootseer env key --json printed, or a key") from error
+        raise UsageError(f"{old}: not a key", hint="give the output of bootseer env key --json, or a key") from error
 
 
 def _changes(changed: Sequence[Difference]) -> Iterator[Text | str]:
@@ -185,7 +188,7 @@ def _changes(changed: Sequence[Difference]) -> Iterator[Text | str]:
 
 
 def _explained(key: RequestKey, limit: int | None) -> Iterator[Text]:
-    """What is in the key, at most `limit` lines of each part."""
+    """The parts of the key, each with at most `limit` lines."""
     from rich.text import Text
 
     from bootseer.env.keys.key import explain
@@ -201,7 +204,7 @@ def _explained(key: RequestKey, limit: int | None) -> Iterator[Text]:
     if key.unpinned:
         named = ", ".join(key.unpinned[:limit])
         more = f" and {len(key.unpinned) - limit} more" if limit is not None and len(key.unpinned) > limit else ""
-        yield Text(f"not pinned: {named}{more}; snapshots of it have an age limit", "yellow")
+        yield Text(f"not pinned: {named}{more}; so its snapshots have an age limit", "yellow")
     for problem in key.problems:
         yield Text(f"no snapshot can be used: {problem}", "red")
 
@@ -223,9 +226,9 @@ def restore_command(
     output: Output,
     **trust: Any,
 ) -> int:
-    """Write the files of the snapshot KEY below the new folder DIR, or run COMMAND with them in their places.
+    """Write the files of the snapshot KEY below the new folder DIR, or run COMMAND with them in place.
 
-    What lies below DIR is a copy to look at: paths are those of the setup, deletions are left out.
+    DIR gets a copy for inspection: paths below it are those of the setup, and files deleted by the setup are ignored.
 
     \b
     bootseer env restore 3fa9 /tmp/look
@@ -235,7 +238,7 @@ def restore_command(
 
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
-        raise UsageError("what shall be done with it?", hint="name a folder, or a command behind --")
+        raise UsageError("give either a folder or a command", hint="name a folder, or put a command after --")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
         snapshot = SavedSnapshot(
@@ -264,7 +267,7 @@ _MAX_SHOWN = 20
     type=click.Choice(("quick", "full", "oracle")),
     default="full",
     show_default=True,
-    help="How much is compared, see above.",
+    help="What to compare, see above.",
 )
 @json_option("bootseer.environment-verified/1")
 def verify_command(
@@ -277,17 +280,17 @@ def verify_command(
     output: Output,
     **trust: Any,
 ) -> None:
-    """Verify the snapshot whose key begins with KEY. The exit code is 1 when something differs.
+    """Verify the snapshot whose key begins with KEY. The exit code is 1 if something differs.
 
     \b
     --tier quick    kinds, sizes, modes, owners and links of all paths, against the snapshot's manifest
     --tier full     also the digest of each file
-    --tier oracle   runs the setup once more, for real, with the versions that the snapshot has, in a capture that
-                    leaves this machine as it is, and compares file by file what a job could tell apart
+    --tier oracle   runs the setup again with the snapshot's versions, in a sandbox that does not change this machine,
+                    and compares every file with the result
 
     The oracle takes as long as the setup. It needs the setup as it was given to `bootseer run`, in the same folder, and
-    root or a user namespace. What two installations of the same packages may differ in is left out: times, bytecode,
-    names of the installer.
+    root or a user namespace. Differences that are normal between two installations of the same packages are ignored:
+    times, bytecode, names of the installer.
 
     \b
     bootseer env verify 3fa9
@@ -298,7 +301,7 @@ def verify_command(
     from bootseer.launch.environment.snapshot import SavedSnapshot
 
     if tier == "oracle" and not setup and not requirements:
-        raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")
+        raise UsageError("--tier oracle needs a setup to run", hint="give --setup SCRIPT or --requirements FILE")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
         snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=plain_http)
@@ -311,7 +314,7 @@ def verify_command(
     output(
         {"key": document.key, "tier": tier, **found.as_json()},
         *(f"{path}: {words}" for path, words in found.differences[:_MAX_SHOWN]),
-        *([f"and {left} more (--json has all)"] if left > 0 else []),
+        *([f"and {left} more (--json shows all)"] if left > 0 else []),
         f"{document.key[:12]}: {found.num_paths:,} paths compared, {len(found.differences)} differ",
     )
     if found.differences:
@@ -328,13 +331,13 @@ def verify_command(
     show_default=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where the lock goes.",
+    help="Lock file to write.",
 )
-@click.option("--python", metavar="PYTHON", help="For this interpreter (default: python3 on PATH).")
-@click.option("--uv", metavar="PROGRAM", help="This uv (default: on PATH, or the one installed with BootSeer).")
+@click.option("--python", metavar="PYTHON", help="Interpreter to resolve for (default: python3 on PATH).")
+@click.option("--uv", metavar="PROGRAM", help="uv to use (default: on PATH, or the one installed with BootSeer).")
 @json_option("bootseer.environment-lock/1")
 def lock_command(requirements: tuple[str, ...], lock: Path, python: str | None, uv: str | None, output: Output) -> None:
-    """Resolve requirement FILEs once, where the job is submitted, and write a lock with versions and digests.
+    """Resolve requirement FILEs once, where the job is submitted, and write a lock file with versions and digests.
 
     \b
     bootseer env lock requirements.in -o requirements.txt

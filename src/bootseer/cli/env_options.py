@@ -1,7 +1,7 @@
-"""Options for the environment that a command runs in, for `run` and the verbs of `env`, and the step from their values
-to what `launch.environment_stage` wants.
+"""Options about environment setups and their snapshots, for `run` and the verbs of `env`, and the step from their
+values to the settings of `launch.environment`.
 
-The table is read in front of every `bootseer run`, so that what only environments need is imported in the functions.
+The table is imported by every `bootseer run`, so anything that only environments need is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -31,76 +31,76 @@ _RULES = "BOOTSEER_ENV_SECRET_RULES"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
-REQUIREMENTS = "Install these: requirements.txt, pyproject.toml, uv.lock, pylock.toml, environment.yml."
+REQUIREMENTS = "File to install from: requirements.txt, pyproject.toml, uv.lock, pylock.toml or environment.yml."
 SETUP = (
-    Option("setup", ("--setup",), "A setup script.", metavar="SCRIPT"),
+    Option("setup", ("--setup",), "Setup script.", metavar="SCRIPT"),
     Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
 )
-"""What the environment is made by, where no command follows."""
+"""The setup, for verbs that run no command after it."""
 
 KEY = (
-    Option("inputs", ("--env-input",), "A file or folder that the setup depends on.", metavar="PATH", many=True),
-    Option("variables", ("--env-var",), "A variable that the setup depends on.", metavar="NAME", many=True),
+    Option("inputs", ("--env-input",), "File or folder that the setup depends on.", metavar="PATH", many=True),
+    Option("variables", ("--env-var",), "Variable that the setup depends on.", metavar="NAME", many=True),
     Option(
         "tenant",
         ("--env-tenant",),
-        "Who shares snapshots: another name, other snapshots (default: all).",
+        "Share snapshots only with setups of the same tenant (default: with all).",
         metavar="NAME",
     ),
     Option(
         "leave_out",
         ("--env-leave-out",),
-        "What no snapshot keeps besides credentials that are known as such: a path, or a pattern as a shell's, ~ for "
-        "any home. The command that follows the setup gets it.",
+        "Path or shell pattern (~ for any home) to leave out of snapshots, besides known credentials. The command that "
+        "follows the setup still sees it.",
         metavar="PATH",
         many=True,
     ),
     Option(
         "keep",
         ("--env-keep",),
-        "What is kept although it looks like a secret: a path, or a pattern.",
+        "Path or pattern to keep in snapshots although it looks like a secret.",
         metavar="PATH",
         many=True,
     ),
 )
-"""What the request key is made of besides the setup itself."""
+"""Parts of the request key besides the setup itself."""
 
 CAPTURE = (
     Option(
         "imports",
         ("--env-import",),
-        "A module that must import before a snapshot is kept.",
+        "Module that must be importable for a snapshot to be published.",
         metavar="MODULE",
         many=True,
     ),
     Option(
         "conflicts",
         ("--env-conflicts",),
-        "Whether a new conflict that `pip check` finds keeps a snapshot from being kept (refuse, the default; accept).",
+        "Whether to publish a snapshot if `pip check` finds a new conflict (accept) or not (refuse, the default).",
         choices=("refuse", "accept"),
     ),
     Option(
         "secret_rules",
         ("--env-secret-rules",),
-        "Further rules for what looks like a secret, in the format of gitleaks (TOML) or kingfisher (YAML).",
+        "Additional rules to detect secrets, in the format of gitleaks (TOML) or kingfisher (YAML).",
         metavar="FILE",
         many=True,
     ),
     Option(
         "max_age",
         ("--env-max-age",),
-        "Snapshots older than this are made anew, as 12h or 7d (default: 7d unless all versions are pinned; none).",
+        "Replace snapshots older than this, such as 12h, 7d or none (default: 7d, or none if all versions are pinned).",
         metavar="TIME",
     ),
 )
-"""What a snapshot must be like."""
+"""Conditions for a snapshot."""
 
 ENVIRONMENT = (
     Option(
         "env_mode",
         ("--env",),
-        "Snapshots of the environment: use and make them (auto, the default), make anew (refresh), neither (bypass), "
-        "or end where none can be used (require).",
+        "Environment snapshots: use and make them (auto, the default), always make a new one (refresh), do neither "
+        "(bypass), or fail if none can be used (require).",
         choices=MODES,
     ),
     *KEY,
@@ -108,22 +108,22 @@ ENVIRONMENT = (
     Option(
         "daemons",
         ("--env-daemons",),
-        "Processes that the setup leaves running: started again where its snapshot is used (relaunch, the default), or "
-        "no snapshot is made or used (refuse).",
+        "Processes that the setup leaves running: start them again from a snapshot (relaunch, the default), or use no "
+        "snapshots for such a setup (refuse).",
         choices=("relaunch", "refuse"),
     ),
     Option(
         "wait",
         ("--env-wait",),
-        "How long to wait while another node makes the snapshot, as 10m (the default).",
+        "How long to wait for another node that makes the snapshot (default: 10m).",
         metavar="TIME",
     ),
 )
-"""The environment's part of the options of `run`."""
+"""Options of `run` about the environment."""
 
 
 def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
-    """What the values ask for; `source` tells of store and loading. Raises `UsageError`."""
+    """The environment settings; `source` has the options about store and loading. Raises `UsageError`."""
     from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.launch.environment.task import EnvironmentWanted
 
@@ -160,7 +160,7 @@ def _mode(env: Mapping[str, str]) -> Mode:
 
 
 def _daemons(values: Mapping[str, Any], env: Mapping[str, str]) -> Daemons:
-    # The owner of a node forbids by the variable what a job may not allow.
+    # The variable is the node owner's: if it refuses, the job's option cannot allow it.
     chosen = {values.get("daemons") or "relaunch", env.get(_DAEMONS) or "relaunch"}
     if not chosen <= {"relaunch", "refuse"}:
         raise UsageError(f"{_DAEMONS}={env[_DAEMONS]!r} is unknown", hint="choose from relaunch, refuse")
@@ -168,14 +168,14 @@ def _daemons(values: Mapping[str, Any], env: Mapping[str, str]) -> Daemons:
 
 
 def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    """The values of an option, and those of a variable that says it for a whole fleet, with colons between them."""
+    """The values of an option and those of a variable, separated by colons, that sets it for a whole cluster."""
     return (*given, *filter(None, env.get(variable, "").split(":")))
 
 
 def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in given:
         if not pattern.startswith(("/", "~/", "*")):
-            raise UsageError(f"{option} {pattern!r} names no place", hint="begin it with /, ~/ or *")
+            raise UsageError(f"{option} {pattern!r} is not a path or pattern", hint="begin it with /, ~/ or *")
     return given
 
 
@@ -189,7 +189,7 @@ def _duration(
 
 
 def parse_duration(text: str, option: str, *, endless: bool = False) -> float:
-    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; of `none`, where there may be no end. Raises `UsageError`."""
+    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; with `endless` also `none`, infinity. Raises `UsageError`."""
     import re
 
     if endless and text.strip() == "none":

@@ -1,6 +1,6 @@
-"""`bootseer env list`, `show`, `remove` and `prune`: the snapshots of a store; and how all verbs of `env` find one.
+"""`bootseer env list`, `show`, `remove` and `prune`: the snapshots of a store; and the lookup for all verbs of `env`.
 
-A key may be given by its first digits, as long as only one snapshot has them.
+A key may be abbreviated to its first digits if they are unique.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bootseer.mounts.state import Runtime
 
 STORE = (
-    Option("store", ("--store",), "Where the snapshots are (default: this node's cache).", metavar="URI"),
+    Option("store", ("--store",), "Store of the snapshots (default: this node's cache).", metavar="URI"),
     PLAIN_HTTP,
 )
 _LEAST_DIGITS = 4
@@ -46,7 +46,7 @@ def cache() -> Path:
 
 @contextmanager
 def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
-    """The snapshots of a store. `trust` are the values of `TRUST`, for verbs that use what is in a snapshot."""
+    """The snapshots of a store. `trust`: the values of `TRUST`, for verbs that use the content of a snapshot."""
     from bootseer.artifact.places import STORE as VARIABLE
     from bootseer.artifact.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
@@ -56,12 +56,12 @@ def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | N
 
     uri = given or os.environ.get(VARIABLE)
     with closing(open_store(uri or own_store(cache()), plain_http=plain_http)) as store:
-        # This node's own store holds nothing but what this node made.
+        # The node's own store contains only what this node made, so it needs no signatures.
         yield Catalog(store, say, UNSIGNED if trust is None or not uri else signatures(trust, os.environ))
 
 
 def full_key(catalog: Catalog, digits: str) -> str:
-    """The key that begins with these digits. Raises `UsageError` when there is none, or more than one."""
+    """The key that begins with these digits. Raises `UsageError` if there is none or more than one."""
     from bootseer.env.document import is_key
 
     if is_key(digits):
@@ -81,11 +81,11 @@ def full_key(catalog: Catalog, digits: str) -> str:
 
 
 def document_of(catalog: Catalog, digits: str) -> EnvironmentDocument:
-    """The snapshot whose key begins with these digits. Raises `UsageError` when there is none."""
+    """The snapshot whose key begins with these digits. Raises `UsageError` or `NotFoundError` if there is none."""
     key = full_key(catalog, digits)
     document = catalog.find(key)
     if document is None:
-        raise NotFoundError(f"{catalog.store.uri}: no snapshot has the key {key[:12]}; bootseer env list shows all")
+        raise NotFoundError(f"{catalog.store.uri}: no snapshot with the key {key[:12]}; bootseer env list shows all")
     return document
 
 
@@ -93,7 +93,7 @@ def document_of(catalog: Catalog, digits: str) -> EnvironmentDocument:
 @with_options(STORE)
 @json_option("bootseer.environments/1")
 def list_command(store: str | None, plain_http: bool, output: Output) -> None:
-    """List the snapshots of a store, the newest first: key, age, who built it, what it has.
+    """List the snapshots of a store, newest first: key, age, size, builder, content.
 
     \b
     bootseer env list --store hdfs://namenode/bootseer
@@ -159,7 +159,7 @@ def _row(document: EnvironmentDocument, now_s: float) -> dict[str, Any]:
 @with_options(STORE)
 @json_option("bootseer.environments/1")
 def show_command(key: str, store: str | None, plain_http: bool, output: Output) -> None:
-    """Show the snapshot whose key begins with KEY: packages, folders, exports, what the key is made of.
+    """Show the snapshot whose key begins with KEY: packages, folders, exports, parts of the key.
 
     \b
     bootseer env show 3fa9
@@ -195,7 +195,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
     from bootseer.artifact.document import printable
 
     age = format_seconds(max(now_s - document.built_s, 0))
-    limit = "" if document.max_age_s is None else f", serves for {format_seconds(document.max_age_s)}"
+    limit = "" if document.max_age_s is None else f", valid for {format_seconds(document.max_age_s)}"
     rows = [
         ("key", document.key),
         ("digest", document.digest),
@@ -208,7 +208,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
         *(("folder", root) for root in document.roots),
     ]
     if document.num_loose:
-        rows.append(("elsewhere", f"{document.num_loose:,} files, written to their places"))
+        rows.append(("elsewhere", f"{document.num_loose:,} files, copied to their paths"))
     rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
     rows += [
         ("daemon", printable(f"{one.name}: {' '.join(one.argv)} ({', '.join(one.sockets)})"))
@@ -225,9 +225,9 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
 @click.command("remove")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
 @with_options(STORE)
-@click.option("--package", metavar="NAME[==V]", help="All snapshots that have this package.")
-@click.option("--older-than", metavar="TIME", help="All snapshots older than this, as 30d.")
-@click.option("--dry-run", "-n", is_flag=True, help="Only say which.")
+@click.option("--package", metavar="NAME[==V]", help="Remove all snapshots that contain this package.")
+@click.option("--older-than", metavar="TIME", help="Remove all snapshots older than this, such as 30d.")
+@click.option("--dry-run", "-n", is_flag=True, help="Only list what would be removed.")
 @json_option("bootseer.environments-removed/1")
 def remove_command(
     keys: tuple[str, ...],
@@ -238,9 +238,9 @@ def remove_command(
     dry_run: bool,
     output: Output,
 ) -> None:
-    """Remove snapshots: later starts run the setup again. What is mounted stays until it is not needed.
+    """Remove snapshots: later starts run the setup again. Mounted ones stay usable.
 
-    The files in the store go a day later, by `bootseer env prune`.
+    The files stay in the store until `bootseer env prune`, a day later, deletes them.
 
     \b
     bootseer env remove 3fa9
@@ -274,7 +274,7 @@ def _chosen(
 
 
 def _is(wanted: str, installed: str) -> bool:
-    """Whether `name==version` of a snapshot is the wanted package, of any version if none is said."""
+    """Whether `name==version` of a snapshot matches the wanted package, of any version if none is given."""
     name, _, version = wanted.partition("==")
     its_name, _, its_version = installed.partition("==")
     return _plain(name) == _plain(its_name) and (not version or version == its_version)
@@ -286,12 +286,12 @@ def _plain(name: str) -> str:
 
 @click.command("prune")
 @with_options(STORE)
-@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Only what was removed so long ago.")
+@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Keep what was removed more recently.")
 @json_option("bootseer.environments-removed/1")
 def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
-    """Delete the files of snapshots that were removed or are too old. What this node has mounted stays.
+    """Delete the files of removed and expired snapshots. Snapshots mounted on this node are kept.
 
-    Other nodes' mounts are not known here: the grace is longer than they take to fetch a snapshot.
+    Mounts of other nodes are unknown: the grace period must be longer than such a node takes to fetch a snapshot.
 
     \b
     bootseer env prune --store hdfs://namenode/bootseer
@@ -322,8 +322,9 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
             "problems": done.problems,
         },
         *(Text(problem, "red") for problem in done.problems),
-        f"freed {format_bytes(done.freed_bytes)} in {len(done.deleted)} files; {len(done.expired)} environments "
-        f"were too old, {done.num_waiting} wait for their grace, {done.num_in_use} are in use",
+        f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
+        f"{plural(len(done.expired), 'environment')} expired, {done.num_waiting} within the grace period, "
+        f"{done.num_in_use} in use",
     )
     if done.problems:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""`bootseer fleet`, `history` and `watch`: the starts of many jobs, from a service or a folder of events alike."""
+"""`bootseer fleet`, `history` and `watch`: the starts of many jobs, from a service or from folders of events."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ _ANSWER_S = 30
 _LOOK_EVERY_S = 1.0
 _MAX_ANSWER = 64 << 20
 _service_option = click.option("--service", metavar="URL", envvar="BOOTSEER_SERVICE", show_envvar=True,
-                               help="Ask this service; its token is $BOOTSEER_SERVICE_TOKEN.")  # fmt: skip
+                               help="Service to query, with the token $BOOTSEER_SERVICE_TOKEN.")  # fmt: skip
 
 
 def _since_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option("--since", default=default, show_default=True, metavar="TIME", help="7d, 4w, or 2026-11-01.")
+    return click.option("--since", default=default, show_default=True, metavar="TIME",
+                        help="Include starts since then: 7d, 4w or 2026-11-01.")  # fmt: skip
 
 
 @click.command("fleet")
 @click.argument("logs", nargs=-1, metavar="[FOLDER]...")
 @_service_option
 @_since_option("7d")
-@click.option("--team", metavar="NAME", help="Of this team alone.")
+@click.option("--team", metavar="NAME", help="Only this team's starts.")
 @click.option("--export", type=click.Choice(["slurm", "drain", "kubernetes"]),
-              help="Print nodes that come last too often: sbatch's option, or commands for them.")  # fmt: skip
+              help="Print the nodes that are last too often, as an sbatch option or as commands.")  # fmt: skip
 @json_option("bootseer.fleet/1")
 def fleet_command(
     logs: tuple[str, ...], service: str | None, since: str, team: str | None, export: str | None, output: Output
 ) -> None:
-    """Show what starting costs: by team, scale and stage, which caches help, and which nodes hold others back.
+    """Show what startups cost, by team, scale and stage, how much caches help, and which nodes delay the others.
 
-    Without FOLDER and --service, the jobs that have run on this machine are listed.
+    The default, without FOLDER and --service, are the jobs that ran on this machine.
 
     \b
     bootseer fleet --since 7d --service https://starts.example:8765
@@ -83,9 +84,9 @@ def fleet_command(
         lost = format_seconds(row["delay_s"])
         nodes.add_row(row["node"], str(row["last"]), str(row["starts"]), lost, row["stage"])
     seen = found["coverage"]
-    summary = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes were heard"
+    summary = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes sent events"
     lost = f", {seen['lines_lost']:,} lines lost" if seen["lines_lost"] else ""
-    output(_without_schema(found), summary + lost, *_apart(cost, scales, stages, caches, nodes))
+    output(found, summary + lost, *_apart(cost, scales, stages, caches, nodes))
 
 
 @click.command("history")
@@ -95,8 +96,8 @@ def fleet_command(
 @_since_option("90d")
 @json_option("bootseer.history/1")
 def history_command(job: str, logs: tuple[str, ...], service: str | None, since: str, output: Output) -> None:
-    """Show a job's starts, the newest first, each beside the usual time of those before it, and what changed when they
-    became slower. Times are without waiting for the scheduler.
+    """Show a job's starts, newest first, each with the usual time of the starts before it, and what changed when they
+    became slower. Times exclude the wait for the scheduler.
 
     \b
     bootseer history moe --service https://starts.example:8765
@@ -114,14 +115,14 @@ def history_command(job: str, logs: tuple[str, ...], service: str | None, since:
         state = "slower" if row["slower"] else "" if row["outcome"] == "training_began" else row["outcome"] or "open"
         took, usual = format_seconds(row["own_s"]), _seconds(row["baseline_s"])
         rows.add_row(number, began, row["kind"], str(row["nodes_heard"]), took, usual, row["last_node"] or "", state)
-    output(_without_schema(found), rows, *_changes(found["changed"], found["starts"]))
+    output(found, rows, *_changes(found["changed"], found["starts"]))
 
 
 def _changes(changed: Mapping[str, Any] | None, starts: list[Mapping[str, Any]]) -> Iterator[str]:
     if changed is None:
         return
     number = {row["id"]: row["attempt"] for row in starts}
-    yield f"attempt {number[changed['start']]} was slower than usual; against attempt {number[changed['before']]}:"
+    yield f"attempt {number[changed['start']]} was slower than usual; compared with {number[changed['before']]}:"
     for one in changed["stages"]:
         yield f"  {one['stage']}: {format_seconds(one['max_s'])}, before {format_seconds(one['before_s'])}"
     for name, one in {**changed["inputs"], "cache": changed["cache_state"]}.items():
@@ -133,16 +134,17 @@ def _changes(changed: Mapping[str, Any] | None, starts: list[Mapping[str, Any]])
 @click.argument("job")
 @click.argument("logs", nargs=-1, metavar="[FOLDER]...")
 @_service_option
-@click.option("--wait", is_flag=True, help="Wait for a start that has not begun.")
+@click.option("--wait", is_flag=True, help="Wait for a start that has not begun yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document for each change.")
 def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bool, as_json: bool) -> None:
-    """Show which nodes are missing while a job starts, until training has begun everywhere. Ctrl-C ends it.
+    """Show which nodes a starting job is waiting for, until training has begun on all of them. Ctrl-C ends it.
 
-    A service also knows which nodes are late: a stage lasts longer there than on 99 % of the nodes of earlier starts.
+    A service also knows which nodes are late: those where a stage takes longer than on 99 % of the nodes of earlier
+    starts.
 
     \b
     bootseer watch moe --service https://starts.example:8765
-    bootseer watch moe                  of this machine's spool, as `bootseer report --follow`
+    bootseer watch moe                  from this machine's spool, like `bootseer report --follow`
     """
     if service is None or logs:
         from bootseer.cli.report import watched
@@ -174,7 +176,7 @@ def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, o
     while True:
         try:
             rows = _from_service("now", {"job": job}, service)["starts"]
-        except TransientError as error:  # a service that is started again
+        except TransientError as error:  # the service may be restarting
             if not was_seen:
                 raise
             if show is not None:
@@ -192,7 +194,7 @@ def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, o
             elif row["line"] != shown:
                 shown = row["line"]
                 print_json({"schema": "bootseer.watch/1", **row})
-            if moment.over and row["outcome"] == "training_began":  # else its analysis may not be done yet
+            if moment.over and row["outcome"] == "training_began":  # otherwise the analysis may still be pending
                 return
         if was_seen and not rows:
             return
@@ -200,7 +202,7 @@ def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, o
 
 
 def _moment(row: dict[str, Any]) -> Moment:
-    """Where the nodes are, of a service that may know more or less of it than this version."""
+    """The state of the nodes, from a service that may be of another version."""
     import msgspec
 
     from bootseer.report.analysis.live import Moment
@@ -208,16 +210,16 @@ def _moment(row: dict[str, Any]) -> Moment:
     try:
         return msgspec.convert(row, Moment)
     except msgspec.ValidationError as error:
-        raise PermanentError(f"the service is of another version: {error}") from None
+        raise PermanentError(f"the service has an incompatible version: {error}") from None
 
 
 def _ask(question: str, asked: Mapping[str, str | None], service: str | None, logs: tuple[str, ...]) -> dict[str, Any]:
-    """The answer of a service, or of logs."""
+    """The answer from a service, or computed from logs."""
     if service is not None and not logs:
         return _from_service(question, asked, service)
     from bootseer.cli.serve import settings_of
 
-    settings_of(Path(), None, None)  # says so where the libraries are missing
+    settings_of(Path(), None, None)  # raises an error with a hint if the libraries are missing
     from bootseer.service import over_time
     from bootseer.service.questions import Filter
 
@@ -231,7 +233,7 @@ def _ask(question: str, asked: Mapping[str, str | None], service: str | None, lo
 
 @contextmanager
 def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
-    """A database with the starts of these logs, gone afterwards."""
+    """A temporary database with the starts of these logs."""
     import tempfile
 
     from bootseer.report.reading import read_all
@@ -251,7 +253,7 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
 
 
 def _from_service(question: str, asked: Mapping[str, str | None], service: str) -> dict[str, Any]:
-    """Ask a service. Raises `BootseerError` when it cannot be reached or refuses."""
+    """Query a service. Raises `BootseerError` if it cannot be reached or refuses."""
     import json
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
     from urllib.parse import urlencode
@@ -277,18 +279,14 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
     document = found if isinstance(found, dict) else {}
     reason = str(document.get("error", f"status {status}"))[:500]
     if status in (401, 403):
-        raise AccessError(f"{shown} refuses: {reason}; BOOTSEER_SERVICE_TOKEN must be a token with the scope read")
+        raise AccessError(f"{shown} denied access: {reason}; set BOOTSEER_SERVICE_TOKEN to a token with the scope read")
     if status in (429, 503):
         raise TransientError(f"{shown}: {reason}")
     if status == 400:
         raise UsageError(f"{shown}: {reason}")
     if status != 200 or document.get("schema") != f"bootseer.{question}/1":
-        raise PermanentError(f"{shown} is not a BootSeer service, or has another version ({reason})")
+        raise PermanentError(f"{shown} is not a BootSeer service, or has an incompatible version ({reason})")
     return document
-
-
-def _without_schema(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name != "schema"}
 
 
 def _apart(*tables: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""`bootseer image`: container images as block files, mounted before they are here."""
+"""`bootseer image`: container images as block files, mounted before they are downloaded."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 _VERBS = {
-    "convert": ("image_convert", "Make an image ready for lazy starts."),
+    "convert": ("image_convert", "Convert an image for lazy loading."),
     "run": ("image", "Run a command in an image."),
-    "mount": ("image", "Mount an image's tree on a folder."),
-    "umount": ("image", "Undo a mount."),
-    "list": ("image", "What is mounted, and whether it works."),
-    "inspect": ("image", "What is known of an image."),
-    "remove": ("image_store", "Let no start find a converted image any more."),
-    "prune": ("image_store", "Delete what no converted image needs."),
-    "hotset": ("image_hotset", "What starts of an image need, and when."),
+    "mount": ("image", "Mount an image's file system on a folder."),
+    "umount": ("image", "Unmount an image."),
+    "list": ("image", "List mounted images and their health."),
+    "inspect": ("image", "Show a converted image and its layers."),
+    "remove": ("image_store", "Remove the converted form of images."),
+    "prune": ("image_store", "Delete the files of removed images from a store."),
+    "hotset": ("image_hotset", "Show, merge and export the blocks that starts need first."),
 }
 
 
 @click.command("image", cls=Group, verbs=_VERBS)
 def image_command() -> None:
-    """Container images whose files arrive when they are read.
+    """Container images whose files are fetched when they are read.
 
     \b
-    bootseer image convert registry:5000/team/train:7     once, after the image was pushed
+    bootseer image convert registry:5000/team/train:7     once, after the image is pushed
     bootseer image run registry:5000/team/train:7 -- python train.py
     bootseer image list
     """
@@ -47,12 +47,13 @@ def image_command() -> None:
 @click.argument("reference", metavar="REF")
 @with_options(SOURCE)
 @with_options(CONTAINER)
-@click.option("--gpus", metavar="GPUS", help="all (default where a CDI file tells of them), numbers, or none.")
+@click.option("--gpus", metavar="GPUS", help="all (default if a CDI file describes them), numbers, or none.")
 @click.pass_context
 def run_command(ctx: click.Context, /, reference: str, gpus: str | None, **values: Any) -> int:
-    """Run COMMAND (default: the image's own) in a container of the image REF: exit code, signals and terminal pass.
+    """Run COMMAND (default: the image's own) in a container of the image REF. Exit code, signals and terminal are
+    passed through.
 
-    `bootseer run --image REF -- COMMAND` does the same and measures it.
+    `bootseer run --image REF -- COMMAND` does the same and also measures it.
 
     \b
     bootseer image run registry:5000/team/train:7 -- python -c 'import torch'
@@ -70,7 +71,7 @@ def run_command(ctx: click.Context, /, reference: str, gpus: str | None, **value
 @with_options(CONVERTED)
 @json_option("bootseer.inspect/1")
 def inspect_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
-    """Show whether the image REF is converted, its layers, and how much of each is on this node.
+    """Show whether the image REF is converted, its layers, and how much of each is cached on this node.
 
     \b
     bootseer image inspect registry:5000/team/train:7
@@ -120,14 +121,14 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
 @click.argument("reference", metavar="REF")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @with_options(SOURCE)
-@click.option("--rw", "writable", is_flag=True, help="Let it be changed; the changes are gone with the mount.")
-@click.option("--suid", is_flag=True, help="Let set-uid programs of the image have their effect on this machine.")
-@click.option("--workload", metavar="NAME", help="Fetch this hot set first, and record into it.")
+@click.option("--rw", "writable", is_flag=True, help="Mount it writable; changes are lost at the unmount.")
+@click.option("--suid", is_flag=True, help="Honour set-uid bits of the image's programs on this machine.")
+@click.option("--workload", metavar="NAME", help="Name of the hot set to prefetch and to record.")
 @json_option("bootseer.mounts/1")
 def mount_command(
     reference: str, folder: Path, writable: bool, suid: bool, workload: str | None, output: Output, **values: Any
 ) -> None:
-    """Mount the tree of the image REF on the folder DIR. It is there at once; blocks come when they are read.
+    """Mount the file system of the image REF on the folder DIR. Files are visible at once; blocks are fetched on read.
 
     \b
     bootseer image mount registry:5000/team/train:7 /mnt/train
@@ -142,7 +143,7 @@ def mount_command(
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: not a folder", hint="name a folder to mount on")
     if kernel.is_mount(folder.absolute()):
-        raise UsageError(f"{folder}: something is mounted there", hint=f"bootseer image umount {folder}")
+        raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
     asked = request(reference, {**values, "workload": workload})
     changes = None
     if writable:
@@ -157,7 +158,7 @@ def mount_command(
 @click.command("umount")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 def umount_command(folder: Path) -> None:
-    """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
+    """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
     from bootseer.artifact.places import cache_root
     from bootseer.image.mounting.mounted import find_mount, unmount_written
 
@@ -168,7 +169,8 @@ def umount_command(folder: Path) -> None:
 @click.command("list")
 @json_option("bootseer.mounts/1")
 def list_command(output: Output) -> None:
-    """List the mounted images: where, by which daemon, how much is here. The exit code is 1 when a daemon is dead."""
+    """List mounted images: folder, mode, share of the blocks on this node, state. The exit code is 1 if a daemon is
+    dead."""
     from rich.text import Text
 
     runtime = _runtime()
@@ -195,7 +197,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
         "mode": state.details.get("mode", ""),
         "state": health,
         "daemon_pid": state.daemon.pid if state.daemon is not None else None,
-        # Of what the daemon serves; without one all of it is here, and of a dead one it is not known.
+        # Without a daemon everything is local; for a dead daemon it is unknown.
         "here": 1.0 if state.daemon is None else share_here(status),
         "mounted_at": state.made_s,
         "log": runtime.log(state) or None,

@@ -1,4 +1,4 @@
-"""`bootseer image convert`: one image, or all that are pushed into a repository."""
+"""`bootseer image convert`: one image, or all that are pushed to a repository."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 
 _SETTLE_S = 0.5
-"""A push is several calls of a webhook."""
+"""One push calls a webhook several times."""
 
 
-class _How(NamedTuple):
-    """What is the same for all images of a watched repository."""
+class _Settings(NamedTuple):
+    """Settings that all images of a watched repository share."""
 
     uri: str
     platform: Platform | None
@@ -42,30 +43,30 @@ class _How(NamedTuple):
 @click.command("convert")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="[DST]", required=False)
-@click.option("--jobs", type=click.IntRange(1, 64), help="Layers at once (default: up to 4, one per processor).")
-@click.option("--platform", metavar="OS/ARCH", help="Of an image for several ones (default: this machine's).")
+@click.option(
+    "--jobs", type=click.IntRange(1, 64), help="Layers to convert in parallel (default: one per CPU, up to 4)."
+)
+@click.option("--platform", metavar="OS/ARCH", help="Platform of a multi-platform image (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
 @click.option(
     "--layer-limit",
     "layer_limits",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Let layers be larger: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
+    help="Raise a limit for layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
 )
 @click.option("--sign", "keys", metavar="KEY", multiple=True, help="Sign with this private key (ed25519, PEM).")
-@click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
-@click.option(
-    "--watch", is_flag=True, help="SRC is a repository: convert its images, and what is pushed, until a signal."
-)
-@click.option("--interval", metavar="TIME", help="With --watch: how often its tags are asked for (default: 1m).")
-@click.option("--listen", metavar="HOST:PORT", help="With --watch: ask at once when a registry's webhook posts there.")
-@click.option("--once", is_flag=True, help="With --watch: ask once, convert what is new, and end.")
-@click.option("--tag", "tags", metavar="PATTERN", multiple=True, help="With --watch: only such tags, as v1.*.")
+@click.option("--plain-http", is_flag=True, help="Use the registry without encryption.")
+@click.option("--watch", is_flag=True, help="SRC is a repository: convert its images, and new ones as they are pushed.")
+@click.option("--interval", metavar="TIME", help="With --watch: how often to poll the tags (default: 1m).")
+@click.option("--listen", metavar="HOST:PORT", help="With --watch: also poll when a registry's webhook posts here.")
+@click.option("--once", is_flag=True, help="With --watch: poll once, convert what is new, and exit.")
+@click.option("--tag", "tags", metavar="PATTERN", multiple=True, help="With --watch: only tags such as v1.*.")
 @click.option(
     "--state",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="With --watch: where converted digests are remembered (default: below the cache).",
+    help="With --watch: file that records converted digests (default: below the cache).",
 )
 @json_option("bootseer.convert/1")
 def convert_command(
@@ -85,10 +86,10 @@ def convert_command(
     state: Path | None,
     output: Output,
 ) -> None:
-    """Turn the layers of the image SRC into block files in the store DST, by default the image's own repository.
+    """Convert the layers of the image SRC to block files in the store DST, by default the image's own repository.
 
-    The image stays as it is and keeps its name. Layers that were converted before are not converted again.
-    With --watch each image is a line (a JSON document with --json), and one that fails is tried again later.
+    The image itself is unchanged and keeps its name. Layers that are already converted are skipped. With --watch, each
+    image prints one line (a JSON document with --json), and one that fails is retried later.
 
     \b
     bootseer image convert registry:5000/team/train:7
@@ -107,12 +108,12 @@ def convert_command(
     reference = parse_reference(source)
     uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
-        raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
+        raise UsageError(f"{source}: no store given", hint="bootseer image convert SRC DST")
     if not watch and (interval or listen or once or tags or state):
         hint = "give --watch too"
-        raise UsageError("--interval, --listen, --once, --tag and --state belong to --watch", hint=hint)
+        raise UsageError("--interval, --listen, --once, --tag and --state need --watch", hint=hint)
     limits = LayerLimits(**parse_layer_limits(layer_limits))
-    how = _How(
+    settings = _Settings(
         uri,
         Platform.parse(platform) if platform else None,
         jobs,
@@ -125,7 +126,7 @@ def convert_command(
         _watch(
             source,
             reference,
-            how,
+            settings,
             tags,
             state,
             None if once else parse_duration(interval or "1m", "--interval"),
@@ -134,34 +135,34 @@ def convert_command(
         )
         return
     with interruptible():
-        document, line = _convert(reference, how)
+        document, line = _convert(reference, settings)
     output(document, line)
 
 
-def _convert(reference: Reference, how: _How) -> tuple[dict[str, object], str]:
-    """What came out, for programs and for people."""
+def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, object], str]:
+    """Convert one image; the result as JSON and as a line of text."""
     from bootseer.image.conversion.convert import all_layers, convert
     from bootseer.image.sources.open import open_source
     from bootseer.store.open import open_store
 
     began_s = time.monotonic()
     with Progress("converting") as progress:
-        opened = open_source(reference, platform=how.platform, plain_http=how.plain_http)
+        opened = open_source(reference, platform=settings.platform, plain_http=settings.plain_http)
         layers = f"{len(opened.layers) or 1} layers"
         report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
-        with closing(opened), closing(open_store(how.uri, plain_http=how.plain_http)) as store:
-            document = convert(opened, store, progress=report, jobs=how.jobs, options=how.options)
+        with closing(opened), closing(open_store(settings.uri, plain_http=settings.plain_http)) as store:
+            document = convert(opened, store, progress=report, jobs=settings.jobs, options=settings.options)
     took_s = time.monotonic() - began_s
     return (
         {
             "digest": document.digest,
-            "store": how.uri,
+            "store": settings.uri,
             "layers": len(document.layers),
             "size_bytes": document.size_bytes,
             "stored_bytes": document.stored_bytes,
             "seconds": round(took_s, 3),
         },
-        f"{document.digest} in {how.uri}: {len(document.layers)} layers, {format_bytes(document.size_bytes)}, "
+        f"{document.digest} in {settings.uri}: {len(document.layers)} layers, {format_bytes(document.size_bytes)}, "
         f"stored as {format_bytes(document.stored_bytes)}, in {format_seconds(took_s)}",
     )
 
@@ -169,14 +170,14 @@ def _convert(reference: Reference, how: _How) -> tuple[dict[str, object], str]:
 def _watch(
     source: str,
     reference: Reference,
-    how: _How,
+    settings: _Settings,
     tags: tuple[str, ...],
     state: Path | None,
     interval_s: float | None,
     listen: tuple[str, int] | None,
     output: Output,
 ) -> None:
-    """Convert what a repository has that is new, once or (with an interval) until a signal."""
+    """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
     from bootseer.artifact.places import cache_root
     from bootseer.image.conversion.watch import Watch, alone, woken
     from bootseer.image.reference import Place
@@ -187,9 +188,9 @@ def _watch(
     repository = f"{reference.host}/{reference.repository}"
     if reference.place is not Place.REGISTRY or source.removeprefix("docker://") != repository:
         hint = f"--watch {repository}" if reference.host else "--watch registry:5000/team/train"
-        raise UsageError(f"{source}: --watch takes a repository, without tag or digest", hint=hint)
+        raise UsageError(f"{source}: --watch takes a repository without tag or digest", hint=hint)
     if state is None:
-        name = hashlib.sha256(f"{repository} {how.uri} {how.platform or ''}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{repository} {settings.uri} {settings.platform or ''}".encode()).hexdigest()[:16]
         state = cache_root(os.environ, os.getuid()) / "watch" / f"{reference.repository.rpartition('/')[2]}-{name}.json"
     numbers = [0, 0]
     try:
@@ -197,45 +198,47 @@ def _watch(
             interruptible(),
             alone(state),
             woken(listen) as called,
-            closing(open_registry(reference.host, reference.repository, plain_http=how.plain_http)) as registry,
+            closing(open_registry(reference.host, reference.repository, plain_http=settings.plain_http)) as registry,
         ):
             watched = Watch(registry, state, tags)
             while True:
                 called.clear()
                 try:
-                    _convert_new(watched, reference, how, output, numbers)
+                    _convert_new(watched, reference, settings, output, numbers)
                 except BootseerError as error:
                     if interval_s is None:
                         raise
-                    say(f"{repository}: {error}; asked again in {format_seconds(interval_s)}")
+                    say(f"{repository}: {error}; retrying in {format_seconds(interval_s)}")
                 if interval_s is None:
                     break
                 if called.wait(interval_s):
                     time.sleep(_SETTLE_S)
-    except Interrupted as signal:  # how a watch ends
+    except Interrupted as signal:  # the normal end of a watch
         say(f"{signal}: {plural(numbers[0], 'image')} converted, {numbers[1]} failed")
         return
     if numbers[1]:
         raise SystemExit(1)
 
 
-def _convert_new(watched: Watch, reference: Reference, how: _How, output: Output, numbers: list[int]) -> None:
+def _convert_new(watched: Watch, reference: Reference, settings: _Settings, output: Output, numbers: list[int]) -> None:
+    """Convert what `watched` reports as new. `numbers` counts converted and failed images."""
+
     def failed(tag: str, digest: str, error: BootseerError) -> None:
         numbers[1] += 1
         name, again_s = f"{reference.host}/{reference.repository}:{tag}", watched.failed(digest or tag)
         output(
             {"image": name, "tagged": digest, "error": str(error), "again_s": again_s},
-            f"{name}: {error}; tried again in {format_seconds(again_s)}",
+            f"{name}: {error}; retrying in {format_seconds(again_s)}",
         )
 
-    new, unkept = watched.new(), None
+    new, unsaved = watched.new(), None
     for tag, error in watched.unknown.items():
         failed(tag, "", error)
     for tag, digest in new:
         name = f"{reference.host}/{reference.repository}:{tag}"
         try:
-            # By its digest: the tag may move meanwhile.
-            document, line = _convert(_at(reference, tag, digest), how)
+            # By digest: the tag may move meanwhile.
+            document, line = _convert(replace(reference, tag=tag, digest=digest), settings)
         except BootseerError as error:
             failed(tag, digest, error)
             continue
@@ -243,13 +246,7 @@ def _convert_new(watched: Watch, reference: Reference, how: _How, output: Output
         output({"image": name, "tagged": digest, **document}, f"{name}: {line}")
         try:
             watched.converted(digest)
-        except PermanentError as error:  # the others are converted all the same
-            unkept = error
-    if unkept is not None:
-        raise unkept
-
-
-def _at(reference: Reference, tag: str, digest: str) -> Reference:
-    from dataclasses import replace
-
-    return replace(reference, tag=tag, digest=digest)
+        except PermanentError as error:  # the state cannot be written: convert the others first
+            unsaved = error
+    if unsaved is not None:
+        raise unsaved

@@ -1,4 +1,4 @@
-"""`bootseer image hotset`: what starts of an image need, and when."""
+"""`bootseer image hotset`: the blocks that starts of an image need, in order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 _VERBS = {
-    "show": ("image_hotset", "The hot sets of an image, on this node and in its store."),
-    "merge": ("image_hotset", "Add hot sets from files, and publish the result."),
-    "export": ("image_hotset", "Write a hot set into a file."),
+    "show": ("image_hotset", "List an image's hot sets on this node and in its store."),
+    "merge": ("image_hotset", "Merge hot sets from files and publish the result."),
+    "export": ("image_hotset", "Write a hot set to a file."),
 }
 
 
@@ -33,7 +33,7 @@ _JSON = json_option("bootseer.hotsets/1")
 
 @click.command("hotset", cls=Group, verbs=_VERBS)
 def hotset_command() -> None:
-    """Blocks that earlier starts of an image needed: the next start fetches them first.
+    """Hot sets: the blocks that earlier starts of an image needed. The next start prefetches them.
 
     \b
     bootseer image hotset show registry:5000/team/train:7
@@ -54,12 +54,12 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
     sets_shown = table("workload", *right, "", right=right)
     for row in rows:
         coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
-        stale = "stale: the next start records anew" if row["stale"] else ""
+        stale = "stale: the next start records it again" if row["stale"] else ""
         size = format_bytes(row["stored_bytes"])
         sets_shown.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", size, coverage, stale)
     output(
         {"digest": found.document.digest, "hotsets": rows},
-        sets_shown if rows else "no start of this image was recorded yet",
+        sets_shown if rows else "no start of this image has been recorded yet",
     )
 
 
@@ -69,7 +69,7 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
 @with_options(CONVERTED)
 @_JSON
 def merge_command(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, output: Output) -> None:
-    """Add the runs of exported hot sets to those that are known, and publish the result."""
+    """Merge exported hot sets into the known ones, and publish the result."""
     from bootseer.fetch.hotset import MAX_STORED_BYTES, parse_hot_set
 
     rows = []
@@ -82,10 +82,12 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}", hint="name a file that `hotset export` wrote") from error
             if given.image != found.document.digest:
-                raise UsageError(f"{path}: of the image {given.image}", hint=f"{reference} is {found.document.digest}")
+                raise UsageError(
+                    f"{path}: hot set of another image, {given.image}", hint=f"{reference} is {found.document.digest}"
+                )
             merged = sets.add_set(given)
             if not sets.publish(merged):
-                raise PermanentError(f"{path}: merged on this node, and not published")
+                raise PermanentError(f"{path}: merged on this node, but not published")
             rows.append(_row(merged, found))
     output(
         {"digest": found.document.digest, "hotsets": rows},
@@ -99,7 +101,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path, allow_dash=True))
 @with_options(CONVERTED)
 def export_command(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
-    """Write the hot set WORKLOAD of the image REF into FILE (- for standard output), for another store or site."""
+    """Write the hot set WORKLOAD of the image REF to FILE (- for standard output), for another store or site."""
     from bootseer.fetch.hotset import encode_hot_set
 
     with ExitStack() as stack:
@@ -107,7 +109,7 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         hot_set = sets.load(workload)
         known = sets.workloads() if hot_set is None else []
     if hot_set is None:
-        raise UsageError(f"no hot set {workload!r}", hint=f"there are: {', '.join(known) or 'none'}")
+        raise UsageError(f"no hot set {workload!r}", hint=f"known hot sets: {', '.join(known) or 'none'}")
     try:
         if str(file) == "-":
             sys.stdout.buffer.write(encode_hot_set(hot_set))

@@ -1,6 +1,6 @@
-"""Options for images and for signatures, and the step from their values to what `launch` wants.
+"""Options for images and signatures, and the step from their values to the settings of `launch`.
 
-The tables are read in front of every `bootseer run`, so that what only images need is imported in the functions.
+The tables are imported by every `bootseer run`, so anything that only images need is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -28,118 +28,117 @@ TRUST = (
     Option(
         "require_signature",
         ("--require-signature",),
-        f"Use only images and environments that a trusted key has signed (default: keys in {_DEFAULT_KEYS}).",
+        f"Use only images and environments signed by a trusted key (default: keys in {_DEFAULT_KEYS}).",
         FLAG,
         default=False,
     ),
     Option(
         "trusted_keys",
         ("--trusted-keys",),
-        "Public keys (ed25519, PEM), one of which must have signed: a file, or a folder of .pem files.",
+        "Public keys (ed25519, PEM) to trust: a file, or a folder of .pem files. Implies --require-signature.",
         metavar="PATH",
     ),
 )
-"""Which signatures are required of what comes from a store."""
+"""Which signatures are required of artifacts from a store."""
 
-PLAIN_HTTP = Option("plain_http", ("--plain-http",), "Speak to the registry without encryption.", FLAG, default=False)
+PLAIN_HTTP = Option("plain_http", ("--plain-http",), "Use the registry without encryption.", FLAG, default=False)
 CONVERTED = (
     Option("store", ("--store",), "Where the converted image is (default: its own repository).", metavar="URI"),
     PLAIN_HTTP,
 )
-"""Where verbs find an image that is converted."""
+"""Where verbs find a converted image."""
 
 SOURCE = (
     Option(
         "store",
         ("--store",),
-        "Where converted images (default: the image's own repository) and environments (default: this node) are kept.",
+        "Store of converted images (default: the image's own repository) and environments (default: this node).",
         metavar="URI",
     ),
     PLAIN_HTTP,
     Option(
         "loading",
         ("--loading",),
-        "Lazily, all of it first (pull), or whichever is predicted to be faster (auto, the default).",
+        "Load the image lazily, or completely before the start (pull), or whichever is predicted to be faster (auto,"
+        " the default).",
         choices=("auto", "lazy", "pull"),
         default="auto",
     ),
     Option(
         "fallback",
         ("--fallback",),
-        "For an image that is not converted: convert it on this node (default), or end (none).",
+        "For an image that is not converted: convert it on this node (default), or fail (none).",
         choices=("convert", "none"),
         default="convert",
     ),
     Option(
         "layer_limits",
         ("--layer-limit",),
-        "Let layers be larger when they are converted: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
+        "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
         metavar="NAME=VALUE",
         many=True,
     ),
     *TRUST,
 )
-"""How the image comes to this node."""
+"""How the image is loaded on this node."""
 
 CONTAINER = (
     Option(
         "workload",
         ("--workload",),
-        "Name of the hot set, for commands whose program does not tell what they do.",
+        "Name of the hot set (default: from the command's program and arguments).",
         metavar="NAME",
     ),
-    Option(
-        "binds", ("--mount",), "A file or folder of this machine in the container.", metavar="SRC:DST[:ro]", many=True
-    ),
+    Option("binds", ("--mount",), "Bind-mount a file or folder of this machine.", metavar="SRC:DST[:ro]", many=True),
     Option(
         "env",
         ("--env", "-e"),
-        "A variable in the container; without =VALUE this machine's.",
+        "Set a variable in the container; without =V, to its value here.",
         metavar="N[=V]",
         many=True,
     ),
-    Option("env_files", ("--env-file",), "A file of such variables, one in each line.", metavar="FILE", many=True),
-    Option("workdir", ("--workdir", "-w"), "Folder that the command starts in (default: the image's).", metavar="DIR"),
-    Option("user", ("--user", "-u"), "Who runs the command, by the image's names or numbers.", metavar="USER[:GROUP]"),
-    Option("groups", ("--group-add",), "A further group, by the image's names or numbers.", metavar="GROUP", many=True),
-    Option("hostname", ("--hostname",), "The container's own host name (default: this machine's).", metavar="NAME"),
-    Option("entrypoint", ("--entrypoint",), "Instead of the image's; none leaves it out.", metavar="PROGRAM"),
-    Option("read_only", ("--read-only",), "The container cannot write into the image's tree.", FLAG, default=False),
-    Option("devices", ("--device",), "A device node, or a CDI name.", metavar="DEVICE", many=True),
-    Option("capabilities", ("--cap-add",), "A capability beyond the usual ones, or ALL.", metavar="NAME", many=True),
-    Option("dropped", ("--cap-drop",), "A usual capability to leave out, or ALL.", metavar="NAME", many=True),
+    Option("env_files", ("--env-file",), "File of such variables, one per line.", metavar="FILE", many=True),
+    Option("workdir", ("--workdir", "-w"), "Working directory of the command (default: the image's).", metavar="DIR"),
+    Option("user", ("--user", "-u"), "User to run as, by name in the image or number.", metavar="USER[:GROUP]"),
+    Option("groups", ("--group-add",), "Additional group, by name in the image or number.", metavar="GROUP", many=True),
+    Option("hostname", ("--hostname",), "Host name of the container (default: this machine's).", metavar="NAME"),
+    Option("entrypoint", ("--entrypoint",), "Replace the image's entrypoint; none removes it.", metavar="PROGRAM"),
+    Option("read_only", ("--read-only",), "Make the container's root file system read-only.", FLAG, default=False),
+    Option("devices", ("--device",), "Device node or CDI name to add.", metavar="DEVICE", many=True),
+    Option("capabilities", ("--cap-add",), "Capability to add to the default ones, or ALL.", metavar="NAME", many=True),
+    Option("dropped", ("--cap-drop",), "Default capability to drop, or ALL.", metavar="NAME", many=True),
     Option(
         "ulimits",
         ("--ulimit",),
-        "A limit of its processes, as nofile=65536 (default: this process's).",
+        "Resource limit of its processes, such as nofile=65536 (default: this process's).",
         metavar="NAME=SOFT[:HARD]",
         many=True,
     ),
-    Option("memory", ("--memory",), "Most memory that it may have, as 8g; needs cgroups.", metavar="SIZE"),
-    Option("cpus", ("--cpus",), "Processors that it may keep busy, as 1.5; needs cgroups.", metavar="NUMBER"),
-    Option("tmpfs", ("--tmpfs",), "A folder in memory, as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
-    Option("shm_size", ("--shm-size",), "Size of /dev/shm, as 8g (default: half of the memory).", metavar="SIZE"),
+    Option("memory", ("--memory",), "Memory limit, such as 8g; needs cgroups.", metavar="SIZE"),
+    Option("cpus", ("--cpus",), "CPU limit, such as 1.5; needs cgroups.", metavar="NUMBER"),
+    Option("tmpfs", ("--tmpfs",), "Mount a tmpfs, such as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
+    Option("shm_size", ("--shm-size",), "Size of /dev/shm, such as 8g (default: half of the memory).", metavar="SIZE"),
     Option(
         "runtime",
         ("--runtime",),
-        "The program that starts the container; auto, the default, takes runc where it is installed.",
+        "OCI runtime; auto, the default, uses runc if it is installed.",
         choices=("auto", "runc", "crun"),
         default="auto",
     ),
     Option(
         "pid",
         ("--pid",),
-        "Process ids: the container's own (default), or the host's, for profilers and debuggers.",
+        "PID namespace: the container's own (default), or the host's, for profilers and debuggers.",
         choices=("own", "host"),
         default="own",
     ),
 )
-"""What is around the command."""
+"""The container that the command runs in."""
 
 IMAGE = (
     Option("image", ("--image",), "Run the command in this container image, loaded lazily.", metavar="REF"),
     *SOURCE,
-    # `--env` of `run` is about the environment's snapshots.
+    # `--env` of `run` is about environment snapshots.
     *(
         option._replace(flags=("--container-env", "-e")) if option.flags[0] == "--env" else option
         for option in CONTAINER
@@ -147,22 +146,22 @@ IMAGE = (
     Option(
         "container_gpus",
         ("--container-gpus",),
-        "GPUs in the container: all (default where a CDI file tells of them), numbers, or none.",
+        "GPUs in the container: all (default if a CDI file describes them), numbers, or none.",
         metavar="GPUS",
     ),
 )
-"""The image's part of the options of `run`."""
+"""Options of `run` about the image."""
 
 
 _LEAST_MEMORY = 6 << 20
 _SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
-"""Options of `SOURCE` that tell how snapshots of environments come, too."""
+"""Options of `SOURCE` that also apply to environment snapshots."""
 
 
 def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, Any]]:
-    """The values without the image's, and the image's. Raises `UsageError` for the latter without an image.
+    """Split off the values of the image options. Raises `UsageError` if one is given without an image.
 
-    `has_setup`: there is an environment setup, which has some of these options for itself.
+    `has_setup`: there is an environment setup, which also uses some of these options.
     """
     given = values["image"] is not None
     allowed = [option.name for option in IMAGE] if given else ["image", *(_SHARED if has_setup else ())]
@@ -170,14 +169,14 @@ def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, A
 
 
 def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
-    """What the values ask for. Raises `UsageError`."""
+    """The image and the container that the values ask for. Raises `UsageError`."""
     from bootseer.launch.image.start import Wanted
 
     return Wanted(request(reference, values), container(values, gpus))
 
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
-    """The image and the way that it is to come. Raises `UsageError`."""
+    """The image and how to load it. Raises `UsageError`."""
     from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference, store_uri
@@ -198,7 +197,7 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
 
 
 def request_of_verb(reference: str, store: str | None, plain_http: bool) -> Request:
-    """The image that a verb looks at, converted already: where nothing else can be said of it."""
+    """A converted image, for verbs that have no other options about it."""
     values = {option.name: option.start for option in SOURCE}
     return request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
 
@@ -207,12 +206,12 @@ def parse_workload(name: str) -> str:
     import re
 
     if name and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
-        raise UsageError(f"--workload {name!r} cannot be a name", hint="use letters, digits, . _ and -")
+        raise UsageError(f"--workload {name!r} is not a valid name", hint="use letters, digits, . _ and -")
     return name
 
 
 def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
-    """The container around the command, whose words come later. `gpus` None: all where CDI files tell of any."""
+    """The container; its command is set later. `gpus` None: all if CDI files describe any."""
     from bootseer.image.containers import limits
     from bootseer.image.containers.cdi import describes_gpus
     from bootseer.image.containers.container import Options
@@ -242,7 +241,7 @@ def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
 
 
 def _limits(values: Mapping[str, Any]) -> Limits:
-    """Checked as far as it can be without the image."""
+    """The container's limits, checked as far as possible without the image."""
     from bootseer.image.containers import limits
 
     def size(name: str) -> int | None:
@@ -260,9 +259,9 @@ def _limits(values: Mapping[str, Any]) -> Limits:
         cpus=limits.parse_cpus(values["cpus"]) if values["cpus"] else None,
     )
     if found.memory_bytes is not None and found.memory_bytes < _LEAST_MEMORY:
-        raise UsageError(f"--memory {values['memory']!r} is too little to start anything", hint="give 6m at least")
+        raise UsageError(f"--memory {values['memory']!r} is too small to start a process", hint="give at least 6m")
     if values["groups"] and os.geteuid() != 0:
-        raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
+        raise UsageError("--group-add needs root: a user namespace maps no other groups", hint="leave it out")
     limits.capabilities_of(found)
     limits.remove_cgroups(limits.make_cgroups(f"bootseer-{os.getpid()}-check", found))
     return found
@@ -283,7 +282,8 @@ def _devices(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if "=" not in name and not name.startswith("/"):
             raise UsageError(
-                f"--device {name!r} is neither", hint="a node as /dev/infiniband/uverbs0, or vendor.com/class=name"
+                f"--device {name!r} is neither a path nor a CDI name",
+                hint="for example /dev/infiniband/uverbs0, or vendor.com/class=name",
             )
     return tuple(names)
 
@@ -299,10 +299,10 @@ def parse_size(text: str, option: str) -> int:
 
 
 def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence[str] = ()) -> Signatures:
-    """What is required and what is signed; `keys` are files of private keys, before those of the environment.
+    """Trusted and signing keys; `keys` are files of private keys, preferred to those of the environment.
 
-    Naming trusted keys requires signatures, so that the switch cannot be forgotten. Raises `UsageError` for keys that
-    cannot be used.
+    Naming trusted keys implies that signatures are required, so the switch cannot be forgotten. Raises `UsageError` for
+    unusable keys.
     """
     from bootseer.artifact.signatures import Signatures
 

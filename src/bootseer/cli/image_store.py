@@ -1,4 +1,4 @@
-"""`bootseer image remove` and `prune`: let no start find a converted image any more, and delete what none needs."""
+"""`bootseer image remove` and `prune`: remove converted images from a store, and delete their files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STORE = (
     Option(
         "store",
         ("--store",),
-        "Where the converted images are (default: $BOOTSEER_STORE; else an image's own repository, or this node).",
+        "Store of the converted images (default: $BOOTSEER_STORE, else an image's own repository, else this node).",
         metavar="URI",
     ),
     PLAIN_HTTP,
@@ -29,15 +29,15 @@ _STORE = (
 @click.command("remove")
 @click.argument("references", metavar="REF...", nargs=-1, required=True)
 @with_options(_STORE)
-@click.option("--dry-run", "-n", is_flag=True, help="Only say which.")
+@click.option("--dry-run", "-n", is_flag=True, help="Only list what would be removed.")
 @json_option("bootseer.images-removed/1")
 def remove_command(
     references: tuple[str, ...], store: str | None, plain_http: bool, dry_run: bool, output: Output
 ) -> None:
-    """Remove the converted form of images, by their names or digests: later starts convert them again.
+    """Remove the converted form of images, by name or digest. Later starts convert them again.
 
-    The images themselves stay. What this node has mounted and what is being converted is not removed: then the exit
-    code is 1. The files in the store go a day later, by `bootseer image prune`.
+    The images themselves stay. An image that is mounted on this node or being converted is not removed, and the exit
+    code is 1. The files stay in the store until `bootseer image prune`, a day later, deletes them.
 
     \b
     bootseer image remove registry:5000/team/train:6
@@ -77,14 +77,14 @@ def remove_command(
 
 @click.command("prune")
 @with_options(_STORE)
-@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Only what was removed so long ago.")
+@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Keep what was removed more recently.")
 @json_option("bootseer.images-removed/1")
 def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
-    """Delete the files of images that were removed, as far as no other image or environment of the store needs them.
+    """Delete the files of removed images that no other image or environment of the store needs.
 
-    An image that was deleted from its registry counts as removed, where its converted form is in its repository.
-    What this node has mounted stays, and all of it while an image is being converted. Other nodes' mounts are not known
-    here: the grace is longer than they take to fetch an image.
+    If converted images are kept in the image's own repository, an image that was deleted from its registry counts as
+    removed. Images mounted on this node are kept, and nothing is deleted while an image is being converted. Mounts of
+    other nodes are unknown: the grace period must be longer than such a node takes to fetch an image.
 
     \b
     bootseer image prune --store oci://registry:5000/team/train
@@ -116,24 +116,25 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
             "in_use": done.num_in_use,
             "problems": done.problems,
         },
-        *(f"{digest} is not in its registry any more: removed" for digest in done.expired),
+        *(f"{digest} is no longer in its registry: removed" for digest in done.expired),
         *(Text(problem, "red") for problem in done.problems),
         f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
-        f"{plural(done.num_waiting, 'removed image')} waiting for the grace or a conversion, {done.num_in_use} in use",
+        f"{plural(done.num_waiting, 'removed image')} within the grace period or held by a conversion, "
+        f"{done.num_in_use} in use",
     )
     if done.problems:
         raise SystemExit(1)
 
 
 def _uri(store: str | None) -> str:
-    """The store of what this node converted by itself, where no other is meant."""
+    """The given store, or this node's own store of converted images."""
     from bootseer.artifact.places import cache_root, converted_folder, own_folder
 
     return store or str(own_folder(converted_folder(cache_root(os.environ, os.getuid()))))
 
 
 def _mounted() -> dict[str, str]:
-    """The digests of what is mounted here, and where."""
+    """The digests of mounted images, and their mount points."""
     from bootseer.artifact.places import runtime_root
     from bootseer.mounts.state import Runtime
 

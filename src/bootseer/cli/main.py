@@ -1,6 +1,6 @@
-"""Where the program begins, and where errors become exit codes: 0 success, 2 usage, 1 failure.
+"""Entry point of the program; turns errors into exit codes: 0 success, 2 usage, 1 failure.
 
-click is imported only when it is needed (`cli.options` tells why).
+click is imported only when it is needed (see `cli.options`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def set_up_log() -> None:
-    """Log as the environment says, first what runs here. Not its arguments: they may contain secrets."""
+    """Set up logging as the environment says, and log versions. Not the arguments: they may contain secrets."""
     import platform
 
     from bootseer import __version__, logs
@@ -52,14 +52,17 @@ def set_up_log() -> None:
 
 
 def _log_failure() -> None:
-    """With `--debug`, where the error came from."""
+    """Log the traceback, with `--debug`."""
     if (logging := sys.modules.get("logging")) is not None:
-        logging.getLogger("bootseer.cli").debug("the command has failed", exc_info=True)
+        logging.getLogger("bootseer.cli").debug("the command failed", exc_info=True)
 
 
 def _end(code: int) -> NoReturn:
-    """End the process. Threads that wait inside of a library, as after a deadline or Ctrl-C, must not come back while
-    the interpreter takes itself apart: those of hdfs-native would abort the process."""
+    """End the process.
+
+    After a deadline or Ctrl-C, threads may still be blocked inside a library. If they resumed while the interpreter
+    shuts down, those of hdfs-native would abort the process: `os._exit` ends them all.
+    """
     threads = sys.modules.get("threading")
     if threads is not None and any(thread.daemon for thread in threads.enumerate()):
         for stream in (sys.stdout, sys.stderr):
@@ -70,15 +73,15 @@ def _end(code: int) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    """Tell the user. Messages repeat what was typed, and addresses may hold a login."""
+    """Write a message to standard error. It may quote an address that contains a login, which is removed."""
     from bootseer.store.addresses import without_credentials
 
-    if sys.stderr is not None:  # it was closed: the exit code still tells
+    if sys.stderr is not None:  # None if it was closed: there is still the exit code
         sys.stderr.write(without_credentials(line) + "\n")
 
 
 def _quick_run(arguments: list[str]) -> int | None:
-    """`run` with a plain command line; None when it is anything else."""
+    """Run `run` with a plain command line, without click; None for any other command line."""
     if arguments[:1] != ["run"] or "--" not in arguments or "_BOOTSEER_COMPLETE" in os.environ:
         return None
     from bootseer.cli.options import plain

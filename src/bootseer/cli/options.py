@@ -1,8 +1,9 @@
-"""Options of a verb that stands in front of a job, as one table with two readers.
+"""Options of a verb that starts jobs, as one table with two parsers.
 
-`run` adds its own time to every job, and importing click takes longer than all else that it does (docs/adr/0002).
-So plain command lines are read by `plain`, which knows no errors: whatever it does not understand, wrong input and
-`--help` included, is left to click, which reads the same table. Decides and touches nothing.
+`run` adds its own time to every job, and importing click takes longer than everything else that it does
+(docs/adr/0002). So plain command lines are parsed by `plain`, which reports no errors: whatever it does not
+understand, including wrong input and `--help`, is left to click, which uses the same table. Decides and touches
+nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ class Option(NamedTuple):
     name: str
     """Key of its value."""
     flags: tuple[str, ...]
-    """As they are typed; a flag with an off-switch names it last."""
+    """As typed; a flag that can be switched off has its `--no-` form last."""
     help: str
     kind: str = TEXT
     metavar: str | None = None
     many: bool = False
-    """May be given several times; the value is a tuple."""
+    """May be repeated; the value is a tuple."""
     least: int = 0
     """Smallest value of a count."""
     most: int = MAX_COUNT
-    """Largest one."""
+    """Largest value of a count."""
     choices: tuple[str, ...] = ()
     default: object = None
 
     @property
     def start(self) -> object:
-        """Its value when it is not given."""
+        """The value if it is not given."""
         return () if self.many and self.default is None else self.default
 
 
@@ -47,7 +48,7 @@ Values = dict[str, object]
 
 
 def plain(arguments: Sequence[str], options: Sequence[Option]) -> Values | None:
-    """The values of a command line of known options in their full spelling; None leaves the line to click."""
+    """The values of a command line that has only known options, fully spelled; None: leave it to click."""
     by_flag: Mapping[str, Option] = {flag: option for option in options for flag in option.flags}
     values: Values = {option.name: option.start for option in options}
     given: set[str] = set()
@@ -91,13 +92,13 @@ def _read(option: Option, value: str) -> object:
 def split(
     values: Values, options: Sequence[Option], *, allowed: Collection[str], about: str, hint: str
 ) -> tuple[Values, dict[str, Any]]:
-    """The values without those of `options`, and these.
+    """Split the values into those of other options and those of `options`.
 
-    Raises `UsageError`, saying what they are `about`, when one of them is given that is not `allowed`.
+    Raises `UsageError` if one of `options` is given that is not `allowed`; `about` says what they all need.
     """
     ours = {option.name: values[option.name] for option in options}
     for option in options:
         if option.name not in allowed and ours[option.name] != option.start:
             flag = [flag for flag in option.flags if flag.startswith("--")][-1]
-            raise UsageError(f"{flag} is about {about}", hint=hint)
+            raise UsageError(f"{flag} needs {about}", hint=hint)
     return {name: value for name, value in values.items() if name not in ours}, ours

@@ -1,8 +1,8 @@
-"""What verbs print on standard output, how wide, and the progress they show on standard error.
+"""Results of verbs on standard output, and progress on standard error.
 
-Standard output may be closed, full, a pipe that is not read, or unable to encode a bar's blocks: none of these is
-worth a traceback. Progress is one line: on a terminal drawn at most ten times a second and gone at the end; in a log
-written once when something takes long, to say why nothing happens.
+Standard output may be closed, full, a pipe without reader, or unable to encode the blocks of a bar: none of these is
+worth a traceback. Progress is a single line: on a terminal it is redrawn at most ten times a second and erased at the
+end; in a log it is written once if something takes long, to explain the pause.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 80
-"""Piped output has no width of its own; 80 columns fit everywhere."""
+"""For piped output, which has no width of its own."""
 _MIN_WIDTH = 60
 
 
 class Output(NamedTuple):
-    """What a verb with `--json` prints at its end: one document, or lines."""
+    """Prints the result of a verb with `--json`: one document, or lines."""
 
     schema: str
     as_json: bool
 
     def __call__(self, document: Mapping[str, object], *lines: object) -> None:
-        """Print the document, or the lines: text, also rich's, and tables, of which empty ones are left out."""
+        """Print the document or the lines. A line is a string, a rich `Text` or a table; empty tables are omitted."""
         if self.as_json:
             print_json({"schema": self.schema, **document})
             return
@@ -56,7 +56,7 @@ class Output(NamedTuple):
 
 
 def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Table:
-    """A table without lines. Columns in `right` hold numbers."""
+    """A table without borders. Columns in `right` are aligned to the right."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="dim")
@@ -66,7 +66,7 @@ def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Tabl
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """One JSON document and a newline. Raises `PermanentError` when it cannot be written."""
+    """Print one JSON document and a newline. Raises `PermanentError` if it cannot be written."""
     with _standard_output() as file:
         json.dump(value, file, ensure_ascii=False)
         file.write("\n")
@@ -74,7 +74,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 @contextmanager
 def terminal(color: str = "auto") -> Iterator[Console]:
-    """A console on standard output; `color` is auto, always or never. Raises `PermanentError` as `print_json`."""
+    """A console on standard output; `color` is auto, always or never. Raises `PermanentError` like `print_json`."""
     from rich.console import Console
 
     forced = {"always": True, "never": False}.get(color)
@@ -104,22 +104,22 @@ def _standard_output() -> Iterator[TextIO]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        # Nothing may be left for the interpreter to flush at its exit: it would fail again, with a traceback.
+        # The interpreter flushes standard output at exit: without this it would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise PermanentError(f"standard output: cannot be written: {error.strerror or error}") from error
 
 
 _EVERY_S = 0.1
 _LONG_S = 2.5
-"""From here on progress is shown. Longer than an unmount waits for those that let go of their files in a moment."""
+"""Progress is shown after this time; an unmount that waits for short-lived users of a file ends earlier."""
 _BAR_WIDTH = 24
 _COLUMNS = 80
 
 
 class Progress:
-    """A context manager; what shows may be called from any thread, as often as wanted.
+    """A context manager; its `show` methods and `wait` may be called from any thread, as often as wanted.
 
-    `line`: without a terminal one line is written once it takes long, otherwise nothing is.
+    `line`: without a terminal, write one line if it takes long; otherwise nothing is written.
     """
 
     def __init__(self, label: str, *, line: bool = False) -> None:
@@ -134,16 +134,16 @@ class Progress:
         return self
 
     def show(self, done: int, total: int, note: str = "") -> None:
-        """So much of so much is done, in any unit."""
+        """Show progress in any unit."""
         self._show(done, total, f"{done:,} of {total:,}", note)
 
     def show_bytes(self, done: int, total: int, note: str = "") -> None:
-        """So many bytes of so many are done; a total of 0 is not known."""
+        """Show progress in bytes; a `total` of 0 is unknown."""
         of = f" of {format_bytes(total)}" if total else ""
         self._show(done, total, f"{format_bytes(done)}{of}", note)
 
     def wait(self) -> None:
-        """It goes on for an unknown time: shown once it takes long."""
+        """Show the time waited, once it is long; for work of unknown length."""
         waited_s = time.monotonic() - self._began_s
         if waited_s >= _LONG_S:
             self._show(0, 0, f"for {waited_s:.0f} s", "")
@@ -159,9 +159,9 @@ class Progress:
         self._shown = True
         filled = round(_BAR_WIDTH * min(done / total, 1)) if total else 0
         bar = f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] " if total else ""
-        behind = f", {note}" if note else ""
-        # A line that wraps could not be taken back.
-        _write("\r\x1b[K" + f"{self._what} {bar}{amount}{behind}"[: _columns() - 1])
+        suffix = f", {note}" if note else ""
+        # A line that wraps cannot be erased.
+        _write("\r\x1b[K" + f"{self._what} {bar}{amount}{suffix}"[: _columns() - 1])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,7 +171,7 @@ class Progress:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError):  # it cannot be read: the work goes on
+    with suppress(OSError, ValueError):  # standard error is closed or full: the work goes on
         sys.stderr.write(text)
         sys.stderr.flush()
 
@@ -184,7 +184,7 @@ def _columns() -> int:
 
 @contextmanager
 def shown(label: str, unit: Unit) -> Iterator[ProgressCallback]:
-    """Progress of a job's start: a `bring.shown.Show`."""
+    """Progress of a job's start, for `launch` and `image`."""
     with Progress(label, line=True) as progress:
 
         def on_progress(done: int, total: int) -> None:

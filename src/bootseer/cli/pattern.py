@@ -1,4 +1,4 @@
-"""The patterns behind `--began-pattern`, for `run` and `report`, and `--pattern`, for `report` and `serve`."""
+"""Values of `--began-pattern` (`run`, `report`) and `--pattern` (`report`, `serve`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _GROUPS = {"begin", "end", "s", "ms"}
 
 
 def of_stages(given: Sequence[str]) -> list[tuple[str, re.Pattern[bytes]]]:
-    """Stages and patterns of `STAGE=REGEX`, and of the lines of each `@FILE`, in which `#` begins a comment. Raises
-    `UsageError`, which names the file and the line."""
+    """Stages and patterns of `STAGE=REGEX` values and of the lines of each `@FILE`, where `#` begins a comment.
+
+    Raises `UsageError`, which names the file and the line.
+    """
     found = []
     for text in given:
         if not text.startswith("@"):
@@ -27,7 +29,7 @@ def of_stages(given: Sequence[str]) -> list[tuple[str, re.Pattern[bytes]]]:
         except OSError as error:
             raise UsageError(f"--pattern {text}: cannot be read: {error.strerror or error}") from None
         if len(lines) > _MAX_FILE:
-            raise UsageError(f"--pattern {text}: a file of patterns may have {_MAX_FILE} characters")
+            raise UsageError(f"--pattern {text}: longer than {_MAX_FILE} characters")
         for number, line in enumerate(lines.splitlines(), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 try:
@@ -38,24 +40,24 @@ def of_stages(given: Sequence[str]) -> list[tuple[str, re.Pattern[bytes]]]:
 
 
 def of_stage(text: str) -> tuple[str, re.Pattern[bytes]]:
-    """Stage and pattern of `STAGE=REGEX`. Raises `UsageError` when it is no such thing."""
+    """Stage and pattern of `STAGE=REGEX`. Raises `UsageError` for any other text."""
     stage, equals, regex = text.partition("=")
     if not equals or stage_name(stage) != stage:
         raise UsageError(
-            f"--pattern {text[:200]!r}: begins with no stage's name",
+            f"--pattern {text[:200]!r}: does not begin with the name of a stage",
             hint="write --pattern STAGE=REGEX, such as --pattern 'model_initialization.tokenizer=(?P<s>[0-9.]+) s'",
         )
     pattern = compiled(regex, re.MULTILINE, option="--pattern")
     if not _GROUPS & pattern.groupindex.keys():
         raise UsageError(
-            f"--pattern {text[:200]!r}: it names no group",
-            hint="name a group: (?P<begin>...) and (?P<end>...) for lines, (?P<s>...) or (?P<ms>...) for a duration",
+            f"--pattern {text[:200]!r}: has no named group",
+            hint="add (?P<begin>...) and (?P<end>...) for lines, or (?P<s>...) or (?P<ms>...) for a duration",
         )
     return stage, pattern
 
 
 def compiled(text: str, flags: re.RegexFlag = re.NOFLAG, option: str = "--began-pattern") -> re.Pattern[bytes]:
-    """The pattern as bytes, which is what logs are searched as. Raises `UsageError` when it is none."""
+    """The pattern compiled for bytes, because logs are searched undecoded. Raises `UsageError` if it is invalid."""
     try:
         return re.compile(text.encode("utf-8", "surrogateescape"), flags)
     except (re.error, OverflowError, RecursionError) as error:  # the last two: too many repetitions, too deep

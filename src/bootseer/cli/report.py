@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
-@click.option("--job", help="The job to tell of, when the logs hold several.")
-@click.option("--attempt", type=click.IntRange(0), help="The attempt to tell of (default: the last).")
-@click.option("--restart", type=click.IntRange(0), help="The restart within the attempt (default: the last).")
-@click.option("--nodes", type=click.IntRange(1), help="How many nodes the job has, when the logs do not tell.")
-@click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs of each node, when the logs do not tell.")
-@click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
+@click.option("--job", help="Job to report, if the logs contain several.")
+@click.option("--attempt", type=click.IntRange(0), help="Attempt to report (default: the last).")
+@click.option("--restart", type=click.IntRange(0), help="Restart within the attempt (default: the last).")
+@click.option("--nodes", type=click.IntRange(1), help="Number of nodes, if the logs do not say.")
+@click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs per node, if the logs do not say.")
+@click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, to show costs.")
 @click.option(
     "--currency",
     metavar="SIGN",
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     envvar="BOOTSEER_CURRENCY",
     show_default=True,
     show_envvar=True,
-    help="Currency of the price: $ or EUR.",
+    help="Currency of the price, such as $ or EUR.",
 )
-@click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
+@click.option("--began-pattern", metavar="REGEX", help="Log line that marks the end of the first step.")
 @click.option(
     "--pattern",
     "patterns",
     multiple=True,
     metavar="STAGE=REGEX|@FILE",
-    help="What lines of your own tell of a stage: named groups begin and end, or s or ms (a duration), say which; "
-    "lines with the same group key belong together. @FILE: a file of such lines. May be given several times.",
+    help="Recognise a stage in your own log lines, by the named groups begin and end, or s or ms for a duration; lines "
+    "with the same value of a group key belong together. @FILE: a file of such patterns. May be repeated.",
 )
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a self-contained HTML page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
-@click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
-@click.option("--wait", is_flag=True, help="With --follow: wait for a job that has not begun.")
+@click.option("--follow", is_flag=True, help="Show which nodes are missing during the start, then the report.")
+@click.option("--wait", is_flag=True, help="With --follow: wait for a job that has not started yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
 @click.option(
     "--color",
@@ -78,15 +78,15 @@ def report_command(
 ) -> None:
     """Show where a startup's time went, node by node.
 
-    LOG is a file (plain, gzip, zstd), a folder, or - for standard input: event spools, job logs, or both. JOB is the
-    name of a job that ran on this machine. Without either, the last job of this machine is shown.
+    LOG is a file (plain, gzip, zstd), a folder, or - for standard input, with event spools, job logs, or both. JOB is
+    the name of a job that ran on this machine. The default is the last job of this machine.
 
     \b
     bootseer report                                    the last `bootseer run` here
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
-    bootseer report --follow moe                       who is missing at the barrier now
-    bootseer report --follow --wait moe                the same, also before the job has begun
+    bootseer report --follow moe                       which nodes the barrier waits for now
+    bootseer report --follow --wait moe                the same, even before the job has started
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.cli.pattern import compiled, of_stages
@@ -94,7 +94,7 @@ def report_command(
     from bootseer.report.reading import read_report
 
     if wait and not follow:
-        raise click.UsageError("--wait belongs to --follow")
+        raise click.UsageError("--wait needs --follow")
     options = Options(
         job=job,
         attempt=attempt,
@@ -118,7 +118,7 @@ def report_command(
         _write(perfetto, render_perfetto(report))
 
     if as_json:
-        if not follow:  # its lines were printed
+        if not follow:  # otherwise `watch` has printed JSON already
             print_json(report.to_json())
         return
     from bootseer.report.render.terminal import render
@@ -132,7 +132,7 @@ def report_command(
 
 @contextmanager
 def _hints() -> Iterator[None]:
-    """Adds to errors of the analysis which options of this verb help."""
+    """Adds to errors of the analysis the options of this verb that help."""
     from bootseer.report.analysis.prepare import SeveralJobsError, printable
     from bootseer.report.reading import NoSuchJobError
 
@@ -146,8 +146,7 @@ def _hints() -> Iterator[None]:
 
 @contextmanager
 def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
-    """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
-
+    """A function that shows a running start: a line updated in place on a terminal, otherwise a line per change."""
     if not follow:
         yield None
     elif as_json:
@@ -160,7 +159,6 @@ def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Momen
 
 
 def _write(path: Path, text: str) -> None:
-
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,6 @@
 """`bootseer run`, `stage` and `bench`: verbs that start a program.
 
-The benchmarks are programs of the source checkout, as the tests are, and no part of the package. `make bench` calls
-them too.
+Like the tests, the benchmarks are in the source checkout and not part of the package; `make bench` runs them too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bootseer.errors import UsageError
 @with_options(OPTIONS)
 @click.pass_context
 def run_command(ctx: click.Context, /, **values: object) -> int:
-    """Run COMMAND and measure its startup: arguments, exit code, signals and terminal stay as they are.
+    """Run COMMAND and measure its startup. Arguments, exit code, signals and terminal are passed through unchanged.
 
     \b
     bootseer run -- torchrun --nproc-per-node 8 train.py --config big.yaml
@@ -29,7 +28,7 @@ def run_command(ctx: click.Context, /, **values: object) -> int:
     bootseer run --requirements uv.lock -- torchrun train.py
     bootseer run --began-pattern 'step 1 .*loss' -- ./train
     bootseer run --restarts 3 --restart-delay 10 -- torchrun train.py
-    BOOTSEER_DISABLE=1 turns it into a plain exec of COMMAND.
+    With BOOTSEER_DISABLE=1 it is a plain exec of COMMAND.
     """
     return start(values, command_of(ctx))
 
@@ -49,12 +48,13 @@ def _attr(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
 
 @click.command("stage", cls=WithCommand)
 @click.argument("name")
-@click.option("--attr", "-a", "attrs", multiple=True, callback=_attr, metavar="NAME=VALUE", help="A fact to record.")
+@click.option("--attr", "-a", "attrs", multiple=True, callback=_attr, metavar="NAME=VALUE",
+              help="Attribute to record with the stage; may be repeated.")  # fmt: skip
 @click.pass_context
 def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) -> int:
-    """Run COMMAND as the stage NAME of the startup around it; its exit code is passed on.
+    """Run COMMAND as the stage NAME of the surrounding startup, and pass on its exit code.
 
-    Outside of `bootseer run` (or with tracing off) it is a plain exec of COMMAND.
+    Outside `bootseer run`, or with tracing off, it is a plain exec of COMMAND.
 
     \b
     bootseer stage environment_setup.data -a shards=64 -- ./fetch-data.sh
@@ -66,14 +66,17 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
 
 @click.command("bench")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--quick", is_flag=True, help="Fewer rounds and smaller input.")
+@click.option("--quick", is_flag=True, help="Fewer rounds and smaller inputs.")
 @click.option(
-    "--rounds", metavar="N", type=click.IntRange(1, 999), help="How often, where a round takes minutes: checkpoint."
+    "--rounds",
+    metavar="N",
+    type=click.IntRange(1, 999),
+    help="Rounds of benchmarks whose rounds take minutes (checkpoint).",
 )
 def bench_command(names: tuple[str, ...], quick: bool, rounds: int | None) -> int:
-    """Run the benchmarks NAME..., by default all, of the source checkout that BootSeer is installed from.
+    """Run the benchmarks NAME... (default: all) of the source checkout that BootSeer is installed from.
 
-    The exit code is 1 when a claim was not reached. Results go to benchmarks/results of the checkout.
+    The exit code is 1 if a claimed figure was not reached. Results are written to benchmarks/results in the checkout.
 
     \b
     bootseer bench --quick
@@ -85,8 +88,8 @@ def bench_command(names: tuple[str, ...], quick: bool, rounds: int | None) -> in
     program = Path(bootseer.__file__).absolute().parents[2] / "benchmarks" / "run.py"
     if not program.is_file():
         raise UsageError(
-            "the benchmarks are not installed, they come with the source",
-            hint="in a checkout of it: make bench, or pip install --editable '.[dev]' and bootseer bench",
+            "the benchmarks are not installed: they are part of the source checkout",
+            hint="in a checkout: make bench, or pip install --editable '.[dev]' and bootseer bench",
         )
     words = [*(["--quick"] if quick else []), *([] if rounds is None else ["--rounds", str(rounds)]), *names]
     return replace_process([sys.executable, str(program), *words], os.environ)

@@ -1,6 +1,6 @@
-"""The options of `bootseer run`, those about checkpoints included, and the step from their values to the run.
+"""The options of `bootseer run`, and the step from their values to the run.
 
-The table is read in front of every `bootseer run`, so that what only checkpoints need is imported in the functions.
+The table is imported by every `bootseer run`, so anything that only some runs need is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -28,51 +28,52 @@ CHECKPOINT = (
     Option(
         "checkpoint",
         ("--checkpoint",),
-        "Give the command this folder of checkpoints, mounted and fetched ahead unless it is on a local disk.",
+        "Folder of checkpoints for the command; unless it is on a local disk, it is mounted and prefetched.",
         metavar="URI",
     ),
     Option(
         "checkpoint_dir",
         ("--checkpoint-dir",),
-        "Where the command finds it (default: see $BOOTSEER_CHECKPOINT).",
+        "Folder where the command finds it (default: one whose path is in $BOOTSEER_CHECKPOINT).",
         metavar="DIR",
     ),
     Option(
         "checkpoint_memory",
         ("--checkpoint-memory",),
-        "What reading ahead may take, as 512m (default: 256m).",
+        "Memory for read-ahead, such as 512m (default: 256m).",
         metavar="SIZE",
     ),
     Option(
         "checkpoint_cache",
         ("--checkpoint-cache", "--no-checkpoint-cache"),
-        "Keep what was read on this node's disk (default: yes).",
+        "Cache what was read on this node's disk (default: yes).",
         FLAG,
         default=True,
     ),
     Option(
         "checkpoint_read",
         ("--checkpoint-read",),
-        "Through a mount, plainly as it lies in its folder, or as suits its storage.",
+        "Read it through a mount, or plainly from its folder (default: auto, by the kind of storage).",
         metavar="auto|mount|plain",
         choices=("auto", "mount", "plain"),
         default="auto",
     ),
 )
-"""The checkpoint's part of the options of `run`."""
+"""Options of `run` about the checkpoint."""
 
 PEERS = (
     Option(
         "peers",
         ("--peers",),
-        "Fetch blocks from the job's other nodes too: those that meet in this FOLDER or store, HOST[:PORT],..., @FILE,"
-        " slurm, dns:NAME[:PORT], auto (they meet in the store); off (default: $BOOTSEER_PEERS, else off).",
+        "Also fetch blocks from the job's other nodes, which find each other through this FOLDER or store, or from a"
+        " list: HOST[:PORT],..., @FILE, slurm, dns:NAME[:PORT]. auto: through the store. (Default: $BOOTSEER_PEERS,"
+        " else off.)",
         metavar="auto|off|FOLDER|LIST",
     ),
     Option(
         "peers_secret",
         ("--peers-secret",),
-        "File with the secret that the job's nodes share, mode 0600; not needed where they meet in a folder.",
+        "File (mode 0600) with the secret that the job's nodes share; not needed with a FOLDER.",
         metavar="FILE",
     ),
     Option(
@@ -85,26 +86,26 @@ PEERS = (
     Option(
         "peers_limit",
         ("--peers-limit",),
-        "What this node sends to peers per second until training begins (default: 1g).",
+        "Bytes per second that this node sends to peers until training begins (default: 1g).",
         metavar="SIZE|none",
     ),
     Option(
         "peers_after_training",
         ("--peers-after-training",),
-        "From then on (default: a twentieth of the links' speed); off: nothing.",
+        "The same from then on (default: a twentieth of the links' speed; off: send nothing).",
         metavar="SIZE|off",
     ),
     Option(
         "peers_tls",
         ("--peers-tls",),
-        "Encrypt what nodes send each other, at 3 to 4 times the processor.",
+        "Encrypt traffic between nodes, for 3 to 4 times the CPU time.",
         FLAG,
         default=False,
     ),
     Option(
         "wait_for_nodes",
         ("--wait-for-nodes",),
-        "Start the command when image, environment and checkpoint are there on all nodes, or after so many seconds"
+        "Start the command when image, environment and checkpoint are ready on all nodes, or after this many seconds"
         " (default: 0, do not wait).",
         COUNT,
         most=86_400,
@@ -113,45 +114,46 @@ PEERS = (
     Option(
         "min_nodes",
         ("--min-nodes",),
-        "With fewer nodes by then the command does not start (default: it starts with any number).",
+        "Fail if fewer nodes are ready by then (default: start with any number).",
         COUNT,
         default=0,
     ),
 )
-"""The peers' part of the options of `run`."""
+"""Options of `run` about peers."""
 
 OPTIONS = (
-    Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
+    Option("job", ("--job",), "Name of the job (default: the scheduler's, else the script's)."),
     Option("attempt", ("--attempt",), "Number of this start of the job.", COUNT),
-    Option("kind", ("--kind",), "What kind of startup this is (default: full).", choices=KINDS),
-    Option("node", ("--node",), "Unique name of this machine within the job."),
-    Option("num_nodes", ("--num-nodes",), "Nodes of the job, to notice those that stay silent.", COUNT, least=1),
-    Option("gpus", ("--gpus",), "GPUs of this node that the job uses.", COUNT),
-    Option("setup", ("--setup",), "Run this first, as the stage environment_setup.", metavar="SCRIPT"),
+    Option("kind", ("--kind",), "Kind of startup (default: full).", choices=KINDS),
+    Option("node", ("--node",), "Name of this node, unique within the job."),
+    Option("num_nodes", ("--num-nodes",), "Number of nodes, to detect those that report nothing.", COUNT, least=1),
+    Option("gpus", ("--gpus",), "Number of this node's GPUs that the job uses.", COUNT),
+    Option("setup", ("--setup",), "Script to run first, as the stage environment_setup.", metavar="SCRIPT"),
     Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
-    Option("spool", ("--spool",), "Where events are kept; a folder that nodes share is fine.", metavar="DIR"),
+    Option("spool", ("--spool",), "Folder for event files; nodes may share one.", metavar="DIR"),
     Option(
         "sinks",
         ("--trace-to",),
-        "spool (default), stderr (into the job's own log), otlp or otlp=URL, service or service=URL; may be repeated.",
+        "Where events go: spool (default), stderr (the job's own log), otlp or otlp=URL, service or service=URL; may be"
+        " repeated.",
         metavar="SINK",
         many=True,
         default=("spool",),
     ),
     Option(
-        "hook", ("--hook", "--no-hook"), "Mark torch's stages in Python children (default: yes).", FLAG, default=True
+        "hook", ("--hook", "--no-hook"), "Mark torch's stages in Python processes (default: yes).", FLAG, default=True
     ),
     Option(
         "began_pattern",
         ("--began-pattern",),
-        "A line of output that tells the end of the first step, for programs without torch.",
+        "Output line that marks the end of the first step, for programs without torch.",
         metavar="REGEX",
     ),
     Option(
         "warm",
         ("--warm",),
-        "Start the ranks of torchrun, accelerate or DeepSpeed as copies of a process that has imported what earlier"
-        " starts imported (default: off; see docs/process.md).",
+        "Fork the ranks of torchrun, accelerate or DeepSpeed from a process that has already imported the modules of"
+        " earlier starts (default: off; see docs/process.md).",
         metavar="auto|on|off",
         choices=("auto", "on", "off"),
         default="off",
@@ -159,20 +161,19 @@ OPTIONS = (
     Option(
         "restarts",
         ("--restarts",),
-        "Start the command again in place, so often, when it dies for a transient reason (default: 0;"
-        " see docs/restarts.md).",
+        "How many times to restart the command in place after a transient failure (default: 0; see docs/restarts.md).",
         COUNT,
         default=0,
     ),
-    Option("restart_delay", ("--restart-delay",), "Seconds to wait before that.", COUNT, most=86_400, default=0),
-    Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
+    Option("restart_delay", ("--restart-delay",), "Seconds to wait before a restart.", COUNT, most=86_400, default=0),
+    Option("quiet", ("--quiet", "-q"), "Print no summary at the end.", FLAG, default=False),
     *CHECKPOINT,
     *PEERS,
     *ENVIRONMENT,
     *IMAGE,
 )
 
-# The variables that `trace.identity` reads before any launcher's: what the user says outranks them all.
+# Variables that `trace.identity` reads before those of any launcher: the user's options take precedence.
 _IDENTITY = {
     "job": "BOOTSEER_JOB",
     "attempt": "BOOTSEER_ATTEMPT",
@@ -184,7 +185,7 @@ _IDENTITY = {
 
 
 def start(values: Values, command: Sequence[str]) -> int:
-    """Run the command with these values; the exit code. Raises `UsageError`."""
+    """Run the command with these options and return its exit code. Raises `UsageError`."""
     from bootseer.launch.command import Options
     from bootseer.launch.run import run
 
@@ -193,7 +194,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     values, environment = split(
         values,
         ENVIRONMENT,
-        # A fleet's wrapper may say `--env` to every job.
+        # A site's wrapper may pass `--env` to every job.
         allowed=[option.name for option in ENVIRONMENT] if has_setup else ["env_mode"],
         about="an environment setup",
         hint="give --setup SCRIPT or --requirements FILE too",
@@ -208,7 +209,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     values, peers = split(
         values,
         PEERS,
-        # A fleet's wrapper may say more, and a job turn peers off.
+        # A site's wrapper may set more, and a job may turn peers off.
         allowed=[option.name for option in PEERS] if values["peers"] or os.environ.get(PEERS_VARIABLE) else ["peers"],
         about="peers",
         hint="give --peers too",
@@ -236,7 +237,7 @@ def start(values: Values, command: Sequence[str]) -> int:
 
 
 def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersWanted | None:
-    """What the values ask for; None: no peers. `store`: where `auto` has them meet. Raises `UsageError`."""
+    """The peer settings; None without peers. `store`: where peers find each other with `auto`. Raises `UsageError`."""
     source = values["peers"] or env.get(PEERS_VARIABLE) or "off"
     if source in ("off", "0") or env.get(PEERS_VARIABLE) == "0":
         return None
@@ -265,7 +266,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
 
 
 def _shown(label: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
-    from bootseer.cli.output import shown  # few starts wait for anything
+    from bootseer.cli.output import shown  # imported late: few starts wait for anything
 
     return shown(label, unit)
 
@@ -278,7 +279,7 @@ def _check_sinks(words: object) -> None:
 
 
 def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWanted:
-    """What the values ask for. Raises `UsageError`."""
+    """The checkpoint settings. Raises `UsageError`."""
     from pathlib import Path
 
     from bootseer.artifact.places import cache_root, runtime_root

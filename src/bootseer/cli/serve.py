@@ -1,10 +1,11 @@
-"""`bootseer serve`: the service that keeps the starts of all jobs, and its tokens."""
+"""`bootseer serve`: the service that stores and shows the starts of all jobs, and its tokens."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -14,48 +15,49 @@ import click
 from bootseer.cli.command import Group, json_option, listen_address
 from bootseer.cli.output import Output, table
 from bootseer.errors import NotFoundError, UsageError
+from bootseer.units import plural
 
 if TYPE_CHECKING:
+    from bootseer.service.access import Tokens
     from bootseer.service.app import Settings
-    from bootseer.service.database import Database
 
 _LEAST_TOKEN = 32
 _VERBS = {
-    "reindex": ("serve", "Derive everything anew from the raw lines."),
-    "prune": ("serve", "Forget what is old, and give its bytes back."),
-    "token": ("serve", "Tokens of those who may send, read or administer."),
+    "reindex": ("serve", "Rebuild starts and reports from the raw lines."),
+    "prune": ("serve", "Delete old raw lines."),
+    "token": ("serve", "Manage access tokens."),
 }
 _TOKEN_VERBS = {
-    "add": ("serve", "Make a token; it is shown this once."),
-    "list": ("serve", "The tokens that there are, without their secrets."),
-    "revoke": ("serve", "Make a token void."),
+    "add": ("serve", "Create a token and show it once."),
+    "list": ("serve", "List tokens, without their secrets."),
+    "revoke": ("serve", "Revoke a token."),
 }
 
 
 def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the service keeps what it knows."""
+    """Options for the data of the service."""
     for decorator in (
         click.option("--raw", metavar="STORE", help="Store of raw lines (default: in the data folder)."),
         click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
-                     help="postgresql://... (default: SQLite in the data folder)."),
+                     help="Database, as postgresql://... (default: SQLite in the data folder)."),
         click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
-                     help="The data folder (default: $BOOTSEER_SERVICE_DATA, else one of this machine or user)."),
+                     help="Data folder (default: $BOOTSEER_SERVICE_DATA, else one of this machine or user)."),
     ):  # fmt: skip
         function = decorator(function)
     return function
 
 
 _retention_option = click.option(
-    "--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days of raw lines that stay."
+    "--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days to keep raw lines."
 )
 _pattern_option = click.option(
     "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
-    help="A stage in logs of jobs without BootSeer, as of `bootseer report`, or a file of them; may be repeated.",
+    help="Pattern of a stage in logs of jobs without BootSeer, as for `bootseer report`; may be repeated.",
 )  # fmt: skip
 
 
 def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
-    """The settings of a service at this place. Raises `UsageError` where its libraries are not installed."""
+    """The settings of a service with this data. Raises `UsageError` if its libraries are not installed."""
     try:
         from bootseer.service.app import Settings, default_data
     except ImportError as error:
@@ -66,33 +68,41 @@ def settings_of(data: Path | None, database: str | None, raw: str | None, **more
     return Settings((data or default_data(os.environ)).absolute(), database or "", raw or "", **more)
 
 
-def opened_database(data: Path | None, database: str | None, raw: str | None) -> Database:
-    """The database at this place; its caller closes it."""
+@contextmanager
+def _tokens(data: Path | None, database: str | None, raw: str | None) -> Iterator[Tokens]:
+    """The tokens in the database of a service."""
     settings = settings_of(data, database, raw)
+    from bootseer.service.access import Tokens
     from bootseer.service.database import Database
 
-    return Database.open(settings.made().database_url)
+    with closing(Database.open(settings.made().database_url)) as opened:
+        yield Tokens(opened)
 
 
 @click.group("serve", cls=Group, verbs=_VERBS, invoke_without_command=True)
 @place_options
-@click.option("--listen", metavar="HOST:PORT", default="127.0.0.1:8765", show_default=True,
-              help="Other addresses than loopback need tokens; port 0 takes a free one.")  # fmt: skip
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="127.0.0.1:8765",
+    show_default=True,
+    help="Address to listen on; other than on loopback, clients need tokens. Port 0: any free one.",
+)
 @click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve https with this certificate.")
 @click.option(
-    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its key, where it has a file of its own."
+    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its private key, if in a separate file."
 )
 @click.option(
     "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
 )
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
-              help="Tell alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
+              help="Send alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option
 @_retention_option
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
-              help="Believe a proxy at this address or network who the user is; may be repeated.")  # fmt: skip
+              help="Trust a proxy at this address or network to name the user; may be repeated.")  # fmt: skip
 @click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
-              help="The header in which that proxy names the user.")  # fmt: skip
+              help="Header in which that proxy names the user.")  # fmt: skip
 @click.pass_context
 def serve_command(
     ctx: click.Context,
@@ -109,7 +119,7 @@ def serve_command(
     proxy_from: tuple[str, ...],
     proxy_header: str,
 ) -> None:
-    """Keep and analyse the starts of all jobs, and show them. Ctrl-C or SIGTERM ends it.
+    """Collect, analyse and show the starts of all jobs. Ctrl-C or SIGTERM ends it.
 
     \b
     bootseer serve
@@ -121,7 +131,7 @@ def serve_command(
     if ctx.invoked_subcommand is not None:
         if ctx.get_parameter_source("data") == click.core.ParameterSource.COMMANDLINE:
             raise UsageError(
-                "--data belongs behind the verb", hint=f"bootseer serve {ctx.invoked_subcommand} --data DIR"
+                "--data must come after the verb", hint=f"bootseer serve {ctx.invoked_subcommand} --data DIR"
             )
         return
     if tls_key is not None and tls_cert is None:
@@ -152,9 +162,9 @@ def serve_command(
 def reindex_command(
     data: Path | None, database: str | None, raw: str | None, patterns: tuple[str, ...], output: Output
 ) -> None:
-    """Derive starts, reports and sums anew from the raw lines, into an empty database too; end the service first.
+    """Rebuild starts, reports and sums from the raw lines, also into an empty database. Stop the service first.
 
-    Starts whose raw lines were forgotten, tokens and alerts stay as they are.
+    Tokens, alerts, and starts whose raw lines have been deleted are kept unchanged.
     """
     settings = settings_of(data, database, raw).made()
     from bootseer.cli.output import Progress
@@ -173,7 +183,7 @@ def reindex_command(
 @_retention_option
 @json_option("bootseer.serve-prune/1")
 def prune_command(data: Path | None, database: str | None, raw: str | None, raw_days: int, output: Output) -> None:
-    """Forget old raw lines now. The service does so every hour; starts and their reports stay for ever."""
+    """Delete old raw lines now; the service does so every hour. Starts and their reports are kept for ever."""
     import time
 
     settings = settings_of(data, database, raw).made()
@@ -182,12 +192,12 @@ def prune_command(data: Path | None, database: str | None, raw: str | None, raw_
 
     with opened(settings) as (place, lines):
         found = forget(place, lines, raw_days, time.time_ns())
-    output({"raw_objects": found}, f"{found} objects of raw lines are gone")
+    output({"raw_objects": found}, f"{plural(found, 'object')} of raw lines deleted")
 
 
 @click.group("token", cls=Group, verbs=_TOKEN_VERBS)
 def token_command() -> None:
-    """Tokens: who may send lines (ingest), read everything (read), or both and change things (admin).
+    """Access tokens, with the scope to send lines (ingest), to read everything (read), or for both and changes (admin).
 
     \b
     bootseer serve token add --scope ingest --team llm --note "rack 7"
@@ -199,10 +209,10 @@ def token_command() -> None:
 @click.command("add")
 @place_options
 @click.option("--scope", type=click.Choice(["ingest", "read", "admin"]), required=True, help="What it allows.")
-@click.option("--team", default="", metavar="NAME", help="Whose jobs send with it.")
-@click.option("--note", default="", metavar="TEXT", help="What it is for.")
+@click.option("--team", default="", metavar="NAME", help="Team of the jobs that send with it.")
+@click.option("--note", default="", metavar="TEXT", help="Note on its purpose.")
 @click.option("--from", "file", type=click.File(encoding="ascii", errors="replace"), metavar="FILE",
-              help="Take the token in this file instead; nothing changes where it is known.")  # fmt: skip
+              help="Add the token in this file instead; no effect if it exists already.")  # fmt: skip
 @json_option("bootseer.token/1")
 def add_command(
     data: Path | None,
@@ -214,24 +224,19 @@ def add_command(
     file: IO[str] | None,
     output: Output,
 ) -> None:
-    """Make a token and print it. It cannot be shown again: the database has its digest alone."""
+    """Create a token and print it. It cannot be shown again: the database stores only its digest."""
     given = file.read(4096).strip() if file is not None else ""
     if file is not None and not (len(given) >= _LEAST_TOKEN and given.isprintable() and "\ufffd" not in given):
         raise UsageError(
             f"{file.name}: a token has at least {_LEAST_TOKEN} printable characters", hint="openssl rand -hex 32"
         )
-    place = opened_database(data, database, raw)
-    from bootseer.service.access import Tokens
-
-    try:
-        number, secret = Tokens(place).add(scope, team, note, given)
-    finally:
-        place.close()
+    with _tokens(data, database, raw) as tokens:
+        number, secret = tokens.add(scope, team, note, given)
     if given:
         output({"id": number, "scope": scope, "team": team}, f"token {number}, scope {scope}")
         return
     if not output.as_json:
-        sys.stderr.write(f"token {number}, scope {scope}; keep it, it is not shown again:\n")
+        sys.stderr.write(f"token {number}, scope {scope}; store it safely, it is not shown again:\n")
     output({"id": number, "scope": scope, "team": team, "token": secret}, secret)
 
 
@@ -239,14 +244,9 @@ def add_command(
 @place_options
 @json_option("bootseer.tokens/1")
 def list_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
-    """List the tokens, the oldest first."""
-    place = opened_database(data, database, raw)
-    from bootseer.service.access import Tokens
-
-    try:
-        found = Tokens(place).all()
-    finally:
-        place.close()
+    """List the tokens, oldest first."""
+    with _tokens(data, database, raw) as tokens:
+        found = tokens.all()
     rows = table("id", "scope", "team", "made", "last used", "state", "note", right=("id",))
     for one in found:
         state = "revoked" if one.revoked_ns is not None else "valid"
@@ -262,12 +262,7 @@ def _day(ns: int) -> str:
 @place_options
 @click.argument("number", type=int, metavar="ID")
 def revoke_command(data: Path | None, database: str | None, raw: str | None, number: int) -> None:
-    """Make the token with this number (`bootseer serve token list`) void, within some seconds."""
-    place = opened_database(data, database, raw)
-    from bootseer.service.access import Tokens
-
-    try:
-        if not Tokens(place).revoke(number):
+    """Revoke the token with this number (see `bootseer serve token list`). It takes effect within seconds."""
+    with _tokens(data, database, raw) as tokens:
+        if not tokens.revoke(number):
             raise NotFoundError(f"there is no token {number}")
-    finally:
-        place.close()

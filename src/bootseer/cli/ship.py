@@ -28,18 +28,18 @@ _WITHIN_S = 60.0
 
 @click.command("ship")
 @click.argument("places", nargs=-1, metavar="[DIR|FILE]...")
-@click.option("--to", "url", default="", metavar="URL", help="The service (default: $BOOTSEER_SERVICE).")
-@click.option("--follow", is_flag=True, help="Go on with what is written, until a signal ends it.")
+@click.option("--to", "url", default="", metavar="URL", help="URL of the service (default: $BOOTSEER_SERVICE).")
+@click.option("--follow", is_flag=True, help="Keep sending what is written, until a signal ends it.")
 @click.option("--within", type=Amount(), default=_WITHIN_S, show_default=True, metavar="S",
-              help="How long a service that is away is waited for.")  # fmt: skip
+              help="How many seconds to retry if the service is unreachable.")  # fmt: skip
 @click.option("--job", default="", metavar="NAME",
-              help="Send files as the log of this job, for the parser of logs: programs without BootSeer.")  # fmt: skip
-@click.option("--quiet", "-q", is_flag=True, help="Say nothing.")
+              help="Send the files as logs of this job, for programs without BootSeer.")  # fmt: skip
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 @json_option("bootseer.ship/1")
 def ship_command(
     places: tuple[str, ...], url: str, follow: bool, within: float, job: str, quiet: bool, output: Output
 ) -> None:
-    """Send to the service what it has not got yet: folders of spools (default: this user's), or files with event lines.
+    """Send spool folders (default: this user's) or files with event lines to the service. What it has is skipped.
 
     \b
     bootseer ship --to http://service:8765
@@ -56,7 +56,7 @@ def ship_command(
     where = target(url, os.environ)
     link = Link(where)
     named = list(places) or [spools.default_root(os.environ)]
-    # A spool that is followed may be made later.
+    # A spool that is followed may be created later.
     folders = [one for one in named if not job and (Path(one).is_dir() or (follow and not Path(one).exists()))]
     folders = [one for one in folders if one != "-"]
     files = [place for place in named if place not in folders]
@@ -77,17 +77,17 @@ def ship_command(
         finally:
             sender.close()
     if waiting and not quiet:
-        cause = f": {link.problem}" if link.problem else "; another process sends them"
-        raise TransientError(f"{plural(waiting, 'folder')} could not be sent to the end{cause}. The spools keep it all")
+        cause = f": {link.problem}" if link.problem else "; another process is sending them"
+        raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
-        sent = f"{plural(link.batches, 'batch')[:-1]}es" if link.batches != 1 else "1 batch"
-        message = "the rest is sent by the next call" if follow else "the service has it all"
+        sent = f"{link.batches:,} batch{'' if link.batches == 1 else 'es'}"
+        message = "the next call sends the rest" if follow else "the service has everything"
         output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {message}")
 
 
 def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event) -> int:
-    """Send what is written until a signal, or until standard input ends and nothing else is followed; how many lines of
-    standard input that were."""
+    """Send what is written until a signal, or until standard input ends if nothing else is followed. Returns the number
+    of lines sent from standard input."""
     from bootseer.trace.ship import pause_s
     from bootseer.trace.tail import Logs, state_folder
 
@@ -96,7 +96,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
     piped = _Piped(job, link) if "-" in files else None
     for place in named:
         if not Path(place).exists():
-            sys.stderr.write(f"bootseer: {place} is not there yet\n")
+            sys.stderr.write(f"bootseer: {place} does not exist yet\n")
     reported = ""
     try:
         while True:
@@ -107,9 +107,8 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
             is_over = piped is not None and piped.step()
             if link.problem != reported:
                 reported = link.problem
-                sys.stderr.write(
-                    f"bootseer: {f'the service: {reported}; trying again' if reported else 'the service is back'}\n"
-                )
+                state = f"the service: {reported}; retrying" if reported else "the service is reachable again"
+                sys.stderr.write(f"bootseer: {state}\n")
             if is_last or (is_over and len(files) == 1):
                 return piped.lines if piped is not None else 0
             ended.wait(pause_s(link))
@@ -120,13 +119,13 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
 
 
 class _Piped:
-    """Standard input, sent as it comes. What was not accepted is sent again, and nothing more is read meanwhile."""
+    """Sends standard input as it arrives. A batch that is not accepted is sent again before more is read."""
 
     def __init__(self, job: str, link: Link) -> None:
         from bootseer.trace.ship import of_log
 
         self.lines = 0
-        """That the service has."""
+        """Number of lines that the service has accepted."""
         self._job, self._link = job, link
         self._more = of_log(job) if job else {}
         self._sender = _sender(f"stdin-{time.time_ns()}")
@@ -135,7 +134,7 @@ class _Piped:
         self._is_over = False
 
     def step(self) -> bool:
-        """Send what has come; whether it has ended and all of it was sent."""
+        """Send what has arrived. Returns whether the input has ended and was sent completely."""
         from bootseer.report import inputs
         from bootseer.trace.ship import BATCH_BYTES, event_lines
 
@@ -150,7 +149,7 @@ class _Piped:
             if (not self._is_over and b"\n" in piece) or len(self._held) > BATCH_BYTES:
                 piece = piece[: piece.rfind(b"\n") + 1] or piece
             elif not self._is_over:
-                return False  # the line goes on
+                return False  # the line is not complete yet
             lines = piece if self._job else b"".join(event_lines(piece))
             if lines:
                 if time.monotonic() < self._link.not_before:
@@ -165,14 +164,14 @@ class _Piped:
 
 
 def _send_spools(sender: Spools, link: Link, until: float) -> int:
-    """Send until all is sent, or it is late; the number of folders that are left."""
+    """Send until everything is sent or the time is over; the number of folders left."""
     while True:
         sender.step()
         waiting = sender.waiting()
         if not waiting:
             return 0
         if link.is_refused:
-            raise PermanentError(f"the service refuses the events: {link.problem}")
+            raise PermanentError(f"the service rejects the events: {link.problem}")
         now = time.monotonic()
         if now >= until:
             return waiting
@@ -187,8 +186,11 @@ def _sender(name: str) -> str:
 
 
 def _send_file(source: Source, job: str, link: Link, until: float) -> int:
-    """Send a file's event lines, or with `job` all its lines for the parser; how many. The same file is sent under the
-    same numbers, so that the service knows it again."""
+    """Send a file's event lines, or with `job` all its lines; returns their number.
+
+    Batches of the same file always have the same sender and sequence numbers, so that the service can recognise
+    duplicates.
+    """
     from bootseer.trace.ship import of_log
 
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
@@ -196,18 +198,18 @@ def _send_file(source: Source, job: str, link: Link, until: float) -> int:
     for sequence, lines in enumerate(_batches(source, events_only=not job)):
         while not link.send(lines, sender, sequence, more):
             if link.is_refused:
-                raise PermanentError(f"{source.name}: the service refuses it: {link.problem}")
+                raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
             if time.monotonic() >= until:
-                raise TransientError(f"{source.name}: not sent to its end: {link.problem}")
+                raise TransientError(f"{source.name}: not sent completely: {link.problem}")
             time.sleep(max(link.not_before - time.monotonic(), 0.1))
         count += lines.count(b"\n")
     if not count:
-        raise UsageError(f"{source.name}: no event lines in it", hint="give --job NAME to send a log", exit_code=1)
+        raise UsageError(f"{source.name}: has no event lines", hint="give --job NAME to send a log", exit_code=1)
     return count
 
 
 def _batches(source: Source, *, events_only: bool) -> Iterator[bytes]:
-    """A file's lines, unpacked, in the size of a batch; always cut in the same places."""
+    """A file's lines, uncompressed, in batches that are always cut at the same places."""
     from bootseer.report import inputs
     from bootseer.trace.ship import BATCH_BYTES, event_lines
 

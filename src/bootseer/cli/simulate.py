@@ -30,27 +30,44 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 @click.command("simulate")
 @click.argument("scenario", default="moe", metavar="[SCENARIO]", shell_complete=_complete)
-@click.option("--nodes", metavar="N,...", help="Instead of the scenario's numbers.")
-@click.option("--arm", "arms", multiple=True, metavar="NAME", shell_complete=_complete,
-              help="today, lazy, bootseer, 'without peers' and the like; may be repeated.  [default: all]")  # fmt: skip
+@click.option("--nodes", metavar="N,...", help="Numbers of nodes (default: the scenario's).")
+@click.option(
+    "--arm",
+    "arms",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=_complete,
+    help="Variant to simulate: today, lazy, bootseer, 'without peers', ...; may be repeated.  [default: all]",
+)
 @click.option("--what-if", "changes", multiple=True, metavar="TABLE.FIELD=VALUE",
-              help="Another value of the scenario, such as links.node-gbit=100, or several to compare: "
+              help="Change a value of the scenario, such as links.node-gbit=100, or compare several: "
                    "checkpoint.stripes=1,4,8; may be repeated.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Of all that is random.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="So many, from --seed on.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures there.")
+@click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Seed of random numbers.")
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Number of seeds, from --seed."
+)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures as HTML.")
 @click.option(
     "--calibrate",
     "reports",
     multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="REPORT",
-    help="Print the scenario with the numbers of a real start (`bootseer report --json`); may be repeated.",
+    help="Print the scenario, fitted to a real start (output of `bootseer report --json`); may be repeated.",
 )
-@click.option("--events", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Write the event lines of each start there, for `bootseer report` and the service.")  # fmt: skip
-@click.option("--figures", "drawn_in", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Simulate the shipped scenarios and write their figures there, as HTML and PNG.")  # fmt: skip
+@click.option(
+    "--events",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the event lines of each start to this folder, for `bootseer report` and the service.",
+)
+@click.option(
+    "--figures",
+    "drawn_in",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Simulate the shipped scenarios and write their figures to this folder, as HTML and PNG.",
+)
 @json_option("bootseer.simulation/1")
 def simulate_command(
     scenario: str,
@@ -65,9 +82,11 @@ def simulate_command(
     drawn_in: Path | None,
     output: Output,
 ) -> None:
-    """Show how starts of a job would go, in virtual time: fetching and peers decide as they do on real nodes, links,
-    processors and servers are a model. SCENARIO is a TOML file or one of those shipped: moe (the default), dense,
-    diffusion, install-1440, buckets, month (30 days of a cluster, by what nodes and the store keep), restarts-26.
+    """Simulate startups of a job in virtual time. Fetching and peers use the same code as on real nodes; links,
+    processors and servers are a model.
+
+    SCENARIO is a TOML file or a shipped scenario: moe (the default), dense, diffusion, install-1440, buckets, month (30
+    days of a cluster, for different cache sizes and ages of snapshots), restarts-26.
 
     \b
     bootseer simulate
@@ -81,7 +100,7 @@ def simulate_command(
 
     if drawn_in is not None:
         if nodes or arms or changes or reports or html or events:
-            raise UsageError("--figures draws the shipped scenarios: give it no more than --seed and --seeds")
+            raise UsageError("--figures draws the shipped scenarios: combine it only with --seed and --seeds")
         _figures(drawn_in, range(seed, seed + seeds), output)
         return
     variants = [
@@ -90,7 +109,7 @@ def simulate_command(
     ]
     wanted = variants[0][1]
     if len(variants) > 1 and (reports or events or (wanted.month is not None and nodes is None)):
-        raise UsageError("several values are compared for starts only, without --calibrate and --events")
+        raise UsageError("several values can be compared only for starts, without --calibrate and --events")
     if wanted.month is not None and not reports and nodes is None:
         _month(wanted, wanted.month, range(seed, seed + seeds), output)
         return
@@ -99,7 +118,7 @@ def simulate_command(
         return
     for arm in arms:
         if arm not in ARMS and arm not in MORE_ARMS:
-            raise UsageError(f"no arm {arm!r}; there are {', '.join([*ARMS, *MORE_ARMS])}")
+            raise UsageError(f"no arm {arm!r}; choose from {', '.join([*ARMS, *MORE_ARMS])}")
     done = _simulated([
         (label, variant, number, arm, one)
         for number in wanted.nodes for arm in arms or ARMS for label, variant in variants
@@ -157,7 +176,7 @@ def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> No
                          f"{stored:,.1f}", f"{hours['bootseer']:,.0f}", f"{100 * shares['bootseer']:.2f}",
                          f"{hours['today']:,.0f}", f"{100 * shares['today']:.2f}")  # fmt: skip
     caption = f"Simulated: parameters {scenario.digest}, {month.days:g} days on {month.nodes} nodes, {_seeds(seeds)}. "
-    caption += "Days: of snapshots. GPU-hours of starts, and their share of all."
+    caption += "Days: maximum age of snapshots. GPU-hours of starts, and their share of the total."
     document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
     output(document, rows, caption)
 
@@ -168,7 +187,7 @@ def _figures(folder: Path, seeds: range, output: Output) -> None:
     written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
     lines = [f"{path}" for path in written]
     if len(written) == 1:
-        lines.append("No PNG: there is no browser (chromium or google-chrome) in PATH.")
+        lines.append("No PNG: no browser (chromium or google-chrome) in PATH.")
     output({"simulated": True, "figures": lines[: len(written)]}, *lines)
 
 
@@ -180,14 +199,14 @@ def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) ->
     from bootseer.sim.calibration import calibrated, read_report, toml
 
     fitted, basis = calibrated(scenario, [read_report(path) for path in reports])
-    text = toml(fitted, [f"Calibrated on {len(reports)} reports; all else as in {scenario.name}.", *basis])
+    text = toml(fitted, [f"Calibrated with {len(reports)} reports; otherwise as in {scenario.name}.", *basis])
     output(
         {"scenario": scenario.name, "parameters": fitted.digest, "calibrated": basis, "toml": text}, *text.splitlines()
     )
 
 
 def _variants(changes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each combination of the values that are to be compared, and how it is called; one without a name if none are."""
+    """All combinations of the values to compare, each with a label; without any, one with an empty label."""
     several = []
     for change in changes:
         path, separator, value = change.partition("=")

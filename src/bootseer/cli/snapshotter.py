@@ -1,4 +1,4 @@
-"""`bootseer snapshotter`: lazy images where containerd asks for them."""
+"""`bootseer snapshotter`: a containerd proxy snapshotter for lazy images."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", 
 
 @click.command("snapshotter")
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH",
-              help="Where containerd calls it (default: snapshotter.sock in the runtime folder).")  # fmt: skip
+              help="Socket for containerd (default: snapshotter.sock in the runtime folder).")  # fmt: skip
 @click.option("--root", type=click.Path(path_type=Path), default=Path("/var/lib/bootseer/snapshotter"),
-              show_default=True, metavar="DIR", help="Snapshots and their table; not on overlayfs.")  # fmt: skip
+              show_default=True, metavar="DIR", help="Folder of snapshots; not on overlayfs.")  # fmt: skip
 @click.option("--workload", default="pod", show_default=True, metavar="NAME",
-              help="Which hot set of each image is used and recorded.")  # fmt: skip
+              help="Name of the hot set to prefetch and to record for each image.")  # fmt: skip
 @click.option("--record", "record_s", type=click.FloatRange(1.0, 86_400.0), default=60.0, show_default=True,
-              metavar="S", help="Seconds from an image's first container to the end of its record.")  # fmt: skip
+              metavar="S", help="Seconds to record the hot set after an image's first container.")  # fmt: skip
 @click.option("--credential-provider-config", "providers", metavar="PATH",
-              help="Logins by plugins, as kubelet's --image-credential-provider-config.")  # fmt: skip
-@click.option("--credential-provider-bin-dir", "programs", metavar="DIR", help="Where these plugins are.")
+              help="Credential provider plugins, like kubelet's --image-credential-provider-config.")  # fmt: skip
+@click.option("--credential-provider-bin-dir", "programs", metavar="DIR", help="Folder of these plugins.")
 @with_options(_OPTIONS)
 def snapshotter_command(
     socket: Path | None,
@@ -41,10 +41,10 @@ def snapshotter_command(
     store: str | None,
     **values: Any,
 ) -> None:
-    """Serve containerd's snapshots: converted images lazily, all others as its overlayfs snapshotter does.
+    """Serve snapshots to containerd: converted images load lazily, others as with its overlayfs snapshotter.
 
-    It is a proxy plugin: containerd's configuration names the socket (docs/kubernetes.md, deploy). A stop
-    or a kill leaves running containers alone.
+    It is a proxy plugin, whose socket must be in containerd's configuration (docs/kubernetes.md, deploy). Stopping or
+    killing it does not affect running containers.
 
     \b
     bootseer snapshotter
@@ -56,9 +56,9 @@ def snapshotter_command(
     from bootseer.store import credential_providers
 
     if os.geteuid() != 0:
-        raise UsageError("containerd's snapshots need root", hint="run it as root, or from its systemd unit")
-    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # a service's warnings belong into the journal
-    # In the environment, which the programs that mount images inherit.
+        raise UsageError("the snapshotter needs root", hint="run it as root, or from its systemd unit")
+    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # warnings of a service belong in the journal
+    # Set in the environment because the processes that mount images inherit it.
     for variable, path in ((credential_providers.CONFIG, providers), (credential_providers.PROGRAMS, programs)):
         if path:
             os.environ[variable] = str(Path(path).absolute())

@@ -14,28 +14,28 @@ _VERBS = {
     "stage": ("run", "Mark a stage from a shell script."),
     "report": ("report", "Show where a startup's time went."),
     "diff": ("diff", "Compare two startups."),
-    "image": ("image", "Container images that start before they are here."),
-    "env": ("env", "Environments that are installed once and mounted everywhere."),
-    "ckpt": ("ckpt", "Checkpoints that are read from all nodes of the storage at once."),
-    "cache": ("cache", "What this node keeps of images."),
-    "serve": ("serve", "The starts of all jobs in one place, while they happen."),
+    "image": ("image", "Convert, run and mount container images that load lazily."),
+    "env": ("env", "Manage environment snapshots: installed once, mounted everywhere."),
+    "ckpt": ("ckpt", "Copy, mount and check checkpoints that are striped over storage nodes."),
+    "cache": ("cache", "Show, verify or shrink this node's block cache."),
+    "serve": ("serve", "Run the service that collects the starts of all jobs."),
     "ship": ("ship", "Send spools and logs to the service."),
-    "fleet": ("fleet", "What starting costs over weeks, on all nodes."),
-    "history": ("fleet", "A job's starts, and when they became slower."),
-    "watch": ("fleet", "Who is missing at a job's start, now."),
-    "agent": ("agent", "Look after this node: the cache's limit, figures for Prometheus."),
-    "snapshotter": ("snapshotter", "Lazy images for containerd and Kubernetes: a proxy snapshotter."),
-    "simulate": ("simulate", "How starts would go on more nodes, or with other links."),
-    "doctor": ("doctor", "Say what works on this machine, and why not."),
-    "bench": ("run", "Measure the claims on this machine."),
+    "fleet": ("fleet", "Show what startups cost over time, across all nodes."),
+    "history": ("fleet", "Show a job's past starts, and when they became slower."),
+    "watch": ("fleet", "Show which nodes a starting job is still waiting for."),
+    "agent": ("agent", "Run the node's agent: cache limit, Prometheus metrics."),
+    "snapshotter": ("snapshotter", "Run the containerd proxy snapshotter: lazy images for Kubernetes."),
+    "simulate": ("simulate", "Simulate startups on more nodes or with faster links."),
+    "doctor": ("doctor", "Check what works on this machine, and explain what does not."),
+    "bench": ("run", "Run the benchmarks on this machine."),
 }
 
 
 @click.command(
     cls=Group, verbs=_VERBS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.option("-v", "--verbose", is_flag=True, help="Log what is done, to standard error (BOOTSEER_LOG=info).")
-@click.option("--debug", is_flag=True, help="Log everything, with tracebacks of errors (BOOTSEER_LOG=debug).")
+@click.option("-v", "--verbose", is_flag=True, help="Log progress to standard error (BOOTSEER_LOG=info).")
+@click.option("--debug", is_flag=True, help="Log everything, including tracebacks (BOOTSEER_LOG=debug).")
 @click.version_option(__version__, "--version", prog_name="bootseer", message="%(prog)s %(version)s")
 def cli(verbose: bool, debug: bool) -> None:
     """Measure the startup of GPU training jobs, from submission to the first step, and shorten it.
