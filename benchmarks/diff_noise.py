@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from harness import Benchmark, Must, Outcome
 
-from bootseer.report.analysis.diff import MIN_TESTED, RUN_VARIATION, SAME, SLOWER, UNPROVEN, Difference, compare
+from bootseer.report.analysis.diff import MIN_TESTED, SAME, SLOWER, UNPROVEN, Difference, Limits, compare
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import analyse
 from bootseer.report.model import Report
@@ -68,7 +68,7 @@ def measure(quick: bool) -> Outcome:
         parameters={
             "cells": [cell._asdict() for cell in _CELLS],
             "runs_vary": _RUNS_VARY,
-            "assumed_run_variation": RUN_VARIATION,
+            "assumed_run_variation": Limits().run_variation,
             "tested_from_nodes": MIN_TESTED,
         },
         samples={kind.replace("_", " "): [float(found[kind]) for found in cells.values()] for kind in kinds},

@@ -24,7 +24,7 @@ image="$1" out="$2"
 shift 2
 options=()
 while [[ $# -gt 0 && $1 != -- ]]; do options+=("$1"); shift; done
-[[ $# -gt 1 ]] || die "no command: put it behind --"
+[[ $# -gt 1 ]] || die "no command: put it after --"
 shift
 command=("$@")
 for program in docker-registry skopeo containerd ctr runc; do

@@ -57,7 +57,7 @@ def test_nothing_is_logged_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert len(quiet.stderr.splitlines()) == 1
     told = ran(tmp_path, "--debug", "ckpt", "list", "nowhere")
     assert told.returncode == quiet.returncode
-    assert re.search(r"^\S+Z debug   cli \[\d+ MainThread\] the command has failed\n    Traceback", told.stderr, re.M)
+    assert re.search(r"^\S+Z debug   cli \[\d+ MainThread\] the command failed\n    Traceback", told.stderr, re.M)
     assert told.stderr.splitlines()[-1] == quiet.stderr.splitlines()[-1]
 
 

@@ -128,7 +128,7 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
         text=True,
         check=True,
     )
-    assert "you may not read step-1\n" in listed.stdout
+    assert "no permission to read step-1\n" in listed.stdout
     assert "not there" not in listed.stdout  # it is there, and latest names it
 
 

@@ -102,7 +102,7 @@ def test_a_mount_in_use_stays_unless_it_is_forced(tmp_path: Path, ckpt: Ckpt) ->
     assert refused.returncode == 1
     assert "being written: f" in refused.stderr
     forced = ckpt("umount", "--force", target)
-    assert (forced.returncode, forced.stdout) == (0, "published as it was: f\n")
+    assert (forced.returncode, forced.stdout) == (0, "published while open: f\n")
     assert (tmp_path / "place/f").read_bytes() == b"half"
     with pytest.raises(OSError):
         os.close(handle)

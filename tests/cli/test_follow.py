@@ -75,7 +75,7 @@ def test_the_missing_node_is_named_and_the_report_follows(follow, tmp_path, alar
         written(after, log)
         out, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    assert out.startswith("8 of 8 nodes began to train\nStartup took ")
+    assert out.startswith("8 of 8 nodes began training\nStartup took ")
 
 
 def test_json_lines_and_an_interrupt(follow, tmp_path, alarm):
@@ -112,13 +112,13 @@ def test_a_terminal_shows_it_in_place_and_is_left_as_it_was(follow, tmp_path, al
 def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm):
     events = started()
     with follow("--wait", "moe") as process:
-        assert process.stdout.readline() == "no node was seen yet\n"
+        assert process.stdout.readline() == "no node seen yet\n"
         folder = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
         folder.mkdir(parents=True)
         written(events, folder / "n.1.1.events")
         assert "Startup took" in process.communicate()[0]
     with follow("-", stdin=subprocess.PIPE) as process:
-        assert process.stdout.readline() == "no node was seen yet\n"
+        assert process.stdout.readline() == "no node seen yet\n"
         text = b"".join(encode(event) for event in split(events)[0]).decode()
         assert "missing: node-0003" in process.communicate(text)[0]
     assert process.returncode == 0
@@ -155,7 +155,7 @@ def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
         out, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     assert re.search(r"^1 of 2 ranks at process_group; missing: \S+ rank 1 \(after model_\S+, [\d.]+ s\)$", out, re.M)
-    assert "2 of 2 ranks began to train\nStartup took " in out
+    assert "2 of 2 ranks began training\nStartup took " in out
 
 
 def test_each_byte_is_read_once(tmp_path):
@@ -251,9 +251,9 @@ def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, ala
             lines += [json.loads(line) for line in told.stdout]
         os.close(above)
     assert shown.returncode == told.returncode == 0
-    assert b"8 of 8 nodes began to train" in seen
+    assert b"8 of 8 nodes began training" in seen
     assert re.search(rb"training_began after [^\r]+\r\n$", seen), seen[-300:]
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
     assert {line["schema"] for line in lines} == {"bootseer.watch/1"}
-    assert lines[-1]["line"] == "8 of 8 began to train"
+    assert lines[-1]["line"] == "8 of 8 began training"
     assert [one["node"] for line in lines for one in line["moment"]["missing"]][:1] == ["node-0003"]

@@ -56,7 +56,7 @@ def test_a_log_gives_a_report(run, log):
     ("content", "words"),
     [
         (b"", "0 lines"),
-        (os.urandom(5 << 20).replace(b"@", b"a"), "no events, and no lines that BootSeer knows"),
+        (os.urandom(5 << 20).replace(b"@", b"a"), "no events, and no lines that BootSeer recognises"),
         (b"all is well\n" * 9, "9 lines: no events"),
         (b"@bootseer1 {broken}\n", "not json"),
         (LOG.replace(b"@bootseer1", b"@bootseer9"), "newer BootSeer"),
@@ -201,7 +201,7 @@ def test_torchrun_logs_without_bootseer(run, name):
     assert "training did not begin" in result.stdout
     # Of a restart in place, what the first start has done is not missed.
     missing = "unobserved: queue, allocation, image_loading, environment_setup"
-    assert (missing in result.stdout.replace("\n", " ")) != ("How it was started again" in result.stdout)
+    assert (missing in result.stdout.replace("\n", " ")) != ("\nRestarts\n" in result.stdout)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_very_many_nodes_and_barriers_take_linear_time(run, log):
         for k, phase in enumerate((b"begin", b"end"))
     ]
     result = run("report", log(b"".join(barriers)))
-    assert "barriers before (--json has all)" in result.stdout
+    assert "earlier barriers (--json shows all)" in result.stdout
     assert len(result.stdout.splitlines()) < 60
 
 

@@ -149,7 +149,7 @@ def test_the_report_s_words_are_documented() -> None:
         assert f"`{word}`" in said
 
 
-@pytest.mark.parametrize("kind", [diff.Difference, diff.Moved, diff.Changed], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [diff.Difference, diff.StageChange, diff.FactChange], ids=lambda kind: kind.__name__)
 def test_each_field_of_the_difference_is_documented(kind: type) -> None:
     documented = first_cells(section("formats/diff.md", kind.__name__))
     missing = {each.name for each in fields(kind)} - documented

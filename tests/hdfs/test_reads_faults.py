@@ -275,7 +275,7 @@ class TestFaults:
         assert reads.facts()["unchecked"] == counted, "this is known by now"
         command = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{faulty.uri}/unchecked", str(tmp_path / "copy")]
         got = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "were read unchecked" in got.stderr
+        assert "were read without checksums" in got.stderr
         assert (tmp_path / "copy").read_bytes() == DATA[: 4 * MIB]
 
     def test_a_file_that_was_removed_is_said_to_be_so_by_each_read(self, faulty: HdfsCluster, reads: HdfsReads) -> None:

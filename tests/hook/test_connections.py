@@ -68,9 +68,9 @@ def test_the_rank_for_which_all_others_waited_is_named() -> None:
         )
     )
     assert lines == [
-        "5 process groups behind the first took 12.0 s on a rank 0; a rank 2 came last, and waited 0.10 s",
+        "creating 5 process groups after the first took 12.0 s on a rank 0; a rank 2 arrived last, and waited 0.10 s",
         "the slowest group: expert, 3.00 s on a rank 0",
-        "40 keys in the store behind the first collective",
+        "40 keys in the store after the first collective",
     ]
 
 

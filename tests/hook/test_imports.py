@@ -88,7 +88,7 @@ def test_a_job_that_asks_is_told_in_events_and_report(run, events, tmp_path: Pat
     assert 3.0 <= told["idle"]["import_s"] < 100
     lines = json.loads(run("report", "--json").stdout)["unused_imports"]
     assert any(line.endswith("s idle, imported by the program") for line in lines)
-    assert "Imports of which nothing ran before the first step" in run("report").stdout
+    assert "Imports not used before the first step" in run("report").stdout
 
     assert run("run", "-q", "--job", "other", "--", sys.executable, job).returncode == 0
     assert len([event for event in events() if event.stage == "unused_import"]) == len(told)

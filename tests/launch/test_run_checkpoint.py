@@ -181,7 +181,7 @@ def test_a_folder_on_a_local_disk_is_read_as_it_lies_there_and_the_report_says_w
     (row,) = json.loads(run("report", "--json", "j").stdout)["checkpoints"]
     assert (row["mode"], row["reason"]) == ("plain", told["reason"])
     report = " ".join(run("report", "j").stdout.split())
-    assert "read it as it lies in its folder: it lies on this machine (" in report
+    assert "read it directly from its folder: it lies on this machine (" in report
 
 
 def test_it_is_shown_where_it_is_wanted_also_after_a_run_that_was_killed(
@@ -192,7 +192,9 @@ def test_it_is_shown_where_it_is_wanted_also_after_a_run_that_was_killed(
     with subprocess.Popen([*BOOTSEER, *start, "echo $$; exec sleep 600"], env=env, stdout=subprocess.PIPE) as killed:
         assert killed.stdout is not None
         command = int(killed.stdout.readline())
-        assert f"{folder}: {ordinary}, as it lies there" in " ".join(run("ckpt", "mounted").stdout.split())
+        assert f"{folder}: {ordinary}, read directly, without a mount" in " ".join(
+            run("ckpt", "mounted").stdout.split()
+        )
         second = run(*start, "true")
         assert (second.returncode, f"{folder}: something is mounted there" in second.stderr) == (2, True)
         killed.kill()

@@ -172,7 +172,7 @@ def test_the_image_is_a_stage_and_its_start_is_told(run: Run, events: Events, im
     report = json.loads(run("report", "--json").stdout)
     (shown,) = report["images"]
     assert (shown["mode"], shown["demand_bytes"]) == ("lazy", start.attrs["demand_bytes"])
-    assert "lazily, without a hot set" in run("report").stdout
+    assert "lazily without a hot set" in run("report").stdout
 
 
 def test_the_second_start_has_the_hot_set_of_the_first(run: Run, events: Events, image: str, tmp_path: Path) -> None:

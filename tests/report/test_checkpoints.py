@@ -55,7 +55,7 @@ def test_what_was_read_and_from_where_is_one_line() -> None:
     (line,) = checkpoint_summary(starts(event("n0", **READ)))
     assert line == (
         "n0 read 512.0 MiB before training began; 384.0 MiB fetched from the file system, "
-        "128.0 MiB found in the node's cache"
+        "128.0 MiB from the node's cache"
     )
 
 
@@ -75,8 +75,8 @@ def test_trouble_is_told_and_silence_is_not() -> None:
     trouble = {**READ, "retries": 2, "hedges": 3, "rebuilt": 4, "refused": 1, "fallback": "it wants Kerberos"}
     lines = checkpoint_summary(starts(event("n0", **trouble), datanode("n0", "dn0:1", 9, failures=7)))
     assert (
-        "pieces read again after an error: 2; asked of a second DataNode because the first was late: 3; "
-        "made from parity: 4; refused because of wrong bytes, and read elsewhere: 1" in lines
+        "reads retried after an error: 2; hedged to a second DataNode because the first was slow: 3; "
+        "rebuilt from parity: 4; repeated elsewhere because of wrong bytes: 1" in lines
     )
     assert "DataNodes with failed reads: dn0:1 (7)" in lines
     assert lines[-1] == "fallback because it wants Kerberos"
@@ -92,8 +92,8 @@ def test_nodes_that_read_plainly_and_those_that_mounted_are_told_apart_with_the_
     )
     assert [row.mode for row in rows] == ["plain", "mounted", "mounted"]
     lines = checkpoint_summary(rows)
-    assert lines[0].startswith("2 nodes (the median of them) read 256.0 MiB")
+    assert lines[0].startswith("2 nodes (median) read 256.0 MiB")
     assert lines[1:] == [
         "mounted because its file system (nfs4) may be far away",
-        "n0 read it as it lies in its folder: it lies on this machine (ext4)",
+        "n0 read it directly from its folder: it lies on this machine (ext4)",
     ]

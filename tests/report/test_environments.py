@@ -61,15 +61,15 @@ def test_what_became_of_the_snapshot_is_part_of_the_row() -> None:
     assert (lost.published, lost.why_not) == (False, "the setup left a process behind")
     ran, who, why = environment_summary([kept, lost])
     assert ran == "2 nodes ran the setup in 115.0 s; no snapshot has this key"
-    assert who == "n0 kept a snapshot for the next start"
-    assert why == "no snapshot was kept: the setup left a process behind"
+    assert who == "n0 published a snapshot for the next start"
+    assert why == "no snapshot was published: the setup left a process behind"
 
 
 def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
     odd = {"seconds": -1, "age_s": "old", "num_files": True, "size_bytes": -5, "mode": None, "coverage": []}
     (row,) = rows(event("n0", **odd))
     assert (row.seconds, row.age_s, row.num_files, row.size_bytes, row.mode) == (None, None, 0, 0, "")
-    assert environment_summary([row]) == ["n0 in an unknown way: no reason was given"]
+    assert environment_summary([row]) == ["n0 in an unknown way: no reason given"]
 
 
 def test_nodes_are_summed_up_by_the_way_in_which_their_environments_came() -> None:
@@ -78,7 +78,7 @@ def test_nodes_are_summed_up_by_the_way_in_which_their_environments_came() -> No
     )
     assert restored == (
         "3 nodes restored a snapshot made 3 h 00 min ago by node-1 in 0.25 s (saved 112.0 s each): 42,007 files, "
-        "1.7 GiB, 94.0 MiB of 540.0 MiB fetched before training began; the hot set named 96% of what was read"
+        "1.7 GiB, 94.0 MiB of 540.0 MiB fetched before training began; the hot set covered 96% of what was read"
     )
     assert installed == "n9 ran the setup without a snapshot in 100.0 s: refused: driver 535, the snapshot's 550"
 

@@ -255,7 +255,7 @@ def test_groups_that_hide_behind_each_other_are_told_together():
     assert second.joint_s == pytest.approx(first.next_s + second.next_s) == pytest.approx(53, abs=1)
     assert second.joint_gpu_hours == pytest.approx(second.joint_s * 8 * (288 - 21) / 3600)
     assert second.joint_cost == pytest.approx(2 * second.joint_gpu_hours)
-    told = f"21 nodes held the others back for {second.joint_s:.1f} s together, above all 14 nodes in {INSTALL}"
+    told = f"21 nodes delayed the others by {second.joint_s:.1f} s in total, mainly 14 nodes in {INSTALL}"
     assert told in report.verdict
     assert f"= {format_hours(second.joint_gpu_hours)} GPU-hours = $" in report.verdict
 

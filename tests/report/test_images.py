@@ -60,11 +60,11 @@ def test_nodes_are_summed_up_by_the_way_in_which_their_images_came() -> None:
     (startup,) = startups([*(event(f"n{i}", **HOT) for i in range(3)), event("n9", **fallback)])
     hot, other, reason = image_summary(image_starts(startup))
     assert hot.startswith(
-        "3 nodes lazily, with a hot set in 0.50 s: 96.0 MiB of 400.0 MiB fetched before training began"
+        "3 nodes loaded it lazily with a hot set in 0.50 s: 96.0 MiB of 400.0 MiB fetched before training began"
     )
     assert "demand 1.0 MiB, hot 95.0 MiB" in hot
-    assert "named 98% of what was read" in hot
-    assert other.startswith("n9 by a pull of everything, as a fallback")
+    assert "the hot set covered 98% of what was read" in hot
+    assert other.startswith("n9 pulled all of it first, as a fallback")
     assert reason == "fallback because it is not converted"
 
 

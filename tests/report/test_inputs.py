@@ -103,7 +103,7 @@ def test_a_circle_of_links_is_no_traceback(tmp_path):
 
 
 def test_an_empty_folder_is_told(tmp_path):
-    with pytest.raises(UsageError, match="holds no files"):
+    with pytest.raises(UsageError, match="contains no files"):
         inputs.sources([str(tmp_path)])
 
 

@@ -124,7 +124,7 @@ def test_a_node_that_is_lost_before_a_barrier_is_named_and_not_the_ones_that_wai
     assert result.startup.outcome == "truncated"
     lost, waiting = result.headlines
     assert "n4 in environment_setup.install" in lost
-    assert "5 nodes still waited at a" in waiting
+    assert "5 nodes still waiting at a" in waiting
 
 
 def test_hot_update_expects_no_image_stage():
@@ -291,7 +291,7 @@ def test_a_command_that_failed_before_training_is_a_failed_startup():
     assert row(result, "model_initialization").num_failed == 1
     assert "Failed startup: 60 min 00 s" in result.verdict
     assert any("command failed on n0 at 3600.0 s" in line for line in result.headlines)
-    assert any("Nothing marks the beginning of training, and all" in line for line in result.headlines)
+    assert any("Nothing marks the beginning of training, so all" in line for line in result.headlines)
 
 
 def test_a_run_that_was_killed_is_billed_to_its_last_sign_of_life():
@@ -308,10 +308,10 @@ def test_a_command_that_ended_well_without_a_mark_is_not_called_a_startup():
     parts = [span(0, 36_000, "run", **GPUS), span(10, 36_000, "command"), [moment(30_000, "alive")]]
     result = report(*parts)
     assert (result.startup.outcome, result.overhead.gpu_hours) == ("unobserved", None)
-    assert "Training was not seen to begin" in result.verdict
+    assert "The beginning of training was not observed" in result.verdict
     installed = report(*parts, span(0, 10, INSTALL))
     assert installed.overhead.gpu_hours == pytest.approx(8 * 10 / 3600)
-    assert any("only what stages show is counted" in line for line in installed.headlines)
+    assert any("only the observed stages count" in line for line in installed.headlines)
 
 
 def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
@@ -332,7 +332,7 @@ def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
     assert result.startup.outcome == "failed"
     assert result.overhead.gpu_hours == pytest.approx(8 * (5 + 3 * 600) / 3600)
     assert result.overhead.wait_gpu_hours == pytest.approx(8 * 3 * 596 / 3600)
-    assert any("3 nodes still waited at process_group" in line for line in result.headlines)
+    assert any("3 nodes still waiting at process_group" in line for line in result.headlines)
     assert any("1 node stopped before training: n0 in model_initialization" in line for line in result.headlines)
 
 

@@ -1,7 +1,7 @@
-"""Open what the user points at: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
+"""Open what the user names: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
 
-Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks
-to terabytes costs time and no memory; one that is cut short gives what it holds.
+Compression is recognised by the first bytes, not by the name. Compressed files are read in pieces, so that a small file
+that unpacks to terabytes costs time but no memory; a truncated one yields everything before the cut.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from bootseer.errors import PermanentError, UsageError
 
 STDIN = "-"
 _READ_BYTES = 1 << 20
-"""Blocks that stay in the processor's cache are searched faster than larger ones."""
+"""Blocks that fit into the CPU cache are searched faster than larger ones."""
 _ZSTD_STEP_BYTES = 4096
-"""Fed to the unpacker at once. A block of 3 bytes can stand for 128 KiB, so that this bounds memory at 180 MB."""
+"""Fed to the decompressor at once. A block of 3 bytes can expand to 128 KiB, so this bounds memory at 180 MB."""
 _GZIP_STEP_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -36,19 +36,19 @@ class Source:
     """One stream of log bytes."""
 
     name: str
-    """As it is shown to the user."""
+    """As shown to the user."""
     path: Path | None
     """None for standard input."""
     named: bool = True
-    """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
+    """The user named it; otherwise it was found in a folder, and it is no error if it cannot be read."""
     data: bytes | Iterable[bytes] | None = None
-    """What would stand in the file, where there is none, or plain pieces of it: `path` gives its name alone."""
+    """The content, instead of that of the file, whole or as uncompressed pieces; `path` is then only a name."""
     data_ns: int = 0
-    """When it was written."""
+    """When `data` was written."""
 
     @property
     def modified_ns(self) -> int:
-        """When the log was last written: near the times in it that name no year."""
+        """When the log was last written; used to complete times without a year."""
         if self.data is not None:
             return self.data_ns
         try:
@@ -58,20 +58,20 @@ class Source:
 
 
 def exists(place: str) -> bool:
-    """Whether something of this name is there, readable or not."""
+    """Whether something of this name exists, readable or not."""
     try:
         Path(place).stat()
     except PermissionError:
         return True
-    except (OSError, ValueError):  # a name may also be too long, or a circle of links
+    except (OSError, ValueError):  # including a name that is too long, and a circle of links
         return False
     return True
 
 
 def sources(places: Sequence[str]) -> list[Source]:
-    """The streams behind what the user named; folders are walked, hidden files left out.
+    """The streams for what the user named; folders are walked, hidden files ignored.
 
-    Raises `UsageError` for what does not exist and for folders without any file.
+    Raises `UsageError` for names that do not exist and for folders without files.
     """
     found: list[Source] = []
     for place in places:
@@ -80,10 +80,10 @@ def sources(places: Sequence[str]) -> list[Source]:
             found.append(Source("(standard input)", None))
         elif not exists(place):
             raise UsageError(f"{_shown(place)}: no such file or folder", hint=_HINT)
-        elif os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a folder that may not be searched
+        elif os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a folder without search permission
             files = inside(place)
             if not files:
-                raise UsageError(f"{_shown(place)}: the folder holds no files", hint=_HINT, exit_code=1)
+                raise UsageError(f"{_shown(place)}: the folder contains no files", hint=_HINT, exit_code=1)
             found += files
         else:
             found.append(Source(_shown(place), path))
@@ -106,7 +106,7 @@ def inside(place: str) -> list[Source]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether this is a file; what cannot even be examined counts as one, to be reported as unreadable."""
+    """Whether this is a file; if that cannot be determined it counts as one, to be reported as unreadable."""
     try:
         return path.is_file()
     except PermissionError:
@@ -114,18 +114,18 @@ def _is_file(path: Path) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name that can be printed: a file's name may hold a newline, or bytes that are not text."""
+    """A printable name: a file name may contain a newline, or bytes that are not text."""
     return name if name.isprintable() else ascii(name)
 
 
-class Cut(Exception):  # noqa: N818 - it is a condition that the reader counts, not an error of the program
-    """An archive ended before its own end."""
+class Cut(Exception):  # noqa: N818 - a condition that the reader counts, not an error of the program
+    """A compressed file is truncated or damaged."""
 
 
 def blocks(source: Source) -> Iterator[bytes]:
-    """The bytes of a source, unpacked, in blocks.
+    """The bytes of a source, uncompressed, in blocks.
 
-    Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
+    Raises `Cut` after the last block of a truncated or damaged compressed file, `PermanentError` if it cannot be read.
     """
     try:
         if isinstance(source.data, bytes):
@@ -144,7 +144,7 @@ def blocks(source: Source) -> Iterator[bytes]:
 
 
 def state(source: Source) -> tuple[int, float]:
-    """Inode and size of a file that may grow; 0 for one that is gone. Standard input is endless."""
+    """Inode and size of a file that may grow; 0 if it does not exist. Standard input has infinite size."""
     if source.path is None:
         return 0, math.inf
     try:
@@ -155,7 +155,7 @@ def state(source: Source) -> tuple[int, float]:
 
 
 def is_archive(source: Source) -> bool:
-    """Whether a file is compressed, and so does not grow. Raises `PermanentError` when it cannot be read."""
+    """Whether a file is compressed, and so does not grow. Raises `PermanentError` if it cannot be read."""
     try:
         with Path(source.path or os.devnull).open("rb") as file:
             return file.read(4).startswith((_GZIP, _ZSTD))
@@ -164,8 +164,10 @@ def is_archive(source: Source) -> bool:
 
 
 def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
-    """What a source holds behind `offset`, in blocks, without waiting for more. Of standard input, an empty block is
-    the end. Raises `PermanentError` when it cannot be read."""
+    """The content after `offset` in blocks, without waiting for more. For standard input, an empty block is the end.
+
+    Raises `PermanentError` if it cannot be read.
+    """
     try:
         if source.path is None:
             block = b"."
@@ -182,7 +184,7 @@ def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
 
 def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:
     block = raw.read(_READ_BYTES) or b""
-    while 0 < len(block) < 4:  # a pipe may bring the magic number in pieces
+    while 0 < len(block) < 4:  # a pipe may deliver the magic number in pieces
         more = raw.read(_READ_BYTES)
         if not more:
             break
@@ -224,7 +226,7 @@ def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
 
 
 def _until_damage(unpacker: zlib._Decompress, piece: bytes) -> Iterator[bytes]:
-    """What comes out of a piece before the place where it is damaged."""
+    """What can be decompressed of a piece before the damage: an error of `decompress` discards all its output."""
     for place in range(len(piece)):
         try:
             data = unpacker.decompress(piece[place : place + 1])

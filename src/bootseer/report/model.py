@@ -1,8 +1,8 @@
-"""The report as data: what the analysis says and every renderer shows.
+"""The report as data: the result of the analysis, shown by every renderer.
 
-`Report` is the one result of `analysis.report`; the terminal, HTML, Perfetto and JSON outputs are views of it, so a
-number can be shown in four places and computed in one. docs/formats/report.md describes the JSON for other programs.
-All times are seconds since the startup's own zero (`Startup.zero_ns`), on the clock of the reference node.
+`Report` is the result of `analysis.report`. Terminal, HTML, Perfetto and JSON outputs are views of it, so each number
+is computed once. docs/formats/report.md describes the JSON for other programs. All times are seconds since the
+startup's own zero (`Startup.zero_ns`), on the clock of the reference node.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ WAIT: Kind = "wait"
 UNTRACKED: Kind = "untracked"
 
 UNTRACKED_STAGE = "untracked"
-"""The stage of time that no span covers; inside a stage it is `<stage>.untracked`."""
+"""The stage of time that no span covers; within a stage it is `<stage>.untracked`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a node's time that belongs to one stage alone; a node's segments leave no holes and do not overlap."""
+    """A piece of a node's time that belongs to one stage; a node's segments have no gaps and do not overlap."""
 
     stage: str
     start_s: float
     end_s: float
     kind: Kind
     outcome: str
-    """`ok`, `failed`, `truncated` (no end was seen) or empty."""
+    """`ok`, `failed`, `truncated` (no end seen) or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node's way to the first step: that of the lane (node and rank) that got there last."""
+    """One node's time line to the first step: that of its slowest lane (rank)."""
 
     node: str
     rank: int
@@ -53,23 +53,23 @@ class Node:
     wait_s: float
     untracked_s: float
     outcome: str
-    """`ok`: training began; `truncated`: something was left open before; `failed`: a stage failed; `unobserved`: all
-    that was seen ended well, and nothing was seen of a first step."""
+    """`ok`: training began; `truncated`: a span has no end; `failed`: a stage failed; `unobserved`: everything seen
+    ended well, but no first step was seen."""
     last_stage: str
-    """Where its events stop."""
+    """The stage of its last events."""
     clock_offset_s: float
     clock_error_s: float | None
-    """Bound of the offset's error; None when nothing ties this node's clock to the others."""
+    """Bound of the offset's error; None if no barrier ties this node's clock to the others."""
     segments: list[Segment]
     background: list[Segment]
-    """Work beside the startup (streaming of cold blocks): shown, never summed."""
+    """Background work (streaming of cold blocks): shown, never summed."""
     attrs: dict[str, Any] = field(default_factory=dict)
     """Facts by stage, as `stage.key`: bytes, hits, ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage over all nodes. Medians leave truncated and failed spans out; `num_*` count them."""
+    """One stage over all nodes. Medians exclude truncated and failed spans; `num_*` count them."""
 
     stage: str
     depth: int
@@ -80,7 +80,7 @@ class Stage:
     p90_s: float | None
     max_s: float | None
     max_over_median: float | None
-    """None when the median is 0 or there are fewer than two nodes."""
+    """None if the median is 0 or there are fewer than two nodes."""
     max_node: str
     work_s: float
     """Sum over nodes."""
@@ -93,10 +93,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link of the critical chain: the node that came last to a barrier, and what it did since the one before."""
+    """One link of the critical chain: the last node to arrive at a barrier, and its work since the previous barrier."""
 
     barrier: str
-    """`training_began` is the last one: all nodes have to get there."""
+    """The last one is `training_began`."""
     node: str
     rank: int
     from_s: float
@@ -105,11 +105,11 @@ class Link:
     num_participants: int
     others_median_arrival_s: float | None
     stage: str
-    """Where this node lost the most against the others' median."""
+    """The stage with the largest excess over the others' median."""
     stage_s: float
     excess_s: float | None
     waited_gpu_hours: float | None
-    """What the others spent waiting for it here."""
+    """Spent by the others waiting for it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +122,18 @@ class Straggler:
     stage: str
     delay_s: float
     z: float | None
-    """Robust z-score of its work among the others; None when the others do not vary at all."""
+    """Robust z-score of its work among the others; None if the others do not vary at all."""
     savings_s: float
-    """How much sooner the job would have begun without this node, by the exact barrier model."""
+    """How much sooner training would have begun without this node, by the barrier model."""
     savings_gpu_hours: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where many of a group's nodes stand."""
+    """A location of many of a group's nodes."""
 
     kind: str
-    """`rack`, `topology` (attributes of events), `name` (how the nodes' names begin)."""
+    """`rack`, `topology` (attributes of events), `name` (common prefix of the nodes' names)."""
     value: str
     num_slow: int
     num_nodes: int
@@ -141,25 +141,25 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StragglerGroup:
-    """The stragglers of one stage together: leaving out one of fourteen saves nothing, all of them saves the lot.
+    """The stragglers of one stage: leaving out one of fourteen saves nothing, leaving out all of them saves everything.
 
-    Groups hide behind each other as well. They are listed in the order in which to mend them: each is the one that
-    saves most once those before it are left out.
+    Groups hide each other as well. They are listed in the order in which to fix them: each is the one that saves most
+    once those before it are left out.
     """
 
     stage: str
     barrier: str
     nodes: list[str]
     places: list[Place]
-    """What explains the group; empty when nothing does."""
+    """Places that explain the group; may be empty."""
     savings_s: float
-    """Without this group alone."""
+    """Without only this group."""
     savings_gpu_hours: float | None
     savings_cost: float | None
     next_s: float
-    """What it saves beyond the groups before it."""
+    """What it saves in addition to the groups before it."""
     joint_s: float
-    """Without this group and all before it; of the last group: without all stragglers."""
+    """Without this group and all before it; for the last group: without all stragglers."""
     joint_gpu_hours: float | None
     joint_cost: float | None
 
@@ -169,11 +169,11 @@ class Overhead:
     """What the startup cost."""
 
     job_level_s: float | None = None
-    """Submission to the end of the first step; None when the submission was not observed."""
+    """Submission to the end of the first step; None if the submission was not observed."""
     node_level_median_s: float | None = None
     node_level_max_s: float | None = None
     startup_s: float | None = None
-    """First event of the startup to its end: what was observed, whatever it covers. None when nothing had a time."""
+    """First event of the startup to its end, as far as it was observed. None if there are no times."""
     work_share: float | None = None
     wait_share: float | None = None
     gpu_hours: float | None = None
@@ -182,12 +182,12 @@ class Overhead:
     wait_cost: float | None = None
     price_per_gpu_hour: float | None = None
     currency: str = "$"
-    """Of the price, as the user said: a sign or a code."""
+    """Currency of the price: a sign or a code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The nodes that sent events. Missing nodes may be the stragglers, so less than all is a headline."""
+    """The nodes that sent events. Missing nodes may be the stragglers, so there is a headline about them."""
 
     nodes_heard: int = 0
     nodes_expected: int | None = None
@@ -195,27 +195,27 @@ class Coverage:
     ranks_expected: int | None = None
     nodes_truncated: int = 0
     events_lost: int = 0
-    """Events that writers said they could not write."""
+    """Events that could not be written, as reported by the writers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How far the nodes' clocks agree."""
+    """How well the nodes' clocks agree."""
 
     reference_node: str = ""
     max_offset_s: float = 0.0
     max_error_s: float | None = None
     nodes_untied: int = 0
-    """Nodes without any barrier that would tie their clock to the others."""
+    """Nodes without a barrier that ties their clock to the others."""
     steps: list[str] = field(default_factory=list)
     """Nodes whose wall clock jumped during the startup; durations are not affected."""
     left_out: dict[str, float] = field(default_factory=dict)
-    """Nodes whose events lie an hour and more away from all others, by so much: they are in no sum and no list."""
+    """Nodes whose events are an hour or more from all others, with the distance in s: excluded from sums and lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that an existing log said by itself, without BootSeer."""
+    """Information from a log of another program."""
 
     source: str
     """`torchelastic`, `nccl`, `kubelet`, `containerd`, `pip`, `uv`."""
@@ -229,7 +229,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """One startup in a list of them."""
+    """One startup in the list of startups."""
 
     job: str
     attempt: int
@@ -246,7 +246,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Startups of one job over the time that it ran."""
+    """Share of a job's time spent in startups."""
 
     num_startups: int
     startup_s: float
@@ -266,19 +266,19 @@ class Startup:
     zero_ns: int = 0
     """Unix time of second 0, ns."""
     outcome: str = "unobserved"
-    """`training_began`, `truncated` (logs stop before), `failed` or `unobserved` (nothing had a time)."""
+    """`training_began`, `truncated` (the logs end before), `failed` or `unobserved` (no times)."""
     ended_by: str = "last_event"
     """The evidence for the end: `first_step`, `training_began`, `last_event`."""
     num_nodes: int = 0
     num_ranks: int = 0
     num_gpus: int | None = None
     scale: str = ""
-    """The paper's bucket of the number of GPUs: `1-10`, `10-100`, ..., `>3000`; empty when unknown."""
+    """The paper's bucket of the number of GPUs: `1-10`, `10-100`, ..., `>3000`; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What was read, and what was passed over and why."""
+    """What was read, and what was skipped and why."""
 
     files: int
     bytes: int
@@ -291,17 +291,17 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that `bootseer report` knows about one startup."""
+    """All results about one startup."""
 
     startup: Startup
     verdict: str
     headlines: list[str]
-    """What must not be overlooked: coverage below 100 %, truncated nodes, clock steps."""
+    """Warnings: coverage below 100 %, truncated nodes, clock steps."""
     overhead: Overhead
     stages: list[Stage] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     ranks: list[Node] = field(default_factory=list)
-    """Every rank by itself, where there are at most 64 and more than nodes; else empty."""
+    """Every rank, if there are at most 64 and more than nodes; else empty."""
     critical_chain: list[Link] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     straggler_groups: list[StragglerGroup] = field(default_factory=list)
@@ -316,28 +316,28 @@ class Report:
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     peers: list[PeersStart] = field(default_factory=list)
     connections: list[str] = field(default_factory=list)
-    """Lines: what connecting the ranks took where it took long, why, and settings that make it slow."""
+    """Lines: slow connections between ranks, their causes, and settings that make them slow."""
     warm: list[str] = field(default_factory=list)
-    """Lines: how many programs came from a warm parent, and why others did not."""
+    """Lines: how many programs were forked from a warm parent, and why others were not."""
     unused_imports: list[str] = field(default_factory=list)
-    """Lines: imports that took long, and of which no function ran before training began."""
+    """Lines: slow imports of which no function ran before training began."""
     stacks: list[str] = field(default_factory=list)
-    """Lines: where late processes stood that the service asked, the innermost frame first."""
+    """Lines: stacks of late processes that the service asked for, innermost frame first."""
     restarts: list[Restarted] = field(default_factory=list)
-    """Starts of the attempt behind its first, up to this one."""
+    """The restarts of the attempt up to this one."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview] = field(default_factory=list)
     input: Input
     scheduler: list[Segment] = field(default_factory=list)
-    """Queue and allocation: what the job, not a node, went through."""
+    """Queue and allocation, which belong to the job and not to a node."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""
+        """Plain dicts and lists for `json.dump`; times are rounded to a microsecond."""
         return {"schema": SCHEMA, **plain(self)}
 
     def to_text(self) -> str:
-        """What `bootseer report --json` prints, newline included."""
+        """The output of `bootseer report --json`, including the newline."""
         return json.dumps(self.to_json(), ensure_ascii=False) + "\n"
 
 

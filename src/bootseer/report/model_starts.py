@@ -1,5 +1,5 @@
-"""The part of the report that tells how nodes got image, environment and checkpoint, what they sent each other, and
-what a restart in place did not repeat."""
+"""The part of the report about how nodes got image, environment and checkpoint, the traffic between them, and what a
+restart in place did not repeat."""
 
 from __future__ import annotations
 
@@ -14,136 +14,142 @@ class Restarted:
     by: str
     """`bootseer` or `launcher`."""
     exit_code: int | None
-    """Of the start before, where `bootseer` restarted it."""
+    """Of the previous start, if `bootseer` restarted it."""
     startup_s: float | None
-    """From the end of the start before to the first step; None: there was none."""
+    """From the end of the previous start to the first step; None if there was none."""
     saved_s: float
-    """What the stages below took in the attempt's first start, on the node where they took longest together."""
+    """Duration of the stages below in the attempt's first start, on the node where they took longest in total."""
     not_repeated: dict[str, float] = field(default_factory=dict)
-    """Stages of the first start that this one did without, and their seconds there."""
+    """Stages of the first start that this one skipped, and their seconds there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What one node fetched of an image or snapshot, and how well that was foreseen."""
+    """What one node fetched of an image or snapshot, and how good the hot set was."""
 
     stored_bytes: int
     """Size as stored."""
     local_bytes: int
-    """Of these, on the node already."""
+    """Of these, already on the node."""
     demand_bytes: int
-    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    """Fetched because a reader waited; `hot` and `cold` were prefetched."""
     hot_bytes: int
     cold_bytes: int
     requests: int
     coverage: float | None
-    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    """Share of the blocks needed by readers that were in the hot set; None without a hot set."""
     until: str
     """When these numbers were taken: `training_began` or `end` (of the command)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageStart(Fetched):
-    """How one node got its container image: which way, what was fetched until then, and how well it was foreseen."""
+    """How one node got its container image."""
 
     node: str
     image: str
     """As the user named it, without credentials."""
     digest: str
     mode: str
-    """`hot`: lazily with a hot set; `lazy`: lazily without one; `local`: all of it was there; `pull`: everything first,
-    as predicted to be faster; `fallback`: everything first, because lazily was not possible."""
+    """`hot`: lazily with a hot set; `lazy`: lazily without one; `local`: it was already complete; `pull`: completely
+    before the start, predicted to be faster; `fallback`: the same, because lazy loading was not possible."""
     reason: str
     """Why this mode, in words."""
     seconds: float | None
     """From the reference to the container's start."""
     layers: int
     wasted_blocks: int
-    """Fetched as hot and never read."""
+    """Prefetched as hot and never read."""
     late_blocks: int
-    """Named by the hot set, and not there yet when a reader came."""
+    """In the hot set, but not fetched yet when a reader needed them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataNode:
-    """What one node of the file system served of a checkpoint."""
+    """What one DataNode served of a checkpoint."""
 
     name: str
     """`host:port`."""
     bytes: int
     seconds: float | None
-    """That its reads took, all together."""
+    """Total duration of its reads."""
     failures: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStart:
-    """How one node read its checkpoint, which `bootseer run --checkpoint` brought."""
+    """How one node read its checkpoint (`bootseer run --checkpoint`)."""
 
     node: str
     uri: str
     mode: str
-    """`mounted`, or `plain`: as it lies in a folder of the node, where nothing below is known."""
+    """`mounted`, or `plain`: read directly from a folder, without the numbers below."""
     reason: str
-    """Why this mode, in words; empty when there was no choice."""
+    """Why this mode, in words; empty if there was no choice."""
     seconds: float | None
     """Until it was mounted."""
     until: str
     """When the numbers below were taken: `training_began` or `end` (of the command)."""
     read_bytes: int
-    """Handed to readers; what the kernel had already does not count."""
+    """Returned to readers, not counting reads from the kernel's page cache."""
     place_bytes: int
-    """Fetched from the file system, ahead of readers too."""
+    """Fetched from the file system, including prefetches."""
     cache_bytes: int
-    """Read from this node's cache; then from the job's other nodes."""
+    """Read from this node's cache."""
     peer_bytes: int
+    """Read from the job's other nodes."""
     same_bytes: int
-    """Equal to what the cache has of other checkpoints, and taken from there."""
+    """Equal to data of other checkpoints in the cache, and taken from there."""
     retries: int
     hedges: int
-    """Asked of a second node because the first one was late."""
+    """Reads sent to a second DataNode because the first one was slow."""
     hedges_won: int
     rebuilt: int
-    """Chunks that were made from parity; then those that arrived with wrong bytes."""
+    """Chunks rebuilt from parity."""
     refused: int
+    """Chunks that arrived with wrong bytes."""
     fallback: str
-    """Why the file system is read in a slower way; empty when it is not."""
+    """Why the file system is read in a slower way; empty if it is not."""
     datanodes: list[DataNode]
     """Those that served most, at most 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeersStart:
-    """Where one node's bytes came from, and what it sent to the job's other nodes (`bootseer run --peers`)."""
+    """The sources of one node's bytes, and what it sent to the job's other nodes (`bootseer run --peers`)."""
 
     node: str
     until: str
     peers: int
-    """Nodes that serve, itself too; `unreachable` ones did not answer, `refused` ones were too many at once."""
+    """Nodes that serve peers, including itself."""
     unreachable: int
+    """Of these, nodes that did not answer."""
     cache_bytes: int
-    """On the node already or read from its cache; then from other nodes, from the origin, and that for other nodes."""
+    """Already on the node or read from its cache."""
     peer_bytes: int
     origin_bytes: int
     filled_bytes: int
+    """Fetched from the origin for other nodes."""
     sent_bytes: int
     refused: int
+    """Requests of peers refused because there were too many at once."""
     late_requests: int
     late_peers: str
-    """Names of nodes that were late; of `wrong_peers` that sent a wrong block. Separated by spaces."""
+    """Names of nodes that were late, separated by spaces."""
     wrong_peers: str
+    """Names of nodes that sent a wrong block, separated by spaces."""
     interfaces: str
-    """`NAME=BYTES` of what each network interface sent, separated by spaces."""
+    """`NAME=BYTES` sent by each network interface, separated by spaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStart(Fetched):
-    """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
+    """How one node got its environment: from a snapshot, or by running the setup."""
 
     node: str
     mode: str
-    """`restored`: a snapshot was mounted, the setup did not run; `captured`: it ran, and what it did was kept as a
-    snapshot, if possible; `installed`: it ran as it would without us; `bypassed`: the same, as the user asked."""
+    """`restored`: a snapshot was mounted, the setup did not run; `captured`: it ran, and its result was published as a
+    snapshot, if possible; `installed`: it ran without a snapshot; `bypassed`: the same, at the user's request."""
     code: str
     """Why this mode, as a stable word: `miss`, `hit`, `driver`, `store`, ..."""
     reason: str
@@ -153,13 +159,13 @@ class EnvironmentStart(Fetched):
     digest: str
     """Of the snapshot that was restored."""
     what: str
-    """The setup's files, for people."""
+    """Description of the setup's files."""
     builder: str
     """Node that made the snapshot."""
     trust: str
-    """`observed`, `unobserved` or `untrusted`: whether the key knows all that the setup reads."""
+    """`observed`, `unobserved` or `untrusted`: whether the key covers everything that the setup reads."""
     way: str
-    """How the snapshot is shown, or the setup was watched."""
+    """How the snapshot is mounted, or how the setup was observed."""
     seconds: float | None
     """From the beginning of the stage until the command could start."""
     age_s: float | None
@@ -170,10 +176,10 @@ class EnvironmentStart(Fetched):
     size_bytes: int
     """Of the snapshot's files."""
     roots: int
-    """Folders that are shown by a mount."""
+    """Mounted folders."""
     loose: int
-    """Files outside of them, which were written as the setup would."""
+    """Files outside these folders, which were copied to their paths."""
     published: bool | None
-    """Whether a snapshot was kept; None when there was none to keep, or nothing tells."""
+    """Whether a snapshot was published; None if there was none to publish, or it is unknown."""
     why_not: str
-    """Why no snapshot was kept."""
+    """Why no snapshot was published."""

@@ -1,4 +1,4 @@
-"""From what the user names on a command line to a report: find the logs, scan them, analyse."""
+"""From the names on a command line to a report: find the logs, scan and analyse them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LOG = logger(__name__)
 _PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
 _NEAR = 3
-"""Names of jobs that an error tells."""
+"""Number of similar job names in an error message."""
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
-"""A longer number is not an attempt, but part of a name."""
+"""A number with more digits is not an attempt, but part of the name."""
 
 
 class NoSuchJobError(UsageError):
@@ -46,11 +46,10 @@ def read_report(
     watch: Callable[[Moment], None] | None = None,
     wait: bool = False,
 ) -> Report:
-    """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
+    """The report on `places`: paths, `-`, or jobs of this machine; by default the last job of this machine.
 
-    `watch` is shown the start while it goes on, about once a second; the report follows when it is over. With `wait`
-    a job that has not begun here is waited for, otherwise it is an error.
-    Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
+    `watch` is called about once a second during the start, and the report follows at its end. With `wait`, wait for a
+    job that has not started yet; otherwise that is an error. Raises `UsageError` if there is nothing to report.
     """
     if watch is not None and not wait:
         for place in places:
@@ -68,7 +67,7 @@ def read_report(
 
 
 def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
-    """The reports of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`, or all of `JOB@FIRST..LAST`."""
+    """The reports of one side of a comparison: a place as for `read_report`, `JOB@ATTEMPT`, or `JOB@FIRST..LAST`."""
     match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
     found = _read([match["name"] if match else place], env)
     runs = [found.events]
@@ -82,7 +81,7 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
     reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
     if not reports[0].nodes:
         raise UsageError(
-            f"{place!r}: nothing in it has a time, so there is no startup to compare",
+            f"{place!r}: contains no times, so there is no startup to compare",
             hint="collect logs with time stamps, or start the job with `bootseer run`",
             exit_code=1,
         )
@@ -90,7 +89,7 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
 
 
 def read_all(places: Sequence[str], env: Mapping[str, str]) -> Scanned:
-    """The events of all jobs in these places; nothing names all jobs that have run on this machine."""
+    """The events of all jobs in these places; by default of all jobs that have run on this machine."""
     root = spools.default_root(env)
     return _read(places or ([root] if spools.job_names(root) else []), env)
 
@@ -132,7 +131,7 @@ def _follow(
     growing: Growing,
     watch: Callable[[Moment], None],
 ) -> Scanned:
-    """Read what is written until the start is over. Jobs and folders that are not there yet are waited for."""
+    """Read what is written until the start is over, waiting for jobs and folders that do not exist yet."""
     live = Live(options.job, options.attempt, options.num_nodes)
     root = spools.default_root(env)
     while True:
@@ -146,7 +145,7 @@ def _follow(
 
 
 def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> list[inputs.Source]:
-    """The files of a place as they are now; none for a job that has not begun."""
+    """The current files of a place; none for a job that has not started."""
     if place == inputs.STDIN or os.path.isfile(place):  # noqa: PTH113 - pathlib raises for a name that is too long
         return inputs.sources([place])
     waited_for = os.sep not in place and not inputs.exists(place)
@@ -169,7 +168,7 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
             f"{shown}: no such file, and no job of this name has run on this machine",
             hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}"
             if near
-            else "give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
+            else "give log files, a folder, - for standard input, or the name given to `bootseer run --job`",
         )
     _LOG.info("job %r of this machine: %s", place, job)
     return job
@@ -190,21 +189,21 @@ def _nothing(found: Scanned) -> UsageError:
     newer = found.skipped.get("version", 0)
     if newer:
         return UsageError(
-            f"{newer} events were written by a newer BootSeer, and none by one that this version can read",
+            f"all {plural(newer, 'event')} were written by a newer BootSeer, which this version cannot read",
             hint="upgrade: pip install -U bootseer",
             exit_code=1,
         )
     read = f"{plural(found.files, 'file')}, {plural(found.lines, 'line')}"
     damaged = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(found.skipped.items()))
     return UsageError(
-        f"read {read}: no events, and no lines that BootSeer knows{f' ({damaged})' if damaged else ''}",
+        f"read {read}: no events, and no lines that BootSeer recognises{f' ({damaged})' if damaged else ''}",
         hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",
         exit_code=1,
     )
 
 
 class _Progress:
-    """How far the reading is, on a terminal, when it takes long."""
+    """Progress of reading, on a terminal, if it takes long."""
 
     def __init__(self) -> None:
         self._shown_s = time.monotonic() + _PROGRESS_EVERY_S

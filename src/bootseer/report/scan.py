@@ -1,8 +1,14 @@
-"""Find events, and what other programs said, in logs of any kind and size.
+"""Find events and lines of other programs in logs of any kind and size.
 
-Logs are searched as raw bytes, so that the lines of a job which say nothing of its startup are never split, decoded or
-matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's JSON, CRI's
-partial lines) and handed to the event decoder or to the parsers whose clue it holds.
+Why search before decoding: a training log has gigabytes, of which a few hundred lines are about the startup. Splitting
+it into lines, decoding them and trying some ninety patterns on each takes minutes. So a block of raw bytes is searched
+as a whole for the event tag (`memmem`) and for the clues of all parsers in one pass (`search.Search`). Only around a
+hit the line is cut out, stripped of what log collectors added (docker's JSON, CRI's partial lines), decoded, and passed
+to the event decoder or to the parsers that asked for it. Line numbers come from counting newlines between hits.
+
+The price: blocks end anywhere, so a line, an event or a record that a collector split must not be cut at a block's end
+(`_FileScan.feed`, `_open_record`), and each parser must name clues that every line it needs contains.
+
 Nothing here raises on bad content: what cannot be read is counted by reason.
 """
 
@@ -35,24 +41,24 @@ from bootseer.trace.sinks import SUFFIX
 
 _LOG = logger(__name__)
 _MAX_LINE = 1 << 20
-"""Bytes of a line without end that are kept while waiting for its newline."""
+"""Bytes of an unfinished line that are kept while waiting for its newline."""
 _MAX_PARTS = 64
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr)) ([PF])(?::\S*)? ")
 _PARTIAL = (b" stdout P ", b" stderr P ")
 _DOCKER = (b'{"log":"', b'{"log": "')
 _JSON_KEYS = ("log", "message", "MESSAGE", "msg")
-"""Where docker, fluentd, the journal and JSON loggers keep the line."""
+"""Keys under which docker, fluentd, the journal and JSON loggers store the line."""
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
 _DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
-"""Their logs often have the node behind their own name: `slurmd.gpu-17.log`."""
+"""Their log files often have the node after the program: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
 
 
 @dataclass(slots=True)
 class Scanned:
-    """What the logs held."""
+    """What was found in the logs."""
 
     events: list[Event] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
@@ -79,14 +85,15 @@ def scan(
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     progress: Progress | None = None,
 ) -> Scanned:
-    """Everything that the sources tell. `zone` is that of times in foreign logs which name none.
+    """Scan the sources.
 
-    The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
-    `patterns` are stages with patterns of the site's own lines (`foreign.rules.Site`).
-    `progress` is called with the bytes read so far.
+    zone: time zone of times in foreign logs that name none.
+    began_pattern: the first line of each file that matches marks the end of the first step, if the line has a time.
+    patterns: stages with patterns of the site's own lines (`foreign.rules.Site`).
+    progress: called with the number of bytes read so far.
 
-    Raises `PermanentError` when a file that the user named cannot be read; one in a folder is counted instead.
-    `UsageError` when a pattern takes seconds for a block.
+    Raises `PermanentError` if a file that the user named cannot be read; one in a folder is only counted. Raises
+    `UsageError` if a pattern takes seconds for a block.
     """
     result = Scanned()
     for source in sources:
@@ -117,16 +124,17 @@ def _reader(
     began_pattern: re.Pattern[bytes] | None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]],
 ) -> _FileScan:
-    # A spool holds events and nothing else.
+    # A spool contains only events.
     spool = source.name.removesuffix(".zst").endswith(SUFFIX)
     sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
     return _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
 
 
 class Growing:
-    """Scans logs while they are written: each `look` reads what has come since the one before.
+    """Scans logs while they are written: each `look` reads what was added since the last one.
 
-    What foreign logs tell is known at the end, when the lines behind it are. Compressed files are read once.
+    Findings of foreign logs are complete only at the end, because later lines belong to them. Compressed files are read
+    once.
     """
 
     def __init__(
@@ -147,7 +155,7 @@ class Growing:
         """Inode and bytes read of each file."""
 
     def look(self, sources: Iterable[inputs.Source]) -> list[Event]:
-        """The events that came since the last call. Raises `PermanentError` as `scan` does."""
+        """The events since the last call. Raises `PermanentError` like `scan`."""
         known = len(self.result.events)
         for source in sources:
             inode, size = inputs.state(source)
@@ -182,7 +190,7 @@ class Growing:
         return self.result.events[known:]
 
     def finish(self) -> Scanned:
-        """All of it, as `scan` gives it."""
+        """The complete result, as from `scan`."""
         for reader in self._files.values():
             reader.finish()
         _name_jobs(self.result)
@@ -190,9 +198,9 @@ class Growing:
 
 
 def _name_jobs(result: Scanned) -> None:
-    """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
+    """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed."""
     own = [event for event in result.events if not _foreign(event)]
-    # A scheduler's log tells of all jobs of a cluster, by numbers that the job's own name need not hold.
+    # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
     of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
     jobs = jobs - of_scheduler or jobs
@@ -204,14 +212,14 @@ def _name_jobs(result: Scanned) -> None:
     if len(jobs) != 1 or len(own) == len(result.events):
         return
     job, stages = jobs.pop(), {event.stage for event in own}
-    # Foreign logs know a pod or a host by its bare name.
+    # Foreign logs have only the bare name of a pod or host.
     nodes = {event.node.partition("/")[0]: event.node for event in own}
     attempt = max(event.attempt for event in result.events if event.job == job)
     events = []
     for event in result.events:
         if not _foreign(event):
             events.append(event)
-        # What the hook saw is more exact, but a pattern of the user's own takes precedence.
+        # The hook's events are more accurate, but the user's own patterns take precedence.
         elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
             node = (
                 next(iter(nodes.values()))
@@ -220,16 +228,16 @@ def _name_jobs(result: Scanned) -> None:
             )
             if node:
                 attrs = event.attrs
-                if own:  # which nodes the job has is known better than from the scheduler's list
+                if own:  # own events show the job's nodes better than the scheduler's list
                     attrs = {key: value for key, value in attrs.items() if key != NODES}
                 events.append(event._replace(job=job, attempt=attempt, node=node, attrs=attrs))
-            else:  # an event list of a whole cluster tells of other jobs' pods
+            else:  # a list of events of a whole cluster includes pods of other jobs
                 result.skipped["other_node"] += 1
     result.events = events
 
 
 def _foreign(event: Event) -> bool:
-    """Made from a foreign log, whose lines have one clock. A user's own attribute of that name has two."""
+    """Whether the event was made from a foreign log: it has the attribute and, unlike a user's own event, one clock."""
     return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
 
 
@@ -253,7 +261,7 @@ class _FileScan:
         self.sites = sites
         self.rest = b""
         self.lines = 0
-        # The usual layout of collected logs is one file, or one folder, for each node.
+        # Collected logs usually have one file per node.
         names = source.path.name.split(".") if source.path is not None else ["stdin"]
         self.node = encodable(names[names[0] in _DAEMONS and len(names) > 2])
         self.near_ns = source.modified_ns
@@ -264,10 +272,10 @@ class _FileScan:
         if not end and len(text) < _MAX_LINE:
             self.rest = text
             return
-        if not end:  # a line without end: progress bars of a day
+        if not end:  # an endless line, such as progress bars
             end = len(text) - _MAX_TAG
             last = text.rfind(TAG_STEM, max(len(text) - MAX_READ_BYTES, 1))
-            end = last if last > 0 else end  # an event must not be torn
+            end = last if last > 0 else end  # do not cut an event
         end = _open_record(text, end)
         self.rest = text[end:]
         if end:
@@ -286,13 +294,13 @@ class _FileScan:
             self.result.facts += findings.facts
 
     def _scan(self, text: bytes) -> None:
-        """All that a block of whole lines holds, in the order of its lines."""
-        if b"\x1b" in text:  # colours stand between words
+        """Process a block of whole lines, in order."""
+        if b"\x1b" in text:  # colours may be within what is searched for
             text = _ANSI.sub(b"", text)
         hits = self._wanted(text)
         own = list(line_starts(text, TAG_STEM))
         events = set(own)
-        # A container's log as the node keeps it has the collector's words on every line.
+        # In CRI logs an event may be split over several lines: also take those that end within a tag.
         for needle in _PARTIAL if _CRI.match(text) else ():
             events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
         began = -1
@@ -313,7 +321,7 @@ class _FileScan:
             if begin == began:
                 self._training_began(self._line(raw))
             wanted = hits.get(begin)
-            # What an event says of itself is not a foreign log.
+            # A line with an event is not a foreign log line, even if it contains a clue.
             if wanted and TAG_STEM not in raw:
                 line = self._line(raw)
                 for parser in wanted:
@@ -321,7 +329,7 @@ class _FileScan:
         self.lines += text.count(b"\n", counted)
 
     def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
-        """The lines that parsers and the site's patterns want, by their offsets."""
+        """The readers that want a line, by the line's offset."""
         hits: dict[int, list[Reader]] = {}
         clues, wanting = search(frozenset(index for index, parser in enumerate(self.parsers) if parser.done))
         for place, number in clues.hits(text) if self.parsers else ():
@@ -352,7 +360,7 @@ class _FileScan:
         )
 
     def _events(self, raw: bytes) -> None:
-        # A stem quoted in prose is not a damaged event. No event holds a tag, so that each ends before the next.
+        # A stem quoted in prose is not a damaged event. Events contain no tags, so each ends before the next tag.
         alone = _TAG.match(raw) is not None and raw.find(TAG_STEM, 1) < 0
         places = [0] if alone else [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
@@ -369,7 +377,7 @@ class _FileScan:
 
 @contextlib.contextmanager
 def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
-    """Stop a user's pattern that backtracks without end: `re` looks for signals while it matches."""
+    """Abort a user's pattern that backtracks for too long: `re` checks for signals while it matches."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -378,7 +386,7 @@ def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
         text = pattern.pattern.decode("utf-8", "replace")
         raise UsageError(
             f"pattern {text[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
-            hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
+            hint="simplify it: avoid nested repetitions, and use `.*` sparingly",
         )
 
     before = signal.signal(signal.SIGALRM, late)
@@ -391,7 +399,7 @@ def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
 
 
 def _open_record(text: bytes, end: int) -> int:
-    """Where the first CRI record begins that goes on behind `end`: it must not be torn. `end` when none does."""
+    """Offset of the first CRI record that continues after `end`, so that it is not cut; `end` if there is none."""
     first = begin = end
     closed = set()
     for _ in range(_MAX_PARTS):
@@ -410,7 +418,7 @@ def _open_record(text: bytes, end: int) -> int:
 
 
 def _ends_in_tag(text: bytes, begin: int) -> bool:
-    """Whether the line at `begin` ends within a tag, which the part behind it completes."""
+    """Whether the line at `begin` ends within a tag that the next part completes."""
     end = text.find(b"\n", begin)
     tail = text[begin : end if end >= 0 else len(text)][-_MAX_TAG:]
     place = tail.rfind(b"@")
@@ -418,7 +426,7 @@ def _ends_in_tag(text: bytes, begin: int) -> bool:
 
 
 def _unwrapped(text: bytes, begin: int) -> bytes:
-    """The line at `begin` as the program wrote it, behind the time that the collector put to it."""
+    """The line at `begin` as the program wrote it, after the time that the collector added."""
     end = text.find(b"\n", begin)
     line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
     if line.startswith(TAG_STEM):
@@ -444,7 +452,7 @@ def _unwrapped(text: bytes, begin: int) -> bytes:
 
 
 def _from_json(line: bytes) -> bytes:
-    """The line that a collector wrapped into JSON; as it is when this is no such thing."""
+    """The line that a collector wrapped in JSON; unchanged if it is not such a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""Find what is looked for in a block of log bytes: all clues of all parsers in one pass.
+"""Find the clues of all parsers in a block of log bytes in one pass.
 
-A log that says nothing of startups costs this pass, and this pass is the speed of the whole scan. Where the C library
-PCRE2 is at hand, as nearly everywhere (grep and libselinux need it), its compiled code looks for all clues at once, at
-the same speed whether a log has none of their words or nothing but them. Without it each clue's literal is searched by
-`memmem`, and its pattern only in blocks that hold the literal. `make bench` (scan_foreign) measures the whole.
+Every log costs at least this pass, so it determines the speed of the whole scan. If the C library PCRE2 is available,
+as nearly everywhere (grep and libselinux need it), its JIT-compiled code searches for all clues at once, at a speed
+that hardly depends on how often they occur. Otherwise each clue's literal is searched with `memmem`, and its pattern
+only in blocks that contain the literal. `make bench` (scan_foreign) measures it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Hits = Iterator[tuple[int, int]]
-"""Offsets of matches, each with the number of its clue."""
+"""Offsets of matches, each with the index of its clue."""
 
 
 class Clue(NamedTuple):
-    """What a line must hold to be of interest: a literal, and behind it a pattern without capturing groups.
+    """What a line must contain to be of interest: a literal, followed by a pattern without capturing groups.
 
-    The pattern is one for `re` and for PCRE2 alike. It is judged on the raw line, in which quotes may be escaped.
+    The pattern must be valid for both `re` and PCRE2. It is matched on the raw line, in which quotes may be escaped.
     """
 
     literal: bytes
@@ -28,15 +28,15 @@ class Clue(NamedTuple):
 
     @property
     def pattern(self) -> bytes:
-        """Both as one expression."""
+        """Literal and pattern as one expression."""
         return re.escape(self.literal) + self.then
 
 
 class Search:
-    """Looks for clues. Where two match at one place, one of them is reported."""
+    """Searches for clues. If two match at the same offset, only one of them is reported."""
 
     def __init__(self, clues: Sequence[Clue]) -> None:
-        # By first bytes, so that the library rules out most places by one look at a table. Python numbers alike.
+        # Grouped by first byte, so that the library can rule out most offsets with one table lookup.
         self._order = sorted(range(len(clues)), key=lambda index: clues[index].literal)
         self._clues = [(clues[index].literal, re.compile(clues[index].pattern)) for index in self._order]
         by_first: dict[bytes, list[bytes]] = {}
@@ -47,7 +47,7 @@ class Search:
         self._compiled = _pcre2(self._all)
 
     def hits(self, text: bytes) -> Hits:
-        """All matches of all clues, in no order."""
+        """All matches of all clues, in no particular order."""
         found = self._compiled(text) if self._compiled is not None else None
         for place, number in self._python(text) if found is None else found:
             yield place, self._order[number]
@@ -60,9 +60,9 @@ class Search:
 
 
 def _pcre2(pattern: bytes) -> Callable[[bytes], list[tuple[int, int]] | None] | None:
-    """A function that gives all matches with the numbers of their groups, from 0; None where the library is missing.
+    """A function that returns all matches with the indexes of their groups, from 0; None if the library is missing.
 
-    The function gives None when the library gives up on a text.
+    The function returns None if the library gives up on a text.
     """
     try:
         library = ctypes.CDLL("libpcre2-8.so.0")
@@ -78,7 +78,7 @@ def _pcre2(pattern: bytes) -> Callable[[bytes], list[tuple[int, int]] | None] | 
     code = library.pcre2_compile_8(
         pattern, len(pattern), 0, ctypes.byref(ctypes.c_int()), ctypes.byref(ctypes.c_size_t()), None
     )
-    if not code or library.pcre2_jit_compile_8(code, 1):  # without its compiler it is slower than what we have
+    if not code or library.pcre2_jit_compile_8(code, 1):  # without JIT it is slower than `re`
         return None
     data = library.pcre2_match_data_create_from_pattern_8(code, None)
     if not data:
@@ -109,7 +109,7 @@ def _memmem() -> Callable[[bytes, bytes, int], int]:
     _declare(memmem, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
 
     def find(text: bytes, needle: bytes, begin: int) -> int:
-        # The caller holds `text`, and nothing writes to bytes: the address stays good during the call.
+        # The caller holds a reference to `text`, and bytes are immutable: the address stays valid during the call.
         base = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
         found = memmem(base + begin, len(text) - begin, needle, len(needle)) if base is not None else None
         return -1 if found is None or base is None else int(found) - base
@@ -121,12 +121,12 @@ fastest_find = _memmem()
 
 
 def line_starts(text: bytes, needle: bytes) -> Iterator[int]:
-    """Offsets of the lines that hold the needle, each once. `needle` must not be empty."""
+    """Offsets of the lines that contain the needle, each once. `needle` must not be empty."""
     place = fastest_find(text, needle, 0)
     while place >= 0:
         yield text.rfind(b"\n", 0, place) + 1
         after = text.find(b"\n", place)
         if after < 0:
             return
-        # In a spool each line begins with it.
+        # Shortcut for spools, where each line begins with the needle.
         place = after + 1 if text.startswith(needle, after + 1) else fastest_find(text, needle, after)

@@ -173,7 +173,7 @@ def test_marks_of_a_truncated_node(small: Report) -> None:
     row = row[: row.index("</details>")]
     assert '<b class="tag bad">truncated</b>' in row
     assert re.search(r'<rect class="c3 bad"', row)
-    assert "its events stop in environment_setup.install" in row
+    assert "its events end in environment_setup.install" in row
 
 
 def test_what_is_not_a_number_is_unobserved(small: Report) -> None:

@@ -62,9 +62,9 @@ def test_what_was_not_observed_is_said_and_not_zero():
     assert "job-level" in text
     assert "training did not begin" in text
     assert "bound to last event seen" in text
-    assert "unobserved: the logs do not tell the GPUs" in text
+    assert "unobserved: GPUs per node unknown" in text
     assert re.search(r"^seen +2 nodes *$", text, re.M)
-    assert "clocks agree: unknown" in text
+    assert "clock error: unknown" in text
 
 
 def test_no_colour_in_a_file_and_colour_when_forced(monkeypatch):

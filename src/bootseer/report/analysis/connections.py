@@ -1,4 +1,4 @@
-"""How the ranks connected: lines for the report, from what the hook tells of stores, groups and their surroundings."""
+"""How the ranks connected: lines for the report, from the hook's events about stores, process groups and settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bootseer.units import format_seconds, plural
 _SLOW_S: Final = 1.0
 _SLOW_NAME_S: Final = 0.25
 _MANY: Final = 64
-"""Ranks from which on it matters how many they are."""
+"""With fewer ranks their number does not matter."""
 _MORE_FILES: Final = 1000
 
 
 def connection_lines(startup: StartupSpans) -> list[str]:
-    """What connecting took where it took long, why, and settings that are known to make it slow for so many ranks."""
+    """Slow connections with their causes, and settings that are known to be slow for this number of ranks."""
     marks = [mark for node in startup.nodes.values() for mark in node.instants]
     connected = [mark for mark in marks if mark.stage == "ranks_connected"]
     ranks = max((_number(mark.attrs.get("world_size")) for mark in marks if mark.stage == "rank_known"), default=0)
@@ -25,7 +25,7 @@ def connection_lines(startup: StartupSpans) -> list[str]:
     lines = [*_stores(marks), *_groups(connected)]
     keys = _number(first.get("keys"))
     if lines and keys:
-        lines.append(f"{plural(int(keys), 'key')} in the store behind the first collective")
+        lines.append(f"{plural(int(keys), 'key')} in the store after the first collective")
     return lines + list(_settings(startup, int(ranks), first))
 
 
@@ -35,29 +35,31 @@ def _stores(marks: Sequence[Span]) -> Iterator[str]:
     if slowest is None or _seconds(slowest) < _SLOW_S:
         return
     late = sum(_seconds(mark) >= _SLOW_S for mark in stores)
-    line = f"connect {format_seconds(_seconds(slowest))} on {_who(slowest)}, {late} of {len(stores)} took more than 1 s"
+    took = format_seconds(_seconds(slowest))
+    line = f"connecting to the store took {took} on {_rank_name(slowest)}, more than 1 s on {late} of {len(stores)}"
     name = max((mark for mark in marks if mark.stage == "reverse_dns"), key=_seconds, default=None)
     if name is not None and _seconds(name) >= _SLOW_NAME_S:
         line += (
-            f": reverse DNS, which took {format_seconds(_seconds(name))} for {name.attrs.get('address')};"
-            " `bootseer run --peers` shows the job the names of its nodes"
+            f": reverse DNS took {format_seconds(_seconds(name))} for {name.attrs.get('address')};"
+            " `bootseer run --peers` gives the job the names of its nodes"
         )
     yield line
 
 
 def _groups(connected: Sequence[Span]) -> Iterator[str]:
-    """Who waits in a group's making waits for the rank that comes last, which itself waits least."""
+    """Creating a group is a barrier: all ranks wait for the last one, which itself waits least."""
     most, least = max(connected, key=_waited, default=None), min(connected, key=_waited, default=None)
     if most is None or least is None or _waited(most) < _SLOW_S:
         return
     number = int(_number(most.attrs.get("groups")))
-    line = f"{plural(number, 'process group')} behind the first took {format_seconds(_waited(most))} on {_who(most)}"
+    took = format_seconds(_waited(most))
+    line = f"creating {plural(number, 'process group')} after the first took {took} on {_rank_name(most)}"
     if _waited(least) < _waited(most) / 4:
-        line += f"; {_who(least)} came last, and waited {format_seconds(_waited(least))}"
+        line += f"; {_rank_name(least)} arrived last, and waited {format_seconds(_waited(least))}"
     yield line
     slowest = max(connected, key=lambda mark: _number(mark.attrs.get("slowest_s")))
     seconds = _number(slowest.attrs.get("slowest_s"))
-    yield f"the slowest group: {slowest.attrs.get('slowest')}, {format_seconds(seconds)} on {_who(slowest)}"
+    yield f"the slowest group: {slowest.attrs.get('slowest')}, {format_seconds(seconds)} on {_rank_name(slowest)}"
 
 
 def _settings(startup: StartupSpans, ranks: int, first: dict[str, Any]) -> Iterator[str]:
@@ -77,9 +79,9 @@ def _settings(startup: StartupSpans, ranks: int, first: dict[str, Any]) -> Itera
         yield f"NCCL {nccl[0]}.{nccl[1]}: communicators of {ranks} ranks come up slowly before 2.23"
     backlog, files = int(_number(first.get("somaxconn"))), int(_number(first.get("open_files")))
     if 0 < backlog < ranks:
-        yield f"net.core.somaxconn is {backlog} on rank 0's node: {ranks} ranks connect at once"
+        yield f"net.core.somaxconn is {backlog} on rank 0's node, but {ranks} ranks connect at once"
     if ranks >= _MANY and 0 < files < ranks + _MORE_FILES:
-        yield f"rank 0 may open {files} files (ulimit -n): its store has a connection of each of {ranks} ranks"
+        yield f"rank 0 may open {files} files (ulimit -n), but its store needs a connection for each of {ranks} ranks"
 
 
 def _version(text: str) -> tuple[int, int] | None:
@@ -87,7 +89,7 @@ def _version(text: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found is not None else None
 
 
-def _who(mark: Span) -> str:
+def _rank_name(mark: Span) -> str:
     return f"{mark.node} rank {mark.rank}" if mark.rank >= 0 else mark.node
 
 

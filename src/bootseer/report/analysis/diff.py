@@ -1,10 +1,10 @@
-"""Compare two startups, or sets of them: what changed, which stage moved, and whether that is more than noise.
+"""Compare two startups, or sets of them: what changed, in which stages, and whether that is more than noise.
 
-Nodes of one run are not independent: the network, the registry or the storage of that hour makes all of them faster or
-slower together. So a difference counts when it is large enough to matter (share and seconds) and larger than runs
-differ from each other. Several runs on a side show that themselves: Student's t on the logarithms of the runs' medians.
-One pair cannot show it: there it is an assumption (`Limits.run_variation`), to which the scatter of the nodes is added,
-and the nodes must differ as well (Mann-Whitney). Holm's correction takes in all stages and the whole. docs/adr/0004 has
+Nodes of one run are not independent: the network, the registry or the storage at that time makes all of them faster or
+slower together. So a difference counts if it is large enough to matter (share and seconds) and larger than the
+variation between runs. With several runs on a side this variation is measured: Student's t on the logarithms of the
+runs' medians. With one pair it is an assumption (`Limits.run_variation`), to which the scatter of the nodes is added,
+and the nodes must differ as well (Mann-Whitney). Holm's correction covers all stages and the whole. docs/adr/0004 has
 the reasons.
 
 Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Student 1908 (pooled t), Berger 1982 (the
@@ -27,19 +27,15 @@ from bootseer.trace.event import FAILED
 
 SCHEMA = "bootseer.diff/1"
 MIN_TESTED = 8
-"""Nodes on each side from which on the rank test has power."""
-RUN_VARIATION = 0.15
-"""Standard deviation of whole runs, as a share, that one pair is judged by."""
+"""Nodes needed on each side for the rank test to have power."""
 _ALPHA = 0.005
-"""Of all stages together. Real runs are not exactly log-normal, and at most 1 % of comparisons may be false alarms."""
-_MIN_SHARE = 0.10
-_MIN_S = 0.5
+"""For all stages together. Real runs are not exactly log-normal, and at most 1 % of comparisons may be false alarms."""
 _FEW_S = 2.0
 _LEAST_SCATTER = 0.03
-"""Two runs, or two nodes, that agree by chance do not prove that they never differ."""
+"""Smallest assumed deviation: two runs or nodes that happen to agree do not prove that they never differ."""
 _TINY_S = 0.01
 _RUNS = (3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
-"""Numbers of runs that are advised."""
+"""Numbers of runs that may be recommended."""
 _USUAL_RUNS = 10
 _MEDIANS_ERROR = math.sqrt(math.pi / 2)
 """Standard error of a median of many, in standard errors of the mean."""
@@ -50,30 +46,30 @@ _ONE_NODE = 0.36
 _WHOLE = {MIN_TESTED: 0.12, 2: 0.27, 1: _ONE_NODE}
 
 _ALL = ""
-"""Key of the whole startup among its stages, none of which has this name."""
+"""Key of the whole startup among its stages; no stage has this name."""
 _NOT_COMPARED = frozenset({"exit_code", "error", "attempt", "rack", "topology"})
 
 SLOWER = "slower"
 FASTER = "faster"
 SAME = "same"
 UNPROVEN = "unproven"
-"""The nodes of a pair differ, by no more than whole runs may differ."""
+"""The nodes of a pair differ, but not by more than the assumed variation between runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From where on a difference counts."""
+    """The smallest difference that counts."""
 
-    min_share: float = _MIN_SHARE
-    """Of the smaller median, so that half and double are equally far."""
-    min_s: float = _MIN_S
-    run_variation: float = RUN_VARIATION
-    """What one pair is judged by; several runs show it themselves."""
+    min_share: float = 0.10
+    """Relative to the smaller median, so that half and double are equally large changes."""
+    min_s: float = 0.5
+    run_variation: float = 0.15
+    """Relative standard deviation between runs, assumed for one pair; with several runs it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """One stage in A and in B, seconds of work: the median over the nodes, of several runs the median of these."""
+class StageChange:
+    """One stage in A and B, seconds of work: the median over the nodes; for several runs the median of the medians."""
 
     stage: str
     a_s: float | None
@@ -81,14 +77,14 @@ class Moved:
     delta_s: float | None
     share: float | None
     p: float | None
-    """After Holm's correction; None where there is nothing to compare."""
+    """After Holm's correction; None if there is nothing to compare."""
     verdict: str
     a_range_s: tuple[float, float] | None = None
-    """Least and largest of A's runs; None where it has one."""
+    """Smallest and largest of A's runs; None if A is one run."""
 
 
 class _Judged(NamedTuple):
-    """The evidence for a difference. `nodes_p` leaves out of account that runs differ; of several runs it is `p`."""
+    """The evidence for a difference. `nodes_p` ignores the variation between runs; with several runs it equals `p`."""
 
     large: bool
     p: float
@@ -96,7 +92,7 @@ class _Judged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class FactChange:
     """A fact that differs: version, digest, bytes, number of nodes."""
 
     fact: str
@@ -106,26 +102,26 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs between two startups, or sets of them."""
+    """The differences between two startups, or sets of them."""
 
     a: str
     b: str
     a_runs: int
     b_runs: int
     run_variation: float
-    """Standard deviation of whole runs, as a share: assumed for one pair, else observed."""
+    """Relative standard deviation between runs: assumed for one pair, else measured."""
     a_s: float
     b_s: float
-    overall: Moved
-    stages: list[Moved]
-    changed: list[Changed]
+    overall: StageChange
+    stages: list[StageChange]
+    changed: list[FactChange]
     tested: bool
     verdict: str
     headlines: list[str] = field(default_factory=list)
 
     @property
     def slower(self) -> bool:
-        """The startup as a whole, or one of its stages, got slower beyond noise."""
+        """Whether the startup or one of its stages is slower beyond noise."""
         return self.overall.verdict == SLOWER or any(stage.verdict == SLOWER for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +130,7 @@ class Difference:
 
 
 def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = None) -> Difference:
-    """What moved from the startups A to the startups B, at least one each."""
+    """What changed from the startups A to the startups B, at least one each."""
     limits = limits or Limits()
     known = {_identity(report) for report in b}
     others = list({_identity(report): report for report in a if _identity(report) not in known}.values()) or a
@@ -149,7 +145,7 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
     num_nodes = min(len(report.nodes) for side in sides for report in side)
     judged = {}
     for name, (before, after) in found.items():
-        # A startup that ended before training took less time for no good reason.
+        # A startup that ended before training is shorter, but not faster.
         if not before or not after or (name == _ALL and not all(reached)):
             continue
         if len(before) + len(after) > 2:
@@ -160,13 +156,13 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
             judged[name] = _judged_pair(before[0], after[0], limits, num_nodes if name == _ALL else 0)
     proven = holm({name: one.p for name, one in judged.items()})
     seen = holm({name: one.nodes_p for name, one in judged.items()})
-    moved = {}
+    changes = {}
     for name, (before, after) in found.items():
         verdict = SAME
         if name in judged and judged[name].large and seen[name] < _ALPHA:
             verdict = SLOWER if proven[name] < _ALPHA else UNPROVEN
-        moved[name] = _moved(name, before, after, proven.get(name), verdict)
-    overall = replace(moved.pop(_ALL), stage="startup")
+        changes[name] = _stage_change(name, before, after, proven.get(name), verdict)
+    overall = replace(changes.pop(_ALL), stage="startup")
     wholes = [[_whole_s(report) for report in side] for side in sides]
     difference = Difference(
         a=_name(sides[0]),
@@ -177,14 +173,14 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
         a_s=overall.a_s or 0.0,
         b_s=overall.b_s or 0.0,
         overall=overall,
-        stages=list(moved.values()),
-        changed=_changed(*sides),
+        stages=list(changes.values()),
+        changed=_fact_changes(*sides),
         tested=several or num_nodes >= MIN_TESTED,
         verdict="",
         headlines=_headlines(("A", a, sides[0]), ("B", b, sides[1])),
     )
-    # Large, and yet no more than runs differ: what more runs may prove.
-    doubtful = [row for name, row in [*moved.items(), (_ALL, overall)] if name in judged and judged[name].large]
+    # Large changes that may still be variation between runs: more runs could prove them.
+    doubtful = [row for name, row in [*changes.items(), (_ALL, overall)] if name in judged and judged[name].large]
     return replace(difference, verdict=_verdict(difference, reached, len(judged), doubtful))
 
 
@@ -194,12 +190,12 @@ def _identity(report: Report) -> tuple[str, int, int, int]:
 
 
 def _usable(side: Sequence[Report]) -> Sequence[Report]:
-    """The runs that reached training; all of them where none did."""
+    """The runs that reached training; all if none did."""
     return [report for report in side if report.startup.outcome == "training_began"] or side
 
 
 def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_of: int) -> _Judged:
-    """One run against another, by its nodes; `whole_of` nodes where it is the startup as a whole, else 0."""
+    """Compare one run with another by their nodes. `whole_of`: number of nodes for the startup as a whole, else 0."""
     before, after, few = median(a), median(b), min(len(a), len(b))
     nodes_p = 0.0
     if whole_of:
@@ -231,9 +227,10 @@ def _large(before: float, after: float, limits: Limits, *, raised: bool) -> bool
 
 
 def _student(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Student's test on logarithms with a pooled deviation: its two-sided p, and that deviation.
+    """Student's test on logarithms with a pooled deviation: the two-sided p, and the deviation.
 
-    One value on a side adds nothing to the deviation: it is judged by the other side's prediction interval.
+    A single value on a side does not contribute to the deviation: it is compared with the prediction interval of the
+    other side.
     """
     logs = [[math.log(max(value, _TINY_S)) for value in side] for side in (a, b)]
     means = [sum(side) / len(side) for side in logs]
@@ -254,7 +251,7 @@ def _name(side: Sequence[Report]) -> str:
 
 
 def _samples(report: Report) -> dict[str, list[float]]:
-    """Seconds of work by stage, one value for each node that got through it whole."""
+    """Seconds of work by stage, one value for each node that completed it."""
     samples: dict[str, list[float]] = {}
     for node in report.nodes:
         totals: dict[str, float] = {}
@@ -272,22 +269,22 @@ def _samples(report: Report) -> dict[str, list[float]]:
 
 
 def _nested(names: Iterable[str]) -> list[str]:
-    """The stages in their order, each behind the one that it is a part of, also those that one startup alone has."""
+    """The stages in order, each after the stage that contains it, including those of only one startup."""
     place = {name: number for number, name in enumerate(names)}
     return sorted(place, key=lambda name: [place.get(outer, place[name]) for outer in enclosing(name)])
 
 
-def _moved(
+def _stage_change(
     stage: str, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], p: float | None, verdict: str
-) -> Moved:
+) -> StageChange:
     runs = [median(run) for run in a]
     before, after = median(runs) if a else None, median(map(median, b)) if b else None
     spread = (min(runs), max(runs)) if len(runs) > 1 else None
     if before is None or after is None:
-        return Moved(stage, before, after, None, None, None, SAME, spread)
+        return StageChange(stage, before, after, None, None, None, SAME, spread)
     if verdict == SLOWER and after < before:
         verdict = FASTER
-    return Moved(
+    return StageChange(
         stage, before, after, after - before, (after - before) / before if before else None, p, verdict, spread
     )
 
@@ -296,22 +293,22 @@ def _whole_s(report: Report) -> float:
     return report.overhead.startup_s or 0.0
 
 
-def _changed(a: Sequence[Report], b: Sequence[Report]) -> list[Changed]:
+def _fact_changes(a: Sequence[Report], b: Sequence[Report]) -> list[FactChange]:
     found = []
     before, after = _facts(a), _facts(b)
     for fact in dict.fromkeys(["kind", "num_nodes", "num_gpus", *sorted(before.keys() | after.keys())]):
         old, new = before.get(fact, {"-": 1}), after.get(fact, {"-": 1})
-        # Of several runs what one of them had is not news.
+        # A value that one of several runs of A also had is not a change.
         if old.keys() != new.keys() if len(a) == 1 else not new.keys() <= old.keys():
-            found.append(Changed(fact, _common(old), _common(new)))
+            found.append(FactChange(fact, _common(old), _common(new)))
     names = [{node.node for report in side for node in report.nodes} for side in (a, b)]
     if names[0] != names[1] if len(a) == 1 else not names[1] <= names[0]:
-        found.append(Changed("nodes only on one side", str(len(names[0] - names[1])), str(len(names[1] - names[0]))))
+        found.append(FactChange("nodes only on one side", str(len(names[0] - names[1])), str(len(names[1] - names[0]))))
     return found
 
 
 def _facts(side: Sequence[Report]) -> dict[str, dict[str, int]]:
-    """What runs and their nodes say of sizes, versions and digests: how often each value."""
+    """Sizes, versions and digests of the runs and their nodes: how often each value occurs."""
     values: dict[str, dict[str, int]] = {}
     for report in side:
         startup = report.startup
@@ -330,26 +327,26 @@ def _common(counts: Mapping[str, int]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, doubtful: Sequence[Moved]) -> str:
-    """In words: what moved, and by what it was judged."""
+def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, doubtful: Sequence[StageChange]) -> str:
+    """In words: what changed, and on what evidence."""
     provable = _provable((difference.a_runs, difference.b_runs), difference.run_variation, num_tests)
-    chance = f"by {difference.run_variation:.0%}: less than {provable:.3g} times as long"
+    chance = f"by {difference.run_variation:.0%}; a factor below {provable:.3g} may be chance"
     if difference.a_runs + difference.b_runs > 2:
         runs = f"{difference.a_runs} run{'s' if difference.a_runs > 1 else ''} against {difference.b_runs}"
-        noise, basis = "how runs vary", f" ({runs}; whole runs vary {chance} may be chance)"
+        noise, basis = "the variation between runs", f" ({runs}; runs vary {chance})"
     else:
-        few = "" if difference.tested else "few nodes: only large changes count; "
-        noise, basis = "noise", f" ({few}whole runs are assumed to vary {chance} may be chance)"
-    overall, moved = difference.overall, _names_of(difference.stages, SLOWER, FASTER)
-    took = f"B took {overall.delta_s or 0.0:+.2f} s against A"
+        few = "" if difference.tested else "few nodes, so only large changes count; "
+        noise, basis = "noise", f" ({few}runs are assumed to vary {chance})"
+    overall, changes = difference.overall, _names_of(difference.stages, SLOWER, FASTER)
+    took = f"B took {overall.delta_s or 0.0:+.2f} s compared with A"
     if not all(reached):
         sides = " and ".join(side for side, there in zip("AB", reached, strict=True) if not there)
-        whole = f"The whole cannot be compared, {sides} did not reach training"
-        return f"{whole}; stages moved beyond {noise}: {moved or 'none'}{basis}."
-    if moved:
-        return f"{took}; moved beyond {noise}: {moved}{basis}."
+        whole = f"The whole startup cannot be compared, because {sides} did not reach training"
+        return f"{whole}; stages changed beyond {noise}: {changes or 'none'}{basis}."
+    if changes:
+        return f"{took}; changed beyond {noise}: {changes}{basis}."
     if overall.verdict in (SLOWER, FASTER):
-        return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, and no single stage explains it{basis}."
+        return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, but no single stage explains it{basis}."
     advice = _more_runs(difference, num_tests, doubtful)
     unproven = _names_of(difference.stages, UNPROVEN) or _names_of([overall], UNPROVEN)
     if unproven:
@@ -357,47 +354,47 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, do
     return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}. {advice}".rstrip()
 
 
-def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[Moved]) -> str:
-    """How many runs would prove the clearest of the changes that may be chance; without one, what a usual baseline
-    would show that this one does not."""
+def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[StageChange]) -> str:
+    """How many runs would prove the largest of the doubtful changes; if there is none, what a usual baseline could
+    prove."""
     spread = difference.run_variation
     sizes = [(abs(math.log(max(row.b_s or 0.0, _TINY_S) / max(row.a_s or 0.0, _TINY_S))), row) for row in doubtful]
     if not sizes:
         if difference.a_runs not in range(2, _USUAL_RUNS):
             return ""
         shown = _provable((_USUAL_RUNS, difference.b_runs), spread, num_tests)
-        return f"With {_USUAL_RUNS} runs of A, {shown:.3g} times as long would be proven."
+        return f"{_USUAL_RUNS} runs of A would prove a factor of {shown:.3g}."
     size, row = max(sizes, key=lambda found: found[0])
     for side, of_b in (("A", difference.b_runs), ("each side", 0)):
         for runs in _RUNS:
             if runs > difference.a_runs and _provable((runs, of_b or runs), spread, num_tests) <= math.exp(size):
-                return f"To prove {row.stage} {row.delta_s or 0.0:+.2f} s takes about {runs} runs of {side}."
-    return f"To prove {row.stage} {row.delta_s or 0.0:+.2f} s takes more than {_RUNS[-1]} runs of each side."
+                return f"Proving {row.stage} {row.delta_s or 0.0:+.2f} s takes about {runs} runs of {side}."
+    return f"Proving {row.stage} {row.delta_s or 0.0:+.2f} s takes more than {_RUNS[-1]} runs of each side."
 
 
 def _provable(runs: tuple[int, int], spread: float, num_tests: int) -> float:
-    """How many times as long a stage must take to stand out from runs that vary as the whole does; 100 for more."""
+    """The smallest factor between A and B that these numbers of runs can prove, at most 100."""
     alpha = _ALPHA / max(num_tests, 1)
     least = NormalDist().inv_cdf(1 - alpha / 2)
     if freedom := sum(runs) - 2:
         spread = max(spread, _LEAST_SCATTER)
         below, least = least, 1e6
-        for _ in range(60):  # halves the interval in which the limit of t lies
+        for _ in range(60):  # bisection for the limit of t
             middle = (below + least) / 2
             below, least = (middle, least) if student_p(middle, freedom) > alpha else (below, middle)
     return math.exp(min(least * spread * math.sqrt(1 / runs[0] + 1 / runs[1]), math.log(100)))
 
 
-def _names_of(stages: Sequence[Moved], *verdicts: str) -> str:
-    """The largest of the stages with such a verdict, whole stages before their parts; empty when there is none."""
-    moved = [stage for stage in stages if stage.verdict in verdicts]
-    moved = [stage for stage in moved if "." not in stage.stage] or moved
-    moved.sort(key=lambda stage: -abs(stage.delta_s or 0.0))
-    return ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in moved[:3])
+def _names_of(stages: Sequence[StageChange], *verdicts: str) -> str:
+    """The largest changes with such a verdict, sub-stages only if there are no top-level ones; may be empty."""
+    found = [stage for stage in stages if stage.verdict in verdicts]
+    found = [stage for stage in found if "." not in stage.stage] or found
+    found.sort(key=lambda stage: -abs(stage.delta_s or 0.0))
+    return ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in found[:3])
 
 
 def _headlines(*sides: tuple[str, Sequence[Report], Sequence[Report]]) -> list[str]:
-    """What must not be overlooked, from (side, the runs given, those compared)."""
+    """Warnings, from (side, the runs given, the runs compared)."""
     lines = []
     kinds = [" and ".join(sorted({report.startup.kind for report in used})) for _, _, used in sides]
     if kinds[0] != kinds[1]:
@@ -405,7 +402,7 @@ def _headlines(*sides: tuple[str, Sequence[Report], Sequence[Report]]) -> list[s
     for side, given, used in sides:
         if len(used) < len(given):
             lines.append(
-                f"{len(given) - len(used)} of {side}'s {len(given)} runs are left out: they did not reach training, "
+                f"{len(given) - len(used)} of {side}'s {len(given)} runs are ignored: they did not reach training, "
                 "were given twice or are B itself."
             )
         if used[0].startup.outcome != "training_began":
@@ -432,7 +429,7 @@ def student_p(t: float, freedom: int) -> float:
 
 
 def mann_whitney_p(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p of the rank-sum test by its normal approximation, ties and continuity corrected."""
+    """Two-sided p of the rank-sum test: normal approximation, corrected for ties and continuity."""
     n, m = len(a), len(b)
     if not n or not m:
         return 1.0

@@ -1,7 +1,7 @@
-"""Lanes: each rank's way from the moment that its node was bound to the job to the end of its first step.
+"""Lanes: the time line of each rank, from the moment that its node was bound to the job to the end of its first step.
 
-A lane joins what the node did for all its ranks (image, environment, launcher) and what the rank's own process did. It
-knows its barriers in order, so that `barriers` can say which lane waited for which.
+A lane combines what the node did for all its ranks (image, environment, launcher) with what the rank's own process did.
+It has its barriers in order, from which `barriers` finds out which lane waited for which.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FIRST_STEP = "first_step"
 TRAINING_BEGAN = "training_began"
 BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
-"""How a launcher says that its workers are over: it may be hours into the training, and is not part of the startup."""
-_QUIET = (*ENDINGS, ALIVE, STACK)
-"""Instants that are no progress of the startup."""
+"""Instants by which a launcher reports the end of its workers, maybe hours into training: no part of the startup."""
+_NO_PROGRESS = (*ENDINGS, ALIVE, STACK)
+"""Instants that do not show progress of the startup."""
 UNOBSERVED = "unobserved"
 RESTART = "restart"
 _BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)
@@ -31,7 +31,7 @@ _BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)
 
 @dataclass(slots=True)
 class Arrival:
-    """A lane comes to a barrier; `left_ns` is when it says that it was released."""
+    """A lane arrives at a barrier; `left_ns` is when it was released."""
 
     barrier: str
     span: Span
@@ -41,14 +41,14 @@ class Arrival:
 
 @dataclass(slots=True)
 class Lane:
-    """One rank (or, where a node has none, the node itself) on its way to the first step."""
+    """The time line of one rank, or of a node without ranks."""
 
     node: str
     rank: int
     begin_ns: int
     end_ns: int
     outcome: str
-    """`ok`: training began; `failed`, `truncated`; `unobserved`: all that was seen ended well, before any training."""
+    """`ok`: training began; `failed`, `truncated`; `unobserved`: everything seen ended well, but without training."""
     ended_by: str
     last_stage: str
     spans: list[Span]
@@ -68,7 +68,7 @@ def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None
 
 
 def training_began(nodes: Iterable[NodeSpans]) -> bool:
-    """Whether any of the nodes tells that training began."""
+    """Whether training began on any of the nodes."""
     return any(
         any(mark.stage == TRAINING_BEGAN for mark in node.instants)
         or any(span.stage == FIRST_STEP and span.outcome == OK for span in node.spans)
@@ -77,46 +77,46 @@ def training_began(nodes: Iterable[NodeSpans]) -> bool:
 
 
 def lanes_of(node: NodeSpans, *, began: bool) -> list[Lane]:
-    """The node's lanes, one for each rank that it said anything of; at least one.
+    """The node's lanes, one for each rank with events; at least one.
 
-    `began` tells whether training began anywhere: when not, a lane lasts as long as the command was seen to live.
+    `began`: whether training began on any node. If not, a lane lasts until the last event of the command.
     """
     spans = [span for span in node.spans if span.stage not in SCHEDULER]
     ranks = sorted({span.rank for span in (*spans, *node.instants)} - {NO_RANK})
     of_rank: dict[int, list[Span]] = defaultdict(list)
     common: list[Span] = []
-    beside: list[Span] = []
+    background: list[Span] = []
     for span in spans:
         if span.rank != NO_RANK:
             of_rank[span.rank].append(span)
         else:
             helper = bool(ranks) and span.stage in PROCESS_STAGES
-            (beside if helper or span.background else common).append(span)
+            (background if helper or span.background else common).append(span)
     if not ranks:
         common, helpers = _without_helpers(common, node, NO_RANK)
-        return [_lane(node, NO_RANK, [], common, beside + helpers, began)]
-    return [_lane(node, rank, of_rank[rank], common, beside, began) for rank in ranks]
+        return [_lane(node, NO_RANK, [], common, background + helpers, began)]
+    return [_lane(node, rank, of_rank[rank], common, background, began) for rank in ranks]
 
 
 def _without_helpers(spans: list[Span], node: NodeSpans, rank: int) -> tuple[list[Span], list[Span]]:
-    """The spans of the process that trains and of what ran before it, and those of its helpers beside it."""
+    """The spans of the training process and of what ran before it; and those of helper processes."""
     main = _main_pid(spans, node, rank)
     begin_ns = min((span.begin_ns for span in spans if span.pid == main), default=0)
     kept: list[Span] = []
     helpers: list[Span] = []
     for span in spans:
         other = bool(main and span.pid and span.pid != main) and span.stage not in STRUCTURE
-        # Without a rank stages of a shell belong to all; only what a Python process says of itself is in doubt.
+        # Without a rank, stages of a shell belong to all; only stages that a Python process reports may be a helper's.
         helper = other and span.begin_ns >= begin_ns and (rank != NO_RANK or span.stage in PROCESS_STAGES)
         (helpers if helper or span.background else kept).append(span)
     return kept, helpers
 
 
 def _lane(
-    node: NodeSpans, rank: int, mine: list[Span], common: list[Span], beside: list[Span], job_began: bool
+    node: NodeSpans, rank: int, of_rank: list[Span], common: list[Span], background: list[Span], job_began: bool
 ) -> Lane:
-    own, helpers = _without_helpers(mine, node, rank)
-    background = beside + helpers
+    own, helpers = _without_helpers(of_rank, node, rank)
+    background = background + helpers
     lane_spans = [span for span in (*common, *own) if span.stage not in STRUCTURE]
     structure = [span for span in (*common, *own) if span.stage in STRUCTURE]
     bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
@@ -124,14 +124,14 @@ def _lane(
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
     if outcome != OK and structure and not job_began:
-        # Of a setup that failed there is no command.
+        # After a failed setup there is no command.
         over = max(structure, key=lambda span: (span.stage == COMMAND, span.end_ns))
         if over.outcome != OK:
             outcome = FAILED if FAILED in (outcome, over.outcome) else TRUNCATED
             end_ns = max(end_ns, over.end_ns)
             ended_by = COMMAND if over.outcome == FAILED else RESTART if node.restarted else ended_by
     lane_spans = [
-        # What was cut short with the last sign of life counts, except behind the end of the startup.
+        # Spans that begin at the last event and were cut off count, except after the end of the startup.
         span
         for span in lane_spans
         if span.begin_ns < end_ns or (span.outcome == TRUNCATED and outcome != OK)
@@ -159,13 +159,13 @@ def _lane(
 
 
 def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
-    """The process that trains: data loaders and compile workers inherit RANK and import torch too."""
+    """The training process. Data loaders and compile workers inherit RANK and import torch as well."""
     weights: dict[int, int] = defaultdict(int)
     for span in spans:
         if span.stage == FIRST_STEP or span.stage.startswith(MODEL_INITIALIZATION):
             weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
     for span in node.instants:
-        # `bootseer run` may tell of the first step itself, by a pattern: that does not make it the one that trains.
+        # `bootseer run` may report the first step by a pattern, but it is not the training process.
         if span.rank == rank and span.pid in weights and span.stage != ALIVE:
             weights[span.pid] += 1000 if span.stage == TRAINING_BEGAN else 10
     weights.pop(0, None)
@@ -176,14 +176,14 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
     explicit = [mark for mark in marks if mark.attrs.get("by") not in _BY_STEP]
     if marks:
-        # What the user marked by the API or a pattern outranks what the hook, or a line about a step, concluded.
+        # Marks by the user (API or pattern) take precedence over those of the hook or of log lines about steps.
         mark = min(explicit or marks, key=lambda mark: mark.begin_ns)
         return max(mark.begin_ns, begin_ns), FIRST_STEP if not explicit else TRAINING_BEGAN, OK
     steps = [span for span in spans if span.stage == FIRST_STEP and span.outcome == OK]
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
     moments = [span.end_ns for span in spans] + [
-        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in _QUIET
+        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in _NO_PROGRESS
     ]
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):
@@ -196,7 +196,7 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
 def _model_initialization(
     node: NodeSpans, structure: list[Span], spans: list[Span], end_ns: int, outcome: str
 ) -> list[Span]:
-    """The stage around everything from the start of the command to the first step, or to its end without one."""
+    """The stage that covers everything from the start of the command to the first step, or else to its end."""
     stages = [span.stage for span in spans]
     if MODEL_INITIALIZATION in stages:
         return []

@@ -1,7 +1,7 @@
-"""A start while it goes on: which nodes stand at which barrier, which are missing there, and what these do instead.
+"""A running start: which barrier the nodes wait at, which nodes are missing there, and in which stage they are.
 
-Each event is taken once, when it comes. How long a stage has lasted is told by the reader's clock and the node's wall
-clock.
+Each event is processed once, when it arrives. The age of a stage is the difference between the reader's clock and the
+node's wall clock.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from bootseer.units import format_seconds, seconds
 
 SCHEMA = "bootseer.follow/1"
 _SHOWN = 4
-_BELIEVED_S = 7 * 86400
-"""A stage that has lasted longer has a wrong clock."""
+_MAX_AGE_S = 7 * 86400
+"""If a stage seems to have lasted longer, a clock is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A node, or a rank of it, that others wait for."""
+    """A node, or one of its ranks, that others wait for."""
 
     node: str
     rank: int
     stage: str
-    """Where it is; `exit code N` when its command has ended, empty when nothing is known."""
+    """Its current stage; `ended with exit code N` once its command has ended, empty if unknown."""
     seconds: float | None
     pid: int = 0
-    """Of the process that told of the stage; 0 when none did."""
+    """The process that reported the stage; 0 if none did."""
     stack: str = ""
-    """Where it stood in this stage, the innermost frame first, if it was asked."""
+    """Its stack in this stage, innermost frame first, if the service asked for it."""
 
     def __str__(self) -> str:
         since = "" if self.seconds is None else f", {format_seconds(self.seconds)}"
@@ -44,7 +44,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is known of the start now."""
+    """The state of a start at one moment."""
 
     job: str
     attempt: int
@@ -52,13 +52,13 @@ class Moment:
     nodes_heard: int
     nodes_expected: int | None
     barrier: str
-    """Where most wait, `training_began` when some are done; empty when no node waits."""
+    """The barrier where most nodes wait, `training_began` once some are done; empty if no node waits."""
     unit: str
-    """What is counted: `nodes`, or `ranks` of a single node."""
+    """What is counted: `nodes`, or the `ranks` of a single node."""
     arrived: int
     expected: int
     missing: list[Missing]
-    """Those that were seen, longest in their stage first."""
+    """The missing ones that have sent events, longest in their stage first."""
     over: bool
     """Training began, or the command ended, on all nodes."""
 
@@ -67,15 +67,15 @@ class Moment:
         return {"schema": SCHEMA, **plain(self)}
 
     def timeless(self) -> Moment:
-        """The same without how long it lasts: equal while nothing has happened."""
+        """The same without durations: equal as long as nothing happens."""
         return replace(self, missing=[replace(one, seconds=None) for one in self.missing])
 
     def text(self) -> str:
-        """The same in a line or two."""
+        """The same as a line of text."""
         if not self.job:
-            return "no node was seen yet"
+            return "no node seen yet"
         where = f"at {self.barrier}" if self.barrier else "seen"
-        where = "began to train" if self.barrier == TRAINING_BEGAN else where
+        where = "began training" if self.barrier == TRAINING_BEGAN else where
         parts = [f"{self.arrived:,} of {self.expected:,} {self.unit} {where}"]
         parts += [str(one) for one in self.missing[:_SHOWN]]
         if len(self.missing) > _SHOWN:
@@ -92,29 +92,29 @@ class Moment:
 
 @dataclass(slots=True)
 class _Lane:
-    """One rank, or what a node does for all of its ranks."""
+    """One rank, or what a node does for all its ranks."""
 
     open: dict[str, Event] = field(default_factory=dict)
     last: Event | None = None
     visits: Counter[str] = field(default_factory=Counter)
-    """How often it came to each barrier."""
-    came: set[str] = field(default_factory=set)
+    """Number of visits to each barrier."""
+    reached: set[str] = field(default_factory=set)
     waits: dict[str, str] = field(default_factory=dict)
-    """Barriers that it stands at, by span."""
+    """The barriers at which it is waiting, by span."""
     began: bool = False
 
 
 class Live:
-    """The newest startup of one job. `feed` it, then ask for the `moment`."""
+    """Follows the newest startup of one job: `feed` it with events, then get the `moment`."""
 
     def __init__(self, job: str | None, attempt: int | None, num_nodes: int | None) -> None:
         self.job = job
         self._wanted = attempt
         self._num_nodes = num_nodes
         self._attempt = self._restart = -1
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lanes: dict[tuple[str, int], _Lane] = defaultdict(_Lane)
         self._opened: set[str] = set()
         self._exits: dict[tuple[str, int], Event] = {}
@@ -123,14 +123,14 @@ class Live:
         self._stacks: dict[tuple[int, str, str, str], str] = {}
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take what was written since the last call, in any order."""
+        """Process the events written since the last call, in any order."""
         for event in sorted(events, key=lambda event: event.wall_ns):
             self.job = self.job or event.job
             if event.job != self.job or self._wanted not in (None, event.attempt) or event.attempt < self._attempt:
                 continue
             if event.attempt > self._attempt:
                 self._attempt, self._restart = event.attempt, event.restart
-                self._forget()
+                self._reset()
             if event.stage == STACK:
                 of = event.attrs
                 stack = str(of.get("stack") or f"no stack: {of.get('why_not')}")
@@ -147,12 +147,12 @@ class Live:
         if event.stage == RUN:
             if event.phase != BEGIN:
                 self._exits[key] = event
-            elif not is_new:  # again, under the same number
+            elif not is_new:  # another run with the same attempt number
                 for known in [k for k in self._lanes if k[0] == event.node and event.rank in (NO_RANK, k[1])]:
                     del self._lanes[known]
                 self._exits.pop(key, None)
             return
-        if event.restart > self._restart:  # the launcher has started its processes again
+        if event.restart > self._restart:  # the launcher has restarted its processes
             self._restart = event.restart
             self._lanes.clear()
             self._opened.clear()
@@ -169,7 +169,7 @@ class Live:
                 count = lane.visits[barrier]
                 lane.visits[barrier] += 1
                 lane.waits[event.span] = f"{barrier}#{count}" if count else barrier
-                lane.came.add(lane.waits[event.span])
+                lane.reached.add(lane.waits[event.span])
         elif event.phase == END:
             lane.open.pop(event.span, None)
             barrier = lane.waits.pop(event.span, "")
@@ -180,11 +180,11 @@ class Live:
         )
 
     def nodes(self) -> frozenset[str]:
-        """Those that were seen."""
+        """The nodes that have sent events."""
         return frozenset(self._nodes)
 
     def moment(self, now_ns: int) -> Moment:
-        """How it stands at this Unix time, ns."""
+        """The state at this Unix time, ns."""
         by_node: dict[str, dict[int, _Lane]] = {node: {} for node in self._nodes}
         for (node, rank), lane in self._lanes.items():
             by_node[node][rank] = lane
@@ -192,7 +192,7 @@ class Live:
         of_ranks = max(expected or 0, len(by_node)) == 1 and any(rank != NO_RANK for _, rank in self._lanes)
         barrier, missing, count, over = self._barrier(), [], 0, True
         for node, lanes in by_node.items():
-            own = lanes.pop(NO_RANK, _Lane())  # a launcher stands at its barrier for all ranks of the node
+            own = lanes.pop(NO_RANK, _Lane())  # a launcher waits at its barrier for all ranks of the node
             for unit in [{rank: lanes[rank]} for rank in sorted(lanes)] if of_ranks else [lanes]:
                 count += 1
                 here = {r: one for r, one in unit.items() if not _arrived(one, barrier)}
@@ -232,7 +232,7 @@ class Live:
             return Missing(
                 node, NO_RANK, f"ended with exit code {ended.attrs.get('exit_code', '?')}", _since(ended, now_ns)
             )
-        # What its ranks do tells more than what the node does around them.
+        # The stages of its ranks are more informative than those of the node around them.
         lanes = [(rank, one) for rank, one in late.items() if one.last] or [(NO_RANK, own)]
         inside = [(max(one.open.values(), key=_begin), rank) for rank, one in lanes if one.open]
         if inside:
@@ -250,7 +250,7 @@ def _begin(event: Event) -> tuple[int, str]:
 
 
 def _arrived(lane: _Lane, barrier: str) -> bool:
-    return lane.began if barrier == TRAINING_BEGAN else barrier in lane.came
+    return lane.began if barrier == TRAINING_BEGAN else barrier in lane.reached
 
 
 def _number(event: Event, key: str) -> int:
@@ -260,4 +260,4 @@ def _number(event: Event, key: str) -> int:
 
 def _since(event: Event, now_ns: int) -> float | None:
     elapsed = seconds(max(now_ns - event.wall_ns, 0))
-    return elapsed if elapsed < _BELIEVED_S else None
+    return elapsed if elapsed < _MAX_AGE_S else None

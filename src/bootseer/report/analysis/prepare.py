@@ -1,5 +1,5 @@
-"""The startups in the input: which one is meant, each made ready for the analysis (clocks aligned, lanes and barriers
-built), each in a line, and their share of the job's time.
+"""The startups in the input: choosing one, preparing each for the analysis (clocks aligned, lanes and barriers built),
+a one-line overview of each, and their share of the job's time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHORT_S = 0.01
 
 
 class SeveralJobsError(UsageError):
-    """The input holds more than one job, and none was chosen; `jobs` are their names."""
+    """The input contains more than one job, and none was chosen; `jobs` are their names."""
 
     def __init__(self, jobs: Sequence[str]) -> None:
         shown = ", ".join(printable(name) for name in jobs[:10]) + (", ..." if len(jobs) > 10 else "")
@@ -34,13 +34,13 @@ class SeveralJobsError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the reader of a report may say."""
+    """Options of a report."""
 
     job: str | None = None
     attempt: int | None = None
     restart: int | None = None
     num_nodes: int | None = None
-    """Nodes that the job has, when the logs do not tell."""
+    """Number of nodes of the job, if the logs do not say."""
     gpus_per_node: int | None = None
     price_per_gpu_hour: float | None = None
     currency: str = "$"
@@ -48,8 +48,11 @@ class Options:
 
 @dataclass(slots=True)
 class Prepared:
-    """A startup on one clock, with its lanes and barriers. `clocks` holds the offsets that were taken out, `left_out`
-    the nodes whose clocks are wrong by an unknown amount, and how far they are from the others."""
+    """A startup on one clock, with its lanes and barriers.
+
+    `clocks`: the offsets that were subtracted. `left_out`: nodes whose clocks are wrong by an unknown amount, and how
+    far their events are from those of the others, ns.
+    """
 
     lanes: list[Lane]
     barriers: list[barrier_model.Barrier]
@@ -59,11 +62,11 @@ class Prepared:
     submitted_ns: int | None
     end_ns: int
     scheduler: Sequence[Span] = ()
-    """Queue and allocation, each as the node tells it that saw it longest."""
+    """Queue and allocation, each as reported by the node that saw it longest."""
 
 
 def prepare(startup: StartupSpans) -> Prepared:
-    """Bring a startup's nodes to one clock, in place, and find out which lanes waited for which."""
+    """Align the clocks of a startup's nodes, in place, and find which lanes waited for which."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
     left_out = apart(startup.nodes)
@@ -74,7 +77,7 @@ def prepare(startup: StartupSpans) -> Prepared:
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
     submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
     began = [lane.end_ns for lane in lanes if lane.outcome == OK]
-    for lane in lanes if began else []:  # what a lost lane left open may last as long as the job
+    for lane in lanes if began else []:  # spans that a lost lane left open may last as long as the job
         lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
@@ -85,7 +88,7 @@ def prepare(startup: StartupSpans) -> Prepared:
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
-    """GPUs of a node that the job uses; None when nothing tells."""
+    """GPUs of a node that the job uses; None if unknown."""
     value = startup.run_attrs.get(node, {}).get("gpus")
     if options.gpus_per_node is not None:
         return options.gpus_per_node
@@ -93,13 +96,9 @@ def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
 
 
 def total(values: Iterable[int | None]) -> int | None:
-    """The sum, or None when one of the values is unknown."""
-    found = 0
-    for value in values:
-        if value is None:
-            return None
-        found += value
-    return found
+    """The sum, or None if one of the values is unknown."""
+    found = list(values)
+    return None if None in found else sum(value or 0 for value in found)
 
 
 def outcome_of(lanes: Sequence[Lane]) -> str:
@@ -111,13 +110,15 @@ def outcome_of(lanes: Sequence[Lane]) -> str:
 
 
 def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
-    """The events of the job that is meant, a scheduler's for each node of the job. Raises
-    `SeveralJobsError` when there are several and no choice."""
-    # A job that no line names comes last: it is not a useful choice.
+    """The events of the chosen or only job; a scheduler's events are repeated for each of their nodes.
+
+    Raises `SeveralJobsError` if there are several jobs and none was chosen.
+    """
+    # The job of lines that name none is not a useful suggestion: it comes last.
     names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
     if options.job is not None and options.job not in names:
         shown = ", ".join(printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
+        raise UsageError(f"no job {options.job!r} in the input", hint=f"jobs in the input: {shown}")
     if options.job is None and len(names) > 1:
         raise SeveralJobsError(names)
     job = options.job or names[0]
@@ -130,13 +131,13 @@ def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
 
 
 def printable(name: str) -> str:
-    """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
+    """A job's name in a message: can be pasted into a shell, and has no control characters."""
     plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
     return name if plain else repr(name)
 
 
 def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
-    """The startup that is meant, by default the last. Raises `UsageError` when there is none."""
+    """The chosen startup, by default the last. Raises `UsageError` if there is none."""
     fitting = [
         startup
         for startup in found
@@ -151,7 +152,7 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
 
 
 def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.Overview:
-    """One startup in a line."""
+    """One startup in the list of startups."""
     return model.Overview(
         job=startup.key.job,
         attempt=startup.key.attempt,
@@ -167,7 +168,7 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
 
 
 def _stages(ready: Prepared) -> dict[str, float]:
-    """The critical chain's time by top-level stage: what each barrier's last one did since the barrier before."""
+    """Time of the critical chain by top-level stage: the work of each barrier's last lane since the barrier before."""
     took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
     arrivals = last_arrivals(ready.barriers)
     cursor_ns = ready.begin_ns
@@ -186,7 +187,7 @@ def _stages(ready: Prepared) -> dict[str, float]:
 
 
 def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:
-    """Startups of the job over its wall time: only when there are several. They must be on one clock already."""
+    """Share of the job's wall time spent in startups; None if there is only one. Clocks must be aligned."""
     last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
     wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
     startup_s = sum(overview.startup_s for overview in overviews)

@@ -1,8 +1,8 @@
 """Compose the report of one startup from its events.
 
-The order of work: tell startups apart, pair spans and bring the nodes' clocks together (`spans`), build lanes and
-barriers (`lanes`, `barriers`), cut each node's time into pieces and add up (`stages`), find which nodes held the others
-back (`stragglers`), and say it in words (`verdict`). Logs that tell facts and no time, such as the output of an
+The steps: separate the startups, pair spans and align the nodes' clocks (`spans`), build lanes and barriers (`lanes`,
+`barriers`), cut each node's time into pieces and sum them up (`stages`), find the nodes that delayed the others
+(`stragglers`), and describe it in words (`verdict`). Logs with facts but without times, such as the output of an
 installer, get a report without nodes.
 """
 
@@ -48,12 +48,12 @@ from bootseer.report.analysis.stragglers import ChainInput, critical_chain, stra
 from bootseer.report.foreign.parser import FOREIGN
 from bootseer.report.model_starts import Restarted
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
-from bootseer.units import NS_PER_S, S_PER_H, seconds
+from bootseer.units import NS_PER_S, S_PER_H, plural, seconds
 
 _MAX_RANKS = 64
 _ENDING_FACTS = ("exit_code", "signal", "local_rank")
-_TELLING = {UNOBSERVED: 0, OK: 1}
-"""How much a lane with this outcome tells of its node; any other outcome tells the most."""
+_INFORMATIVE = {UNOBSERVED: 0, OK: 1}
+"""How well a lane with this outcome represents its node; any other outcome is the most informative."""
 _NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", FOREIGN})
 _NO_JOB = "unnamed"
 
@@ -67,9 +67,9 @@ def analyse(
 ) -> model.Report:
     """The report of the chosen startup, by default the last one of the only job.
 
-    Without any event it tells the facts, and that the rest was not observed.
+    Without any event it has only the facts, and everything else is unobserved.
 
-    Raises `UsageError` when there is nothing to report or more than one job and no choice.
+    Raises `UsageError` if there is nothing to report, or more than one job and none was chosen.
     """
     kept, duplicates = unique(events)
     if not kept:
@@ -77,14 +77,14 @@ def analyse(
             return untimed(options, facts, read)
         hint = "start the job with `bootseer run`"
         if read is not None and read.skipped.get("unit"):
-            hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
+            hint = "the events have times in s, ms or µs: `wall_ns` and `mono_ns` must be in ns"
         raise UsageError("no events in the input", hint=hint, exit_code=1)
     analysis = Analysis(kept, options, facts=facts, read=read, duplicates=duplicates)
     return analysis.report(chosen(analysis.startups, options))
 
 
 class Analysis:
-    """All startups of one job, each made ready, to be reported on one after the other."""
+    """All startups of one job, prepared for reports on each of them."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Analysis:
         read: model.Input | None = None,
         duplicates: int = 0,
     ) -> None:
-        """`events`: each once, at least one. `duplicates`: how many were dropped. Raises `UsageError` as `analyse`."""
+        """`events`: at least one, without duplicates; `duplicates`: the number dropped. Raises like `analyse`."""
         self.startups = startups(of_one_job(events, options))
         self._options = options
         self._facts = facts
@@ -107,7 +107,7 @@ class Analysis:
 
     def report(self, picked: StartupSpans) -> model.Report:
         """The report of one of `startups`."""
-        # A restart is one more try: how those before it ended belongs to its story.
+        # A restart is another try of the same attempt, so its report also says how the tries before it ended.
         tries = [s for s in self.startups if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
         in_order = sorted(tries, key=lambda startup: startup.key.restart)
         builders = [_Builder(startup, self._prepared[startup.key], self._options) for startup in in_order]
@@ -118,7 +118,7 @@ class Analysis:
 
 
 class _Builder:
-    """Puts the parts of one report together; everything it shares is relative to `zero`."""
+    """Builds one report; all times in it are relative to `zero`."""
 
     def __init__(self, startup: StartupSpans, ready: Prepared, options: Options) -> None:
         self.startup = startup
@@ -227,7 +227,7 @@ class _Builder:
         )
 
     def _same_rank(self) -> dict[int, list[str]]:
-        """Ranks that more than one node says it has, with the nodes."""
+        """Ranks that several nodes claim, with these nodes."""
         nodes: dict[int, list[str]] = defaultdict(list)
         for lane in self.ready.lanes:
             nodes[lane.rank].append(lane.node)
@@ -241,12 +241,12 @@ class _Builder:
         return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
 
     def _ranks(self) -> list[model.Node]:
-        """Each rank's own way, while they are few enough to be looked at one by one."""
+        """A row per rank, if they are few enough to look at one by one."""
         lanes = self.ready.lanes
         return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
     def endings(self) -> list[str]:
-        """How the command, or its workers, ended without any training that was seen."""
+        """How the command or its workers ended, if no training was observed."""
         lines = []
         restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
@@ -264,7 +264,7 @@ class _Builder:
         return lines
 
     def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
-        """Nodes that stand at a barrier which never opened, with its name."""
+        """Nodes that wait at a barrier that never opened, with its name."""
         return {
             node: lane.arrivals[-1].barrier
             for node, lane in lanes.items()
@@ -272,14 +272,13 @@ class _Builder:
         }
 
     def _lane_of_each_node(self) -> dict[str, Lane]:
-        """The lane that tells a node's story: of those that got furthest, the one that worked longest."""
+        """The lane that represents a node: one that did not end well, else the one that worked longest."""
         best: dict[str, tuple[tuple[int, int], Lane]] = {}
         for lane in self.ready.lanes:
             waited = sum(
                 max(min(self.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
             )
-            # A rank that died is its node's story; otherwise the one with the most work of its own that got through.
-            rank = (_TELLING.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
+            rank = (_INFORMATIVE.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
             if lane.node not in best or rank > best[lane.node][0]:
                 best[lane.node] = (rank, lane)
         return {node: lane for node, (_, lane) in best.items()}
@@ -291,14 +290,14 @@ class _Builder:
             model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
             for p in self.pieces_of(lane)
         ]
-        # A stage that was cut short with the node's last sign of life took no time that was seen, and still counts.
+        # A stage that was cut off right at the node's last event has no duration, but must still be counted.
         segments += [
             model.Segment(span.stage, self.at(span.begin_ns), self.at(span.begin_ns), model.WORK, TRUNCATED)
             for span in lane.spans
             if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
         ]
         if end_ns > lane.end_ns:
-            # Where training began without a word of this node, what it did until then is unknown.
+            # Training began, but this node sent no event about it: what it did until then is unknown.
             silent = outcome == UNOBSERVED and self.began
             stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
             segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
@@ -331,7 +330,7 @@ class _Builder:
         )
 
     def _scheduler_rows(self) -> list[model.Stage]:
-        """Queue and allocation: the job's, not a node's, so they have one value and cost no GPU time."""
+        """Queue and allocation belong to the job, not to a node: they have one value and cost no GPU time."""
         rows = []
         for stage in SCHEDULER:
             spans = [s for node in self.startup.nodes.values() for s in node.spans if s.stage == stage]
@@ -348,7 +347,7 @@ class _Builder:
     def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
         ready = self.ready
         whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not self.began]
-        whole = whole if any(whole) else []  # single moments have no length: that is not 0
+        whole = whole if any(whole) else []  # with only instants the duration is unknown, not 0
         work = sum(node.work_s + node.untracked_s for node in nodes)
         wait = sum(node.wait_s for node in nodes)
         hours = wait_hours = None
@@ -423,13 +422,13 @@ def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
-    """A report without any node."""
+    """A report without nodes."""
     seen = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
     stages = f" about {', '.join(seen)}" if seen else ""
-    count = f"{len(facts)} fact{'s' if len(facts) != 1 else ''}"
     return model.Report(
         startup=model.Startup(options.job or _NO_JOB),
-        verdict=f"Nothing in these logs has a time, so no startup can be measured; they tell {count}{stages}.",
+        verdict="These logs contain no times, so no startup can be measured; they contain "
+        f"{plural(len(facts), 'fact')}{stages}.",
         headlines=[
             "Nodes, order, waiting and cost are unobserved: collect logs with time stamps, or start the job with "
             "`bootseer run`."

@@ -1,12 +1,15 @@
-"""From events to spans, in which startup and on which clock.
+"""From events to spans, grouped by startup and on one clock.
 
-Events arrive in any order, twice, or not at all. This module drops the duplicates, tells the startups apart (job,
-attempt, restart), puts each event on its node's own time line and pairs begins with ends. What has no end is closed
-at the last sign of life of its node and says so.
+Events arrive in any order, twice, or not at all. This module drops duplicates, separates the startups (job, attempt,
+restart), puts each event on its node's own time line and pairs begins with ends. A span without an end is closed at the
+last event of its node and marked as truncated.
 
-How far the nodes' clocks are apart is told from the barriers that all of them left together: the differences of the
-times at which nodes say they left are differences of their clocks, up to the time that a release takes. Durations never
-need this: they come from each node's monotonic clock.
+Why clocks can be aligned at all: NTP is often off by more than the differences that matter here, and no messages
+between nodes are recorded. But a barrier is an event that all participants observe at the same true time: they leave it
+together. So the differences of the times at which nodes say they left it are the differences of their clocks, plus the
+time that a release takes to reach them. The median over several barriers reduces that second part, and the shortest
+stay at a barrier bounds it: the last participant did not wait, so all of its stay was release. Durations need none of
+this, because they come from each node's monotonic clock.
 """
 
 from __future__ import annotations
@@ -71,13 +74,13 @@ class Span:
 
     @property
     def background(self) -> bool:
-        """Runs beside the startup and is not summed."""
+        """Runs in the background of the startup and is not summed."""
         return bool(self.attrs.get("background"))
 
 
 @dataclass(slots=True)
 class NodeSpans:
-    """All that one node said in one startup."""
+    """All spans and instants of one node in one startup."""
 
     node: str
     spans: list[Span] = field(default_factory=list)
@@ -85,11 +88,11 @@ class NodeSpans:
     last_ns: int = 0
     clock_stepped: bool = False
     num_runs: int = 0
-    """More than one: the attempt number was used again, and only the last run is reported."""
+    """More than one: the attempt number was reused, and only the last run is reported."""
     restarted: bool = False
     """Its processes were replaced by those of a later restart."""
     structure: list[Span] = field(default_factory=list)
-    """`run` and `command` to their own end, which may lie behind a later restart."""
+    """`run` and `command` to their real end, which may be after a later restart."""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class StartupSpans:
     kind: str
     nodes: dict[str, NodeSpans]
     run_attrs: dict[str, dict[str, Any]]
-    """Facts that `bootseer run` stated when it began, by node; a restart inherits those of its attempt."""
+    """Attributes of the `run` span, by node; a restart inherits those of its attempt."""
 
 
 def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
@@ -144,7 +147,7 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
 
 
 def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:
-    """For each restart, each node's first event behind it: by then its processes were gone, whatever `run` says."""
+    """For each restart, each node's first event of a later one: its processes had ended by then."""
     later: dict[Key, dict[str, Event]] = {}
     first: dict[tuple[str, int, str], Event] = {}
     for key in sorted(grouped, key=lambda key: -key.restart):
@@ -158,7 +161,7 @@ def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -
 
 def begin_of(node: NodeSpans) -> int:
     """When the node's events begin, ns."""
-    # A rotated log may hold nothing but ends.
+    # A rotated log may contain only ends.
     return min((span.begin_ns for span in (*node.spans, *node.instants)), default=node.last_ns)
 
 
@@ -199,13 +202,13 @@ def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
             last_ns = node.last_ns if ended is None else span.end_ns
             node.structure.append(replace(span, end_ns=max(last_ns, span.begin_ns)))
             if gone_ns is not None and span.end_ns > gone_ns:
-                span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
+                span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it goes on in a later restart
         node.spans.append(span)
     return node
 
 
 def _last_run(events: list[Event], node: NodeSpans) -> list[Event]:
-    """The events without those of earlier runs of the same attempt. Each rank may have a run of its own (srun)."""
+    """The events without those of earlier runs of the same attempt. With srun each rank has its own run."""
     runs: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.stage == RUN and event.phase == BEGIN:
@@ -214,9 +217,9 @@ def _last_run(events: list[Event], node: NodeSpans) -> list[Event]:
     if node.num_runs < 2:
         return events
     last = {rank: max(of_rank, key=lambda event: event.wall_ns) for rank, of_rank in runs.items()}
-    # What belongs to no rank's run is of the last round of runs: it came behind the first of them.
+    # Events outside the runs of ranks belong to the last round of runs if they came after the first of these.
     first = min(last.values(), key=lambda event: event.wall_ns)
-    # The scheduler's stages lie before the run that reports them: they belong to it by their parent.
+    # The scheduler's stages are earlier than the run that reports them: they belong to it by their parent.
     return [
         event
         for event in events
@@ -225,7 +228,7 @@ def _last_run(events: list[Event], node: NodeSpans) -> list[Event]:
 
 
 def _times(events: list[Event], node: NodeSpans) -> list[int]:
-    """Each event's time: the monotonic clock, moved to the wall clock that the node showed most of the time."""
+    """Each event's time: the monotonic clock plus the median difference to the wall clock, for each boot."""
     shifts = sorted(
         (event.wall_ns - event.mono_ns, event.mono_ns) for event in events if event.wall_ns != event.mono_ns
     )
@@ -234,7 +237,7 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
     boots: list[list[int]] = [[]]
     up_ns = 0  # how long the boot had lasted at its last event
     for shift, mono_ns in shifts:
-        # A boot begins when the one before is over; a shift that moved by less is a wall clock that was set.
+        # The next boot begins after the uptime of this one; a smaller change means that the wall clock was set.
         if boots[-1] and shift - boots[-1][-1] > max(_NEW_BOOT_NS, up_ns):
             boots.append([])
             up_ns = 0
@@ -243,11 +246,11 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
     bases = [int(median(boot)) for boot in boots]
     node.clock_stepped = any(boot[-1] - boot[0] > _STEP_NS for boot in boots)
     right = [base for base in bases if plausible(base + up_ns)]
-    if right and len(right) < len(bases):  # a clock that was set late is no other boot
+    if right and len(right) < len(bases):  # the clock was set after the boot, which is not another boot
         bases, node.clock_stepped = right, True
 
     def time_of(event: Event) -> int:
-        if event.wall_ns == event.mono_ns:  # made from a foreign log, which has no monotonic clock
+        if event.wall_ns == event.mono_ns:  # from a foreign log, which has no monotonic clock
             return event.wall_ns
         shift = event.wall_ns - event.mono_ns
         return event.mono_ns + (bases[0] if len(bases) == 1 else min(bases, key=lambda base: abs(base - shift)))
@@ -257,14 +260,14 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Add `-offset_ns` to a node's times to get the reference's. `error_ns` None: nothing ties this node."""
+    """Subtract `offset_ns` from a node's times to get reference time. `error_ns` None: no barrier ties this node."""
 
     offset_ns: int
     error_ns: int | None
 
 
 def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
-    """The offset of each node's clock against the middle of all."""
+    """The offset of each node's clock from the median of all."""
     releases: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     shortest: dict[str, int] = {}
     for name, node in nodes.items():
@@ -278,13 +281,14 @@ def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
         left = {name: min(ends) for name, ends in by_node.items()}
         middle = int(median(left.values()))
         for name, end_ns in left.items():
-            # The last one did not wait: its stay bounds how long after the last arrival the release came.
+            # The last participant did not wait, so the shortest stay bounds the time that the release took.
             differences[name].append((end_ns - middle, shortest[barrier]))
     return {name: _offset(differences.get(name, [])) for name in nodes}
 
 
 def apart(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
-    """Nodes whose events are far from most others, on aligned clocks, and how far: ns, negative for too early."""
+    """Nodes whose events are far from those of most others, on aligned clocks, with the distance: ns, negative if
+    earlier."""
     groups: list[list[str]] = []
     until_ns = 0
     for name in sorted(nodes, key=lambda name: begin_of(nodes[name])):
@@ -305,7 +309,7 @@ def apart(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
 def _releases(node: NodeSpans) -> Iterable[tuple[str, int, int]]:
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for span in sorted(node.spans, key=lambda span: span.begin_ns):
-        if span.barrier and span.outcome == OK:  # one that failed was not left by the others at that moment
+        if span.barrier and span.outcome == OK:  # a barrier that failed was not left together
             turn = counts[span.barrier, span.rank]
             counts[span.barrier, span.rank] += 1
             yield f"{span.barrier}#{turn}", span.end_ns, span.end_ns - span.begin_ns
@@ -318,5 +322,5 @@ def _offset(differences: list[tuple[int, int]]) -> Offset:
     estimate = int(median(values))
     spread = (values[-1] - values[0]) // 2
     error = max(_FLOOR_NS, spread, min(shortest for _, shortest in differences))
-    # An offset inside its own error is not evidence: well-kept clocks agree better than barriers can tell.
+    # An offset within its own error is not evidence: well-kept clocks agree better than barriers can measure.
     return Offset(estimate if abs(estimate) > error else 0, error)

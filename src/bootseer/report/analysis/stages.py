@@ -1,9 +1,9 @@
-"""One lane's time, cut into pieces that belong to one stage each, and stage times over all nodes.
+"""A lane's time cut into pieces of one stage each, and stage times over all nodes.
 
-A lane is one rank on one node, with the node's own stages in front. At each moment the innermost running span owns the
-time, so that the pieces add up to the lane's wall time exactly; what no span covers is `untracked`. At a barrier the
-time until the last participant's arrival is waiting, the rest is work. Spans that were cut short or failed are counted
-and kept out of the medians: they would make a slow stage look fast.
+A lane is one rank on one node, including the node's own stages before it. At each moment the innermost running span
+owns the time, so the pieces add up to the lane's wall time exactly; time that no span covers is `untracked`. At a
+barrier, time until the arrival of the last participant is waiting, the rest is work. Truncated and failed spans are
+counted but excluded from medians: they would make a slow stage look fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bootseer.trace.event import FAILED
 from bootseer.units import S_PER_H
 
 STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
-"""The stages of every full startup; what of them was not seen is reported as unobserved."""
+"""The stages of every full startup; those without events are reported as unobserved."""
 WAIT_FOR_OTHERS = "wait_for_others"
 """After its own first step, a node waits for the last one."""
 _CDF_POINTS = 101
@@ -40,9 +40,9 @@ class Piece:
 
 
 def cut(spans: Sequence[Span], begin_ns: int, end_ns: int, last_arrival_ns: dict[int, int]) -> list[Piece]:
-    """The pieces of `[begin_ns, end_ns]`, in order, without overlap or hole.
+    """The pieces of `[begin_ns, end_ns]`, in order, without overlap or gap.
 
-    `last_arrival_ns` holds, by `id(span)`, when the last participant came to the barrier that the span waits at.
+    `last_arrival_ns`: by `id(span)`, when the last participant arrived at the barrier that the span waits at.
     """
     inside = [span for span in spans if span.end_ns > begin_ns and span.begin_ns < end_ns]
     # Parents first among spans that begin together: the longer one encloses the shorter one.
@@ -117,7 +117,7 @@ class _Times:
 
 
 def stage_order(nodes: Sequence[Node]) -> list[str]:
-    """Stages as they come in time, each behind the stage around it."""
+    """The stages by time of their first begin, each after the stage that contains it."""
     first: dict[str, float] = {}
     for node in nodes:
         for segment in node.segments:
@@ -133,7 +133,7 @@ def stage_order(nodes: Sequence[Node]) -> list[str]:
 
 
 def stages(nodes: Sequence[Node], price_per_gpu_hour: float | None) -> list[Stage]:
-    """One row for each stage and each stage around it."""
+    """One row for each stage, including those that only contain others."""
     by_stage: dict[str, dict[str, _Times]] = defaultdict(dict)
     for node in nodes:
         for segment in node.segments:
@@ -154,7 +154,7 @@ def _add(times: _Times, segment: Segment) -> None:
 
 def _row(name: str, times: dict[str, _Times], gpus: dict[str, int | None], price: float | None) -> Stage:
     whole = {node: t for node, t in times.items() if not t.outcomes & {TRUNCATED, FAILED}}
-    # A stage of nothing but waiting is represented by its waiting; any other by its work.
+    # A stage that is only waiting is represented by its waiting time, any other by its work.
     only_wait = all(t.work_s == 0 for t in times.values())
     values = sorted((t.wait_s if only_wait else t.work_s, node) for node, t in whole.items())
     middle = median(value for value, _ in values) if values else None

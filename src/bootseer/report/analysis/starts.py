@@ -1,9 +1,8 @@
-"""How the nodes got image, environment and checkpoint, and what they sent each other: rows for the report, and the
-lines that sum them up.
+"""How the nodes got image, environment and checkpoint, and the traffic between them: rows and summary lines.
 
-The facts come from events that `bootseer run` writes when training begins, one for each node and part; of an
-environment also from `environment_publish`, which tells what became of a node's snapshot, and of a checkpoint
-from `checkpoint_datanode` for each node of the file system that served it.
+The facts come from events that `bootseer run` writes when training begins, one per node and part. For an environment
+there is also `environment_publish`, the result of publishing a snapshot, and for a checkpoint `checkpoint_datanode`,
+one for each DataNode that served it.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ PLAIN = "plain"
 CHECKPOINT_START, CHECKPOINT_DATANODE = "checkpoint_start", "checkpoint_datanode"
 PEERS_START = "peers_start"
 _STAY = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization.checkpoint_mount")
-"""Stages of what a restart in place finds ready."""
+"""Stages that a restart in place does not repeat."""
 MAX_DATANODES = 16
-"""Of each node: those that served most. Others are not written down, and not believed."""
+"""Per node, those that served most. `bootseer run` writes no more, and more from elsewhere are ignored."""
 _MAX_REASONS = 3
 _MAX_IMPORTS = 10
 _MAX_RESTARTS = 10
 _UNEVEN = 1.5
 _IMAGE_WAYS = {
-    "hot": "lazily, with a hot set",
-    "lazy": "lazily, without a hot set",
-    "local": "from this node's own disk",
-    "pull": "by a pull of everything",
-    "fallback": "by a pull of everything, as a fallback",
+    "hot": "loaded it lazily with a hot set",
+    "lazy": "loaded it lazily without a hot set",
+    "local": "had it on the local disk",
+    "pull": "pulled all of it first",
+    "fallback": "pulled all of it first, as a fallback",
 }
 
 
 def image_starts(startup: StartupSpans) -> list[ImageStart]:
-    """What each node said last of its image, by node."""
+    """The last report of each node about its image, by node."""
     return [ImageStart(**_row(ImageStart, node, last)) for node, last, _ in _last_marks(startup, "image_start")]
 
 
 def environment_starts(startup: StartupSpans) -> list[EnvironmentStart]:
-    """What each node said last of its environment, by node."""
+    """The last report of each node about its environment, by node."""
     found = []
     for node, last, marks in _last_marks(startup, "environment_start"):
         kept = [mark for mark in marks if mark.stage == "environment_publish"]
@@ -68,7 +67,7 @@ def environment_starts(startup: StartupSpans) -> list[EnvironmentStart]:
 
 
 def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
-    """What each node said last of its checkpoint, by node."""
+    """The last report of each node about its checkpoint, by node."""
     found = []
     for node, last, marks in _last_marks(startup, CHECKPOINT_START):
         named = {str(one.attrs.get("datanode") or ""): one.attrs for one in marks if one.stage == CHECKPOINT_DATANODE}
@@ -95,7 +94,7 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
             return " ".join(sorted({word for part in parts for word in str(part.get(name) or "").split()}))
 
         peer_bytes = total("peer_bytes")
-        # What stores and peers sent together, of images and environments; of checkpoints, each by itself.
+        # Images and environments report stores and peers together, checkpoints report them separately.
         both = total("demand_bytes", "hot_bytes", "cold_bytes") - total("peer_bytes", parts=parts[:2])
         row = {
             "cache_bytes": total("local_bytes", "cache_bytes"),
@@ -110,7 +109,7 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 
 
 def warm_lines(startup: StartupSpans) -> list[str]:
-    """How many Python programs were copies of a warm parent and what that saved; why others were not, most first."""
+    """How many Python programs were forked from a warm parent and what that saved; the reasons for the others."""
     warm = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
     reasons: dict[str, int] = defaultdict(int)
     for mark in warm:
@@ -120,13 +119,13 @@ def warm_lines(startup: StartupSpans) -> list[str]:
     lines = []
     if saved_s:
         which = plural(len(saved_s), "Python program")
-        lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of processor time saved")
+        lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of CPU time saved")
     ordered = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
-    return lines + [f"{plural(reasons[reason], 'program')} not warm: {reason}" for reason in ordered[:_MAX_REASONS]]
+    return lines + [f"{plural(reasons[one], 'program')} not started warm: {one}" for one in ordered[:_MAX_REASONS]]
 
 
 def unused_import_lines(startup: StartupSpans) -> list[str]:
-    """Imports that took long and of which no function ran, on all nodes that tell of imports; the dearest first."""
+    """Slow imports of which no function ran on any of the nodes that report imports; slowest first."""
     rows: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
     for node in startup.nodes.values():
         for mark in node.instants:
@@ -140,7 +139,7 @@ def unused_import_lines(startup: StartupSpans) -> list[str]:
 
 
 def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> list[Restarted]:
-    """The starts behind the first one of an attempt, whose starts in order are `tries`."""
+    """The restarts of an attempt; `tries` are all its starts in order."""
     startup_s = {
         Key(one.job, one.attempt, one.restart): one.startup_s for one in overviews if one.outcome == TRAINING_BEGAN
     }
@@ -164,7 +163,7 @@ def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> li
 
 
 def restarts_summary(found: Sequence[Restarted]) -> list[str]:
-    """How often, what that saved, and for each how it came."""
+    """The number of restarts and what was saved by not repeating stages; then the reason and result of each."""
     if not found:
         return []
     stages: dict[str, float] = defaultdict(float)
@@ -172,7 +171,7 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
         for stage, seconds in one.not_repeated.items():
             stages[stage] += seconds
     parts = ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in stages.items())
-    saved = f": {format_seconds(sum(stages.values()))} saved by what was not repeated ({parts})" if stages else ""
+    saved = f": {format_seconds(sum(stages.values()))} saved by skipping stages ({parts})" if stages else ""
     lines = [f"{plural(len(found), 'restart')} in place{saved}"]
     for one in found[-_MAX_RESTARTS:]:
         why = f"after exit code {one.exit_code}" if one.exit_code is not None else f"by the {one.by}"
@@ -182,7 +181,7 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
 
 
 def stack_lines(startup: StartupSpans) -> list[str]:
-    """Where late processes stood that were asked."""
+    """The stacks of late processes that the service asked for."""
     return [
         f"{name}{f' rank {rank}' if (rank := mark.attrs.get('of_rank', -1)) != -1 else ''} in "
         f"{mark.attrs.get('in_stage', '?')}: {mark.attrs.get('stack') or mark.attrs.get('why_not')}"
@@ -193,7 +192,7 @@ def stack_lines(startup: StartupSpans) -> list[str]:
 
 
 def _last_marks(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
-    """Each node that reported this, by name: its last report, and the times of all."""
+    """For each node with instants of this stage, by name: the attributes of the last one, and all its instants."""
     return [
         (name, max(last, key=lambda mark: mark.end_ns).attrs, node.instants)
         for name, node in sorted(startup.nodes.items())
@@ -202,7 +201,7 @@ def _last_marks(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, 
 
 
 def _row(kind: type, node: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row that are texts and numbers; an event may hold anything in their place."""
+    """The text and number fields of a row. Values are checked, because an event may contain anything."""
     read = {"str": lambda value: str(value or ""), "int": _count, "float | None": _number}
     found = {one.name: read[one.type](attrs.get(one.name)) for one in fields(kind) if one.type in read}
     return {**found, "node": node} if "node" in found else found
@@ -217,7 +216,7 @@ def _number(value: object) -> float | None:
 
 
 def image_summary(images: Sequence[ImageStart]) -> list[str]:
-    """One line for each way in which images came, most nodes first; a line for each reason of fallbacks."""
+    """A line for each way of loading images, most nodes first, and one for each reason of a fallback."""
     by_mode: dict[str, list[ImageStart]] = defaultdict(list)
     for image in images:
         by_mode[image.mode].append(image)
@@ -225,7 +224,9 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
     for mode, group in sorted(by_mode.items(), key=lambda item: (-len(item[1]), item[0])):
         times = [image.seconds for image in group if image.seconds is not None]
         took = f" in {format_seconds(median(times))}" if times else ""
-        lines.append(f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{took}{_image_fetched(group)}{_foresight(group)}")
+        line = f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{took}{_image_fetched(group)}"
+        coverage = _coverage(group)
+        lines.append(f"{line}{coverage}{_wasted(group) if coverage else ''}")
         if mode == "fallback":
             reasons = list(dict.fromkeys(image.reason for image in group))
             lines += [f"fallback because {reason}" for reason in reasons[:_MAX_REASONS]]
@@ -233,7 +234,7 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
 
 
 def _amounts(group: Sequence[Fetched]) -> str:
-    """Empty where nothing tells the size."""
+    """Bytes fetched of the whole; empty if the size is unknown."""
     total = median(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in group)
     size = median(one.stored_bytes for one in group)
     until = " before training began" if all(one.until == "training_began" for one in group) else ""
@@ -257,19 +258,21 @@ def _image_fetched(group: Sequence[ImageStart]) -> str:
     return f": {amounts}{what} in {median(image.requests for image in group):.0f} requests"
 
 
-def _foresight(group: Sequence[ImageStart]) -> str:
-    known = [image.coverage for image in group if image.coverage is not None]
-    if not known:
-        return ""
+def _coverage(group: Sequence[Fetched]) -> str:
+    known = [one.coverage for one in group if one.coverage is not None]
+    return f"; the hot set covered {median(known):.0%} of what was read" if known else ""
+
+
+def _wasted(group: Sequence[ImageStart]) -> str:
     wasted, late = median(image.wasted_blocks for image in group), median(image.late_blocks for image in group)
-    return f"; the hot set named {median(known):.0%} of what was read, {wasted:.0f} blocks in vain, {late:.0f} late"
+    return f", {wasted:.0f} blocks unused, {late:.0f} late"
 
 
 def environment_summary(environments: Sequence[EnvironmentStart]) -> list[str]:
-    """One line for each way in which environments came and its reason, most nodes first."""
+    """A line for each way of getting the environment and its reason, most nodes first."""
     groups: dict[tuple[str, str], list[EnvironmentStart]] = defaultdict(list)
     for one in environments:
-        # Of those that share a way, a restore and a capture have one reason each; installs have many.
+        # Restores and captures have a single reason each, installs have many.
         groups[one.mode, one.reason if one.mode not in (RESTORED, CAPTURED) else ""].append(one)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     lines: list[str] = []
@@ -297,7 +300,7 @@ def _restored(group: Sequence[EnvironmentStart]) -> list[str]:
     if untrusted:
         where = _nodes(untrusted)
         lines.append(
-            f"untrusted: the setup read files that its key does not know ({where}); name them with --env-input"
+            f"untrusted: the setup read files that its key does not cover ({where}); add them with --env-input"
         )
     return lines
 
@@ -306,9 +309,9 @@ def _captured(group: Sequence[EnvironmentStart]) -> list[str]:
     lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {_first_reason(group)}"]
     kept = [one for one in group if one.published]
     if kept:
-        lines.append(f"{_nodes(kept)} kept a snapshot for the next start")
+        lines.append(f"{_nodes(kept)} published a snapshot for the next start")
     whys = dict.fromkeys(one.why_not for one in group if one.published is False)
-    lines += [f"no snapshot was kept: {why}" for why in list(whys)[:_MAX_REASONS]]
+    lines += [f"no snapshot was published: {why}" for why in list(whys)[:_MAX_REASONS]]
     return lines
 
 
@@ -317,7 +320,7 @@ def _installed(group: Sequence[EnvironmentStart]) -> list[str]:
 
 
 def _bypassed(group: Sequence[EnvironmentStart]) -> list[str]:
-    return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots were not asked for (--env bypass)"]
+    return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots are turned off (--env bypass)"]
 
 
 def _other(group: Sequence[EnvironmentStart]) -> list[str]:
@@ -333,7 +336,7 @@ _LINES: Mapping[str, Callable[[Sequence[EnvironmentStart]], list[str]]] = {
 
 
 def _first_reason(group: Sequence[EnvironmentStart]) -> str:
-    return next((one.reason for one in group if one.reason), "no reason was given")
+    return next((one.reason for one in group if one.reason), "no reason given")
 
 
 def _nodes(group: Sequence[EnvironmentStart | ImageStart]) -> str:
@@ -358,16 +361,14 @@ def _size(group: Sequence[EnvironmentStart]) -> str:
 
 def _fetched(group: Sequence[EnvironmentStart]) -> str:
     amounts = _amounts(group)
-    known = [one.coverage for one in group if one.coverage is not None]
-    foresight = f"; the hot set named {median(known):.0%} of what was read" if known else ""
-    return f", {amounts}{foresight}" if amounts else ""
+    return f", {amounts}{_coverage(group)}" if amounts else ""
 
 
 def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
-    """A line for what all nodes read, one for what the file system's nodes served, one for each trouble."""
+    """A line for what all nodes read, one for what the DataNodes served, one for each problem."""
     plain = [one for one in checkpoints if one.mode == PLAIN]
     mounted = [one for one in checkpoints if one.mode != PLAIN]
-    lines = [f"{_medians_of(plain)} read it as it lies in its folder: {plain[0].reason}"] if plain else []
+    lines = [f"{_medians_of(plain)} read it directly from its folder: {plain[0].reason}"] if plain else []
     if not mounted:
         return lines
     reasons = dict.fromkeys(f"mounted because {one.reason}" for one in mounted if one.reason)
@@ -375,14 +376,14 @@ def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
 
 
 def _read(group: Sequence[CheckpointStart]) -> str:
-    # They need not add up: what is fetched ahead of the reader is found in the cache then.
+    # The parts need not add up: prefetched bytes are later read from the cache.
     parts = [
         f"{format_bytes(median(values))} {where}"
         for where, values in (
             ("fetched from the file system", [one.place_bytes for one in group]),
-            ("got from the job's other nodes", [one.peer_bytes for one in group]),
-            ("found in the node's cache", [one.cache_bytes for one in group]),
-            ("equal to what an earlier checkpoint left there", [one.same_bytes for one in group]),
+            ("from the job's other nodes", [one.peer_bytes for one in group]),
+            ("from the node's cache", [one.cache_bytes for one in group]),
+            ("shared with earlier checkpoints in the cache", [one.same_bytes for one in group]),
         )
         if any(values)
     ]
@@ -393,14 +394,14 @@ def _read(group: Sequence[CheckpointStart]) -> str:
 
 
 def _medians_of(group: Sequence[CheckpointStart]) -> str:
-    return group[0].node if len(group) == 1 else f"{len(group):,} nodes (the median of them)"
+    return group[0].node if len(group) == 1 else f"{len(group):,} nodes (median)"
 
 
 def _served(group: Sequence[CheckpointStart]) -> list[str]:
     bytes_of: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
-            if datanode.name:  # a folder is one nameless node
+            if datanode.name:  # a folder counts as one DataNode without a name
                 bytes_of[datanode.name] += datanode.bytes
     if not any(bytes_of.values()):
         return []
@@ -416,13 +417,13 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
 def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
     lines = []
     counts = (
-        ("read again after an error", sum(one.retries for one in group)),
-        ("asked of a second DataNode because the first was late", sum(one.hedges for one in group)),
-        ("made from parity", sum(one.rebuilt for one in group)),
-        ("refused because of wrong bytes, and read elsewhere", sum(one.refused for one in group)),
+        ("retried after an error", sum(one.retries for one in group)),
+        ("hedged to a second DataNode because the first was slow", sum(one.hedges for one in group)),
+        ("rebuilt from parity", sum(one.rebuilt for one in group)),
+        ("repeated elsewhere because of wrong bytes", sum(one.refused for one in group)),
     )
     if any(count for _, count in counts):
-        lines.append("pieces " + "; ".join(f"{what}: {count:,}" for what, count in counts if count))
+        lines.append("reads " + "; ".join(f"{what}: {count:,}" for what, count in counts if count))
     failing: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
@@ -435,7 +436,7 @@ def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
 
 
 def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
-    """A line for where bytes came from, one for what the interfaces carried, one for each trouble."""
+    """A line for the sources of bytes, one for the traffic per network interface, one for each problem."""
     if not peers:
         return []
     sources = ", ".join(
@@ -459,7 +460,7 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
         lines.append("sent over " + ", ".join(f"{name} {format_bytes(carried[name])}" for name in ordered))
     for what, names in (
         ("late", [one.late_peers for one in peers]),
-        ("sent wrong blocks and asked no more", [one.wrong_peers for one in peers]),
+        ("excluded after sending wrong blocks", [one.wrong_peers for one in peers]),
     ):
         seen: dict[str, int] = defaultdict(int)
         for word in " ".join(names).split():
@@ -476,14 +477,14 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
 
 
 SUMMARIES: Sequence[tuple[str, str, Callable[[Report], Sequence[str]]]] = (
-    ("images", "How the container image came", lambda report: image_summary(report.images)),
-    ("environments", "How the environment came", lambda report: environment_summary(report.environments)),
-    ("checkpoints", "How the checkpoint was read", lambda report: checkpoint_summary(report.checkpoints)),
-    ("peers", "What the nodes sent each other", lambda report: peers_summary(report.peers)),
-    ("restarts", "How it was started again", lambda report: restarts_summary(report.restarts)),
-    ("warm", "How Python programs started", lambda report: report.warm),
-    ("unused-imports", "Imports of which nothing ran before the first step", lambda report: report.unused_imports),
-    ("stacks", "Where late processes stood", lambda report: report.stacks),
-    ("connections", "How the ranks connected", lambda report: report.connections),
+    ("images", "Container image", lambda report: image_summary(report.images)),
+    ("environments", "Environment", lambda report: environment_summary(report.environments)),
+    ("checkpoints", "Checkpoint", lambda report: checkpoint_summary(report.checkpoints)),
+    ("peers", "Traffic between the nodes", lambda report: peers_summary(report.peers)),
+    ("restarts", "Restarts", lambda report: restarts_summary(report.restarts)),
+    ("warm", "Warm starts of Python programs", lambda report: report.warm),
+    ("unused-imports", "Imports not used before the first step", lambda report: report.unused_imports),
+    ("stacks", "Stacks of late processes", lambda report: report.stacks),
+    ("connections", "Connections between the ranks", lambda report: report.connections),
 )
-"""Parts of a report that are lines: a name, the heading, and the lines, none where there is nothing to say."""
+"""The parts of a report that consist of lines: name, heading, and a function for the lines, which may be none."""

@@ -1,8 +1,8 @@
-"""The critical chain, which nodes held the others back, and what these have in common.
+"""The critical chain, the nodes that delayed the others, and what these nodes have in common.
 
 A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured
-on the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
-there the clock error counts.
+with the node's own monotonic clock, so clock errors cannot create stragglers. Only late starts are compared across
+clocks, and there the clock error is taken into account.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bootseer.report.model import Place
 from bootseer.units import S_PER_H, seconds
 
 MIN_NODES = 4
-"""With fewer nodes there is no crowd to stand out from; the critical chain still names the last one."""
+"""With fewer nodes there is no meaningful median; the critical chain still names the last node."""
 LATE_START = "late_start"
 NAME = "name"
-"""The kind of a place that only the beginning of the nodes' names tells."""
+"""The kind of a place that is known only from a common prefix of the nodes' names."""
 _PLACE_ATTRS = ("rack", "topology")
 _PLACE_ALPHA = 0.01
 _PLACE_SHARE = 0.75
@@ -40,12 +40,12 @@ _NOISE_SIGMAS = 4.0
 _MIN_SHARE = 0.05
 _MIN_DELAY_NS = 500_000_000
 _MAX_COMPARED = 16
-"""Groups among which the next one is looked for; a job has a handful, a hostile log may have one for each node."""
+"""Number of candidates for the next group; a job has a handful, a hostile log may have one per node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """A node that came late to a barrier by its own work."""
+    """A node that arrived late at a barrier because of its own work."""
 
     visit: Visit
     barrier: Barrier
@@ -105,7 +105,7 @@ def _outliers(
 
 
 def host_list(nodes: Sequence[str]) -> str:
-    """Names that differ in their last number alone as one, `node-[003-007,012]`."""
+    """Node names in compact form: those that differ only in their last number as `node-[003-007,012]`."""
     numbers: dict[str, list[str]] = defaultdict(list)
     for node in sorted(nodes):
         begin = node.rstrip("0123456789")
@@ -137,12 +137,12 @@ class Partition(NamedTuple):
 
     kind: str
     place_of: Mapping[str, str]
-    """By node; empty where it does not tell."""
+    """By node; empty if unknown."""
     sizes: Mapping[str, int]
 
 
 def partitions(attrs: Mapping[str, Mapping[str, Any]]) -> list[Partition]:
-    """Racks, places of the topology and beginnings of names, each from wide to narrow, from the facts of all nodes."""
+    """Racks, places in the topology and prefixes of names, each from wide to narrow, from the facts of all nodes."""
     parts: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*_PLACE_ATTRS, NAME)}
     for node, facts in attrs.items():
         for key, value in facts.items():
@@ -160,8 +160,8 @@ def partitions(attrs: Mapping[str, Mapping[str, Any]]) -> list[Partition]:
 def places(slow: Sequence[str], ways: Sequence[Partition]) -> list[Place]:
     """What slow nodes have in common: at most three places of one partition, or nothing.
 
-    Places explain when three quarters of the slow nodes lie in them, and chance would not put so many there: Fisher's
-    exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's correction for the places that could be picked.
+    Places are an explanation if they contain three quarters of the slow nodes and this is unlikely to be chance:
+    Fisher's exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's correction for the choice of places.
     """
     best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
     for kind, place_of, sizes in ways:
@@ -174,21 +174,21 @@ def places(slow: Sequence[str], ways: Sequence[Partition]) -> list[Place]:
             continue
         chance = _fisher_p(len(place_of), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
         p = chance * math.comb(len(sizes), enough)
-        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
+        # Of equal ones take the later: a longer prefix is more specific and means the same nodes.
         if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
             best = (p, found)
     return best[1]
 
 
 def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
-    """How probable at least `hits` marked ones are among `drawn` of `total`: the tail of the hypergeometric."""
+    """Probability of at least `hits` marked items among `drawn` of `total`: tail of the hypergeometric distribution."""
     ways = sum(math.comb(marked, i) * math.comb(total - marked, drawn - i) for i in range(hits, min(marked, drawn) + 1))
     return ways / math.comb(total, drawn)
 
 
 @dataclass(slots=True)
 class ChainInput:
-    """What the rows are made from."""
+    """Input for the chain, the stragglers and their groups."""
 
     barriers: list[Barrier]
     clocks: Mapping[str, Offset]
@@ -203,20 +203,20 @@ class ChainInput:
         self.replay = Replay(self.barriers)
 
     def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
-        """What `length_ns` of all nodes but some costs; None when a node's GPUs are unknown."""
+        """GPU-hours of `length_ns` on all nodes but some; None if a node's GPUs are unknown."""
         counts = [count for node, count in self.gpus.items() if node not in without]
         if any(count is None for count in counts):
             return None
         return seconds(length_ns) * sum(count or 0 for count in counts) / S_PER_H
 
     def price_of(self, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
-        """GPU-hours as above, and their price; None where it is unknown."""
+        """GPU-hours as above, and their price; None if unknown."""
         hours = self.gpu_hours(length_ns, without)
         return hours, None if hours is None or self.price is None else hours * self.price
 
 
 def critical_chain(chain: ChainInput) -> list[model.Link]:
-    """For each barrier the node that came last, and the stage in which it lost the most."""
+    """For each barrier the node that arrived last, and the stage in which it lost the most time."""
     links = [_link(chain, barrier) for barrier in chain.barriers if barrier.passed]
     return [link for link in links if link.stage or link.barrier != TRAINING_BEGAN]
 
@@ -251,15 +251,15 @@ def _link(chain: ChainInput, barrier: Barrier) -> model.Link:
 
 
 def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
-    """The stage that cost a visit the most against the others' median: (stage, its ns, excess ns).
+    """The stage with the largest excess over the others' median: (stage, its ns, excess ns).
 
     Without others it is the longest stage, and the excess is None.
     """
     own = time_by_stage(chain.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
     nodes = [other for node, other in slowest_visits(barrier).items() if node != visit.lane.node]
-    # On a single node its ranks are the ones to compare.
-    crowd = nodes or [other for other in barrier.visits if other is not visit]
-    others = [time_by_stage(chain.pieces_of(other.lane), other.from_ns, other.at_ns) for other in crowd]
+    # On a single node, compare its ranks.
+    compared = nodes or [other for other in barrier.visits if other is not visit]
+    others = [time_by_stage(chain.pieces_of(other.lane), other.from_ns, other.at_ns) for other in compared]
     if not own:
         return "", 0, None
     if not others:
@@ -271,7 +271,7 @@ def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, 
 
 
 def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
-    """Each straggler with its stage and with what leaving it out would save, worst first."""
+    """Each straggler with its stage and the savings without it, worst first."""
     rows: list[model.Straggler] = []
     for delay in delays(chain.barriers, chain.clocks):
         visit, node = delay.visit, delay.visit.lane.node
@@ -295,15 +295,19 @@ def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
 def straggler_groups(
     chain: ChainInput, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
 ) -> list[model.StragglerGroup]:
-    """The stragglers of one stage together, in the order that saves most first."""
+    """The stragglers grouped by stage, ordered greedily by savings.
+
+    Greedy, because groups hide each other: the savings of a group depend on which others are already left out, and the
+    best order of all groups would need every subset.
+    """
     staged = groups([(row.stage, row.barrier, row.node) for row in rows])
     ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
     found: list[model.StragglerGroup] = []
     out: frozenset[str] = frozenset()
     joint, total = 0, chain.replay.savings_ns({row.node for row in rows})
     while staged:
-        # They come by their worst delay, so that of groups that save equally much the latest is next: the others save
-        # nothing before it is gone. Where all is saved the order is of no use.
+        # Groups are in order of their worst delay, so of groups with equal savings the latest is next: the others save
+        # nothing before it is left out. Once everything is saved the order does not matter.
         candidates = list(staged)[: _MAX_COMPARED if joint < total else 1]
         key = max(candidates, key=lambda key: chain.replay.savings_ns(out.union(staged[key])))
         members = staged.pop(key)

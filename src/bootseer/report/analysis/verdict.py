@@ -1,7 +1,7 @@
-"""The verdict and the headlines: a report's numbers as sentences, beside the paper's medians for the size of the job.
+"""The verdict and the headlines: a report's numbers as sentences, compared with the paper's median for the job's size.
 
-The medians are from the box plot on the first author's public project page of BootSeer (arXiv 2507.12619), digitised,
-about ±3 s.
+The medians were digitised (about ±3 s) from the box plot on the first author's public project page of BootSeer
+(arXiv 2507.12619).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _STAGE_WORDS = {
     "untracked": "time that no stage covers",
 }
 _FRAMEWORKS = ("model_initialization.import_torch", "model_initialization.import_jax", "first_step")
-"""Stages of processes in which the hook sees training begin."""
+"""Stages of processes in which the hook can observe the beginning of training."""
 
 
 ENDS = {
     "failed": "a failed startup",
-    "truncated": "an abandoned startup, or one that still runs",
-    "unobserved": "a start in which training was not seen to begin",
+    "truncated": "an abandoned or still running startup",
+    "unobserved": "a startup without an observed beginning of training",
 }
-"""What a startup is called on which training did not begin, by its outcome."""
+"""Description of a startup in which training did not begin, by outcome."""
 # (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
 BUCKETS: tuple[tuple[float, str, float], ...] = (
     (10, "1-10", 44),
@@ -56,10 +56,10 @@ def with_words(
     endings: Sequence[str] = (),
     same_rank: Mapping[int, Sequence[str]],
 ) -> Report:
-    """The report with its verdict and headlines filled in.
+    """The report with its verdict and headlines.
 
-    `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
-    command ended when training was not seen to begin; `same_rank` has the nodes of each rank that several claim.
+    `waiting`: the barrier of each node that waits at one that never opened. `endings`: how the command ended if no
+    training was observed. `same_rank`: the nodes of each rank that several nodes claim.
     """
     lines = headlines(report, waiting, reused_runs)
     if same_rank:
@@ -77,7 +77,7 @@ def with_words(
 
 
 def verdict(report: Report, *, ended: bool) -> str:
-    """What happened, in one sentence. `ended`: the command, or its workers, without any training that was seen."""
+    """What happened, in one sentence. `ended`: the command or its workers ended without observed training."""
     startup, overhead = report.startup, report.overhead
     size = plural(startup.num_nodes, "node")
     if startup.num_gpus:
@@ -95,12 +95,12 @@ def verdict(report: Report, *, ended: bool) -> str:
         )
         parts = [f"Abandoned startup: {took} on {size} until {until}"]
     elif ended:
-        seen = f"the stages before took {took}" if overhead.startup_s else "nor any stage of a startup"
-        parts = [f"Training was not seen to begin on {size}, {seen}"]
+        seen = f"the stages before it took {took}" if overhead.startup_s else "nor was any stage of a startup"
+        parts = [f"The beginning of training was not observed on {size}, {seen}"]
     elif overhead.startup_s:
-        parts = [f"The logs cover {took} on {size} and do not show training begin"]
+        parts = [f"The logs cover {took} on {size}, but not the beginning of training"]
     else:
-        parts = [f"The logs hold single moments on {size}, and nothing that took time"]
+        parts = [f"The logs contain only instants on {size}, nothing with a duration"]
     top = _largest(report)
     if top is not None:
         stage, share = top
@@ -129,17 +129,17 @@ def _blame(report: Report) -> str:
         where += f" ({located(largest)})"
     took = format_seconds(total.joint_s)
     if len(groups) == 1:
-        text = f"{which} held the others back for {took} {where}"
+        text = f"{which} delayed the others by {took} {where}"
     else:
         all_nodes = sum(len(group.nodes) for group in groups)
-        text = f"{all_nodes} nodes held the others back for {took} together, above all {which} {where}"
+        text = f"{all_nodes} nodes delayed the others by {took} in total, mainly {which} {where}"
     if total.joint_gpu_hours:
         text += f" = {format_hours(total.joint_gpu_hours)} GPU-hours"
     return text + (f" = {format_money(total.joint_cost, report.overhead.currency)}" if total.joint_cost else "")
 
 
 def located(group: StragglerGroup) -> str:
-    """Where a group's nodes stand, if that explains them: `rack r3: 7 of 8 nodes`."""
+    """The places that explain a group, if any: `rack r3: 7 of 8 nodes`."""
     return ", ".join(
         f"{'' if place.kind == NAME else place.kind + ' '}{place.value}{'*' * (place.kind == NAME)}: "
         f"{place.num_slow} of {plural(place.num_nodes, 'node')}"
@@ -148,12 +148,12 @@ def located(group: StragglerGroup) -> str:
 
 
 def is_about_clocks(headline: str) -> bool:
-    """Whether a headline says how good the times are, and nothing of what happened: it comes behind the finding."""
+    """Whether a headline is about the accuracy of times, not about what happened: these are shown last."""
     return " clock" in headline
 
 
 def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
-    """What must not be overlooked."""
+    """Warnings, most important first."""
     lines = []
     coverage, clock = report.coverage, report.clock
     if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
@@ -171,7 +171,7 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if clock.left_out:
         named = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
         more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
-        lines.append(f"Clocks are off, or events are another start's: {named}{more}; left out of all sums.")
+        lines.append(f"Wrong clocks, or events of another start: {named}{more}; excluded from all sums.")
     if report.nodes and not plausible(report.startup.zero_ns):
         lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
@@ -183,18 +183,18 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is shown.")
     unreadable = report.input.skipped.get("unreadable", 0)
     if unreadable:
-        lines.append(f"{plural(unreadable, 'file')} of the folder could not be read; what they tell is missing here.")
+        lines.append(f"{plural(unreadable, 'file')} of the folder could not be read; their content is missing here.")
     unit = report.input.skipped.get("unit", 0)
     if unit:
-        lines.append(f"{unit} events give their times in s, ms or µs, not in ns, and were not read.")
+        lines.append(f"{plural(unit, 'event')} with times in s, ms or µs instead of ns: ignored.")
     newer = report.input.skipped.get("version", 0)
     if newer:
-        lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
+        lines.append(f"{plural(newer, 'event')} of a newer BootSeer: ignored, upgrade to read them.")
     return lines
 
 
 def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
-    """Who did not get to training: the nodes that never came to a barrier before those that wait for them there."""
+    """The nodes that did not reach training: first those that others wait for, then those that wait."""
     stuck = [node for node in report.nodes if node.outcome in ("truncated", "failed")]
     missing = sorted((node for node in stuck if node.node not in waiting), key=lambda node: node.own_end_s)
     lines = []
@@ -203,7 +203,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
             f"{plural(len(missing), 'node')} stopped before training: {named}{more}; "
-            "what was cut short there is kept out of medians."
+            "their unfinished stages are excluded from medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":
@@ -211,36 +211,36 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         lines.append(
             f"{plural(len(silent), 'node')} showed no first step: {named}{more}; "
-            "what they did from then on until training began is untracked."
+            "their time from there until training began is untracked."
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]
     if stand:
         what = Counter(stand).most_common(1)[0][0]
-        why = "" if missing else ": the cause is a node that was not seen, or the network"
-        lines.append(f"{plural(len(stand), 'node')} still waited at {what} when the logs end{why}.")
+        why = "" if missing else ": the cause is a node that sent no events, or the network"
+        lines.append(f"{plural(len(stand), 'node')} still waiting at {what} when the logs end{why}.")
     return lines
 
 
 def _unmarked(report: Report) -> list[str]:
-    """What the bill rests on where no training was seen, and no hook could have seen it."""
+    """What counts as startup, if no training was observed and no hook could have observed it."""
     watched = any(stage.stage.startswith(_FRAMEWORKS) for stage in report.stages)
     ours = any(fact.startswith("run.") for node in report.nodes for fact in node.attrs)
     if report.startup.outcome == "training_began" or watched or not ours:
         return []
     if report.startup.outcome == "unobserved":
-        bill = "only what stages show is counted as startup"
+        counted = "only the observed stages count as startup"
     elif report.overhead.startup_s:
-        bill = "all of this time is counted as startup"
+        counted = "all of this time counts as startup"
     else:
         return []
     return [
-        f"Nothing marks the beginning of training, and {bill}: mark it with "
+        f"Nothing marks the beginning of training, so {counted}: mark it with "
         "`bootseer run --began-pattern`, bootseer.training_began() or `bootseer stage`."
     ]
 
 
 def _far(off_s: float) -> str:
-    """How far a clock is off, in years where hours would be too many."""
+    """The error of a clock in suitable units: seconds and hours, days or years."""
     days = abs(off_s) / 86_400
     if days < 2:
         return format_seconds(abs(off_s))

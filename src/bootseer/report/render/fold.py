@@ -1,8 +1,11 @@
-"""Which nodes get a row of their own when there are too many for a page, and how the others fold into bands.
+"""Which nodes get their own row if there are too many for a page, and how the others are folded into bands.
 
-A band is a range of percentiles of the nodes' own time (work and untracked, without waiting) and is drawn as what
-its members were most often doing at each moment, so that a band lines up with the barriers. Rows of their own get the
-nodes on the critical chain, stragglers, nodes that did not make it, and the slowest.
+1,440 rows cannot be read, and an average of them would be misleading: nodes wait at the same barriers, but their
+stages differ in length. So nodes are sorted by own time (work and untracked, without waiting, which only mirrors the
+slowest nodes) and divided into four bands of percentiles. A band is drawn as a majority vote: at each moment the stage
+that most of its members were in. That keeps edges sharp where nodes act together, so the bands line up with the
+barriers. The nodes that a reader looks for get their own rows: those on the critical chain, stragglers, nodes that did
+not reach training, and the slowest.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ FOLD_ABOVE = 32
 MAX_OUTLIERS = 20
 _CUTS = (0, 50, 90, 99, 100)
 _BINS = 400
-# Controls would be invisible, and direction marks could make a name read as another one.
+# Control characters are invisible, and direction marks could make a name look like another one.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
@@ -42,8 +45,8 @@ def top(stage: str) -> str:
 
 
 def shared_links(report: Report) -> list[tuple[int, Link]]:
-    """The barriers at which one waited for another, with their places in the critical chain. Where training did not
-    begin, there was no last one to wait for."""
+    """The barriers with several participants, with their indexes in the critical chain; `training_began` is included
+    only if training began."""
     began = report.startup.outcome == "training_began"
     links = enumerate(report.critical_chain)
     return [(i, x) for i, x in links if x.num_participants > 1 and (began or x.barrier != "training_began")]
@@ -55,7 +58,7 @@ def own_s(node: Node) -> float:
 
 
 def time_range(nodes: list[Node]) -> tuple[float, float]:
-    """Begin and end of the time axis, s; never empty and always finite."""
+    """Begin and end of the time axis, s; finite and of positive length."""
     times = [t for n in nodes for t in (n.start_s, n.end_s, *(s.end_s for s in n.background)) if math.isfinite(t)]
     low, high = min(times, default=0.0), max(times, default=0.0)
     low = min(low, 0.0)
@@ -63,7 +66,7 @@ def time_range(nodes: list[Node]) -> tuple[float, float]:
 
 
 def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
-    """The nodes to look at first, at most `limit`, most telling first."""
+    """The nodes to look at first, at most `limit`, most important first."""
     by_name = {node.node: node for node in report.nodes}
     names = [link.node for link in reversed(report.critical_chain)]
     names += [straggler.node for straggler in sorted(report.stragglers, key=lambda s: -s.delay_s)]
@@ -74,7 +77,7 @@ def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
 
 
 def bands(nodes: list[Node]) -> list[Band]:
-    """All nodes in four bands by own time, fastest first; empty bands are left out."""
+    """All nodes in four bands by own time, fastest first, without empty bands."""
     ordered = sorted(nodes, key=lambda node: (own_s(node), node.node))
     span = time_range(nodes)
     found = []
@@ -86,7 +89,7 @@ def bands(nodes: list[Node]) -> list[Band]:
 
 
 def coalesced(segments: list[Segment], name: Callable[[str], str] = top) -> list[Segment]:
-    """Neighbours of the same stage (by default the top-level one), kind and outcome as one."""
+    """Segments with neighbours of the same stage (by default the top-level one), kind and outcome merged."""
     runs: list[Segment] = []
     for seg in segments:
         last = runs[-1] if runs else None
@@ -114,7 +117,8 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
                 votes[index][None] += 1
     drawn = []
     for index, vote in enumerate(votes):
-        # The top-level stage that most were in, and of its sub-stages the one that most of these were in.
+        # The most frequent top-level stage, and the most frequent of its sub-stages. Voting for sub-stages directly
+        # could let a stage win that few nodes were in, because the majority's stage has many sub-stages.
         tops: Counter[tuple[str, Kind] | None] = Counter()
         for look, count in vote.items():
             tops[look and (top(look[0]), look[1])] += count
@@ -126,5 +130,5 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
 
 
 def clean(text: object) -> str:
-    """Printable text that every output can encode; what is not becomes U+FFFD."""
+    """Printable text that every output can encode; other characters become U+FFFD."""
     return encodable(_UNPRINTABLE.sub("\ufffd", str(text)))

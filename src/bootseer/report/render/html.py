@@ -1,8 +1,8 @@
-"""The HTML report: one file that needs nothing else, for a browser, a mail or a printer.
+"""The HTML report: one self-contained file for a browser, a mail or a printer.
 
 The page is complete without JavaScript; the script adds zoom, search, sorting and tooltips. A log is hostile input:
-each text is escaped, and a content security policy allows the page's own style and script by hash and nothing else,
-so that what slips through still cannot run or call home.
+each text is escaped, and a content security policy allows only the page's own style and script, by hash, so that
+anything that escapes the escaping can neither run nor send data.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LINKS = (
     ("facts", "Other logs"),
     ("startups", "Startups"),
     ("nodes", "Nodes"),
-    ("words", "Words"),
+    ("words", "Glossary"),
 )
 
 
 def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> str:
-    """The report as one self-contained HTML document. `above`: HTML in front of it, of a service that shows it;
-    `refresh_s`: how often a browser loads it again."""
+    """The report as one self-contained HTML document. `above`: HTML that the service shows before it; `refresh_s`:
+    reload interval for the browser."""
     scale, palette = scale_of(report), Palette(report)
     body = "".join(
         (
@@ -81,7 +81,7 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
 
 
 def policy() -> str:
-    """The content security policy of such a document, for a server that says it too."""
+    """The content security policy of the document, for a server that also sends it as a header."""
     return _policy(_asset("report.css"), _asset("report.js"))
 
 

@@ -1,7 +1,7 @@
-"""The timeline of the HTML report: a row for each node, or bands and outliers when there are too many nodes.
+"""The timeline of the HTML report: a row per node, or bands and outliers if there are too many nodes.
 
-A row is a `details` element, so that it opens with a click or a key and without JavaScript. All nodes' segments are
-in the page as compact JSON (`payload`), from which `assets/report.js` draws any node that is searched for.
+A row is a `details` element, so it can be opened by mouse or keyboard without JavaScript. The segments of all nodes are
+in the page as compact JSON (`payload`), from which `assets/report.js` draws any node found by the search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_SHADES = 8
 def timeline(report: Report, scale: Scale, palette: Palette) -> str:
     """The section with legend, controls, axis and rows."""
     if not report.nodes:
-        return section("timeline", "Timeline", '<p class="empty">No node was seen: there is nothing to draw.</p>')
+        return section("timeline", "Timeline", '<p class="empty">No node was seen.</p>')
     folded = len(report.nodes) > FOLD_ABOVE
     if folded:
         chosen = outliers(report)
@@ -43,8 +43,8 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
         body += _group("Nodes to look at", "".join(_node_row(node, report, scale, palette) for node in chosen))
         note = (
             f"{plural(len(report.nodes), 'node')} folded into {plural(len(grouped), 'band')} by own time (without "
-            "waiting); a band shows at each moment what its nodes were most often doing. Below: the critical chain, "
-            "stragglers, nodes that did not make it, the slowest. Search finds every node."
+            "waiting). A band shows the most frequent stage of its nodes at each moment. Below: nodes on the critical "
+            "chain, stragglers, nodes that did not reach training, and the slowest. Use the search for any other node."
         )
     else:
         by_rank = 0 < len(report.ranks) <= FOLD_ABOVE
@@ -52,8 +52,8 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
             report.ranks if by_rank else report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node)
         )
         body = _group("", "".join(_node_row(node, report, scale, palette) for node in ordered))
-        row = "rank" if by_rank else "node, as its last rank saw it"
-        note = f"One row per {row}. Open a row for its segments."
+        row = "rank" if by_rank else "node (its slowest rank)"
+        note = f"One row per {row}. Open a row to see its segments."
     top = (
         f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'
     )
@@ -131,7 +131,7 @@ def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str
 
 
 def _scheduler_row(report: Report, scale: Scale, palette: Palette) -> str:
-    """Queue and allocation, in front of the nodes."""
+    """Queue and allocation, above the nodes."""
     if not report.scheduler:
         return ""
     took = ", ".join(f"{seg.stage} {seconds(seg.end_s - seg.start_s)}" for seg in report.scheduler)
@@ -157,7 +157,7 @@ def _node_detail(node: Node, slow: list[Straggler]) -> str:
         lines.append(plural(node.gpus, "GPU"))
     lines.append(f"clock corrected by {_signed(node.clock_offset_s)}, {_error(node.clock_error_s)}")
     if node.outcome != "ok":
-        lines.append(f"{node.outcome}: its events stop in {node.last_stage or 'no stage'}")
+        lines.append(f"{node.outcome}: its events end in {node.last_stage or 'no stage'}")
     lines += [f"straggler in {s.stage}: {seconds(s.delay_s)} late at {s.barrier}" for s in slow]
     facts = "".join(f"<li>{esc(key)} = {esc(value)}</li>" for key, value in list(node.attrs.items())[:_MAX_LISTED])
     facts = f'<ul class="facts">{facts}</ul>' if facts else ""
@@ -198,7 +198,7 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
 
 
 def nodes_section(report: Report) -> str:
-    """A table of all nodes, closed at first when there are many; a single one has its row already."""
+    """A table of all nodes, closed at first if there are many; a single node has only its row."""
     if len(report.nodes) < 2:
         return ""
     rows = [_node_cells(node) for node in report.nodes]

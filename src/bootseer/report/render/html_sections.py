@@ -1,7 +1,6 @@
-"""The parts of the HTML report that say what happened and which nodes it was: head, figures, critical chain,
-stragglers.
+"""The upper parts of the HTML report: header, key figures, critical chain, stragglers, stages.
 
-Each function turns a `Report` into the HTML of one part; `html.render` puts them in order.
+Each function renders one part of a `Report`; `html.render` puts them in order.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _OUTCOMES = {
     "training_began": ("ok", "training began"),
     "truncated": ("warn", "abandoned startup, or still running"),
     "failed": ("bad", "failed startup"),
-    "unobserved": ("warn", "training was not seen to begin"),
+    "unobserved": ("warn", "beginning of training not observed"),
 }
 _ENDS = {
     "first_step": "ends with the first optimizer step",
-    "training_began": "ends when training was said to have begun",
+    "training_began": "ends when training was marked as begun",
     "last_event": "ends with the last event seen",
     "command": "ends with the command",
     "restart": "ends with the next restart",
@@ -79,7 +78,7 @@ def _banners(lines: list[str]) -> str:
 
 
 def figures(report: Report) -> str:
-    """The tiles: what the startup took and what it cost; those that have something to say."""
+    """The tiles with key figures; those without a value are omitted."""
     over, heard = report.overhead, report.coverage
     many = max(len(report.nodes), heard.nodes_expected or 0) > 1
     judged = len(report.nodes) >= MIN_NODES or report.stragglers
@@ -99,7 +98,7 @@ def figures(report: Report) -> str:
     bar = stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
     last = len(report.straggler_groups) - 1
     saved = num(report.straggler_groups[-1].joint_s, seconds, f"straggler_groups.{last}.joint_s") if last >= 0 else ""
-    without = f"without them {saved} sooner" if saved else "none beyond noise"
+    without = f"{saved} sooner without them" if saved else "none beyond noise"
     cost = f"{of('wait_cost', money) or 'none'} of it waiting; {of('price_per_gpu_hour', money)} per GPU-hour"
     name = {"failed": "Failed startup", "truncated": "Abandoned startup"}.get(report.startup.outcome, "Startup")
     tiles = (
@@ -132,9 +131,7 @@ def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
 
 def chain(report: Report, palette: Palette) -> str:
     """The critical chain as a sequence of barriers."""
-    note = (
-        f"At each {term('barrier', 'barrier')}: the last node, where it lost the time, and how long the others waited."
-    )
+    note = f"At each {term('barrier', 'barrier')}: the last node, where it lost time, and how long others waited."
     links = shared_links(report)
     if not links:
         return ""
@@ -163,23 +160,23 @@ def _link(i: int, link: Link, palette: Palette) -> str:
     rank = f" <i>rank {link.rank}</i>" if link.rank >= 0 else ""
     return (
         f'<li><p class="gate">{esc(link.barrier)}</p>'
-        f'<p class="last"><b class="id">{esc(link.node)}</b>{rank} came last</p>'
+        f'<p class="last"><b class="id">{esc(link.node)}</b>{rank} arrived last</p>'
         f"<dl>{body}</dl></li>"
     )
 
 
 def stragglers(report: Report) -> str:
-    """Groups with what they cost together, then each straggler."""
+    """Groups with their joint cost, then each straggler."""
     note = (
-        f"{term('savings', 'Savings')} are exact for the observed barriers: the job replayed without these nodes. "
-        "Groups hide behind each other: they stand in the order in which to mend them, each with what it adds to those "
-        "above it and what they save together. z is the robust z-score of the node's work among the others."
+        f"{term('savings', 'Savings')} are computed by replaying the observed barriers without these nodes. Groups "
+        "hide each other, so they are listed in the order in which to fix them: each with what it saves alone, adds to "
+        "those above it, and saves together with them. z is the robust z-score of the node's work among the others."
     )
     if not report.stragglers and len(report.nodes) < MIN_NODES:
         return ""
     if not report.stragglers:
         return section(
-            "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
+            "stragglers", "Stragglers", '<p class="empty">No node was slower than clock errors and noise explain.</p>'
         )
     groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
     columns = head(
@@ -233,7 +230,7 @@ def _stage_name(stage: Stage, palette: Palette) -> str:
 
 
 def _scheduler(_: float) -> str:
-    """What stands for the number of nodes when the scheduler, not a node, went through a stage."""
+    """Shown instead of the number of nodes for a stage of the scheduler."""
     return "job"
 
 
@@ -241,7 +238,7 @@ def stages(report: Report, palette: Palette) -> str:
     """The stage table."""
     if not report.stages:
         return ""
-    many = len(report.nodes) > 1  # a single node has no median, and needs no name
+    many = len(report.nodes) > 1  # for a single node, median and name are superfluous
     rows = []
     for i, stage in enumerate(report.stages):
         key = f"stages.{i}."

@@ -1,5 +1,4 @@
-"""The parts of the HTML report that tell how the nodes got image, environment and checkpoint, and what they sent each
-other."""
+"""The parts of the HTML report about images, environments, checkpoints, peers and restarts."""
 
 from __future__ import annotations
 
@@ -41,20 +40,20 @@ _PEERS: tuple[Column, ...] = (
 
 
 _NOTES = {
-    "images": "Demand was fetched while a reader waited, hot ahead of readers because earlier starts needed it.",
-    "environments": "A restored environment is a mount of what the setup did when it ran the last time.",
-    "checkpoints": "What the kernel kept of a file is read again without being counted.",
-    "peers": "Each run of blocks has an owner among the nodes, which alone asks the origin for it.",
-    "restarts": "Image, environment and mounts stay where they are; see restarts.md.",
-    "warm": "A warm parent has imported what earlier starts imported; see process.md.",
-    "unused-imports": "Time of each module's own code; functions in C or traced by torch.compile are not seen.",
-    "stacks": "Asked by the service while they were late, the innermost frame first; see service.md.",
-    "connections": "Ranks meet at a store, then in groups; see peers.md, Names of the nodes.",
+    "images": "Demand: fetched while a reader waited. Hot: prefetched because earlier starts needed it.",
+    "environments": "A restored environment is a mounted snapshot of an earlier setup's result.",
+    "checkpoints": "Reads from the kernel's page cache are not counted.",
+    "peers": "Each run of blocks has an owner among the nodes, the only one that fetches it from the origin.",
+    "restarts": "Image, environment and mounts are kept; see restarts.md.",
+    "warm": "A warm parent has already imported the modules of earlier starts; see process.md.",
+    "unused-imports": "Time of each module's own code. Functions in C or traced by torch.compile are not detected.",
+    "stacks": "Taken by the service while the processes were late, innermost frame first; see service.md.",
+    "connections": "Ranks connect to a store, then form groups; see peers.md, Names of the nodes.",
 }
 
 
 def starts_sections(report: Report) -> str:
-    """The parts that there is something to say of: lines, and a table of the nodes where each has told numbers."""
+    """The parts that have lines, each with a table of the nodes if they reported numbers."""
     found = []
     for ident, title, lines_of in SUMMARIES:
         lines = lines_of(report)
@@ -69,7 +68,7 @@ def starts_sections(report: Report) -> str:
 
 
 def _images(report: Report) -> str:
-    # What went worse than elsewhere comes first: fallbacks, then those that waited for most.
+    # Worst first: fallbacks, then those that waited for most bytes.
     ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
     rows = [
         word_cell(one.node, css="id")
@@ -82,7 +81,7 @@ def _images(report: Report) -> str:
 
 
 def _environments(report: Report) -> str:
-    # What went worse than elsewhere comes first: setups that ran, then those that took longest.
+    # Worst first: setups that ran, then those that took longest.
     ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
     rows = [
         word_cell(one.node, css="id")
@@ -90,7 +89,7 @@ def _environments(report: Report) -> str:
         + _cells(one, _ENVIRONMENT)
         + word_cell(one.builder, css="id")
         + word_cell(one.key[:12], css="id", title=one.key)
-        + word_cell(f"{one.reason}; not kept: {one.why_not}" if one.why_not else one.reason, css="text")
+        + word_cell(f"{one.reason}; not published: {one.why_not}" if one.why_not else one.reason, css="text")
         for one in ordered[:_MAX_ROWS]
     ]
     columns = _head("node", "way", _ENVIRONMENT, "built by", "snapshot", "why")
@@ -98,7 +97,7 @@ def _environments(report: Report) -> str:
 
 
 def _checkpoints(report: Report) -> str:
-    """The nodes, and what served them."""
+    """The nodes, and the DataNodes that served them."""
     # Those that had to fetch most come first.
     ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
     rows = [
@@ -119,12 +118,12 @@ def _checkpoints(report: Report) -> str:
         word_cell(name, css="id") + cell(total[0], size) + cell(total[1], seconds) + cell(int(total[2]), count)
         for name, total in sorted(totals.items(), key=lambda item: -item[1][0])[:_MAX_ROWS]
     ]
-    columns = head("DataNode", ">served", ">its reads took", ">failures")
+    columns = head("DataNode", ">served", ">read time", ">failures")
     return body + (table(columns, rows, label="DataNodes", css="sortable") if rows else "")
 
 
 def _peers(report: Report) -> str:
-    # Those that had to ask the origin for most come first.
+    # Those that fetched most from the origin come first.
     ordered = sorted(report.peers, key=lambda one: (-one.origin_bytes, one.node))
     rows = [
         word_cell(one.node, css="id", title=one.interfaces)

@@ -1,8 +1,8 @@
 """The drawings of the HTML report: timeline rows, time axis, distributions, legend swatches.
 
-Timeline rows use percent for time and pixels for height, so that one drawing fits every width, text is never
-stretched, and zoom is one CSS variable (`assets/report.js` draws the same rows for nodes that are searched).
-Colours are CSS classes: c0-c9 for stages, cu for untracked, h0-h9 for waiting in a stage.
+Timeline rows use percent for time and pixels for height, so that one drawing fits every width, text is never stretched,
+and zoom is one CSS variable (`assets/report.js` draws the same rows for nodes found by the search). Colours are CSS
+classes: c0-c9 for stages, cu for untracked, h0-h9 for waiting in a stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BARRIER_NAME = 24
 _CHARACTER = 0.0082
 """Width of a character as a share of the plot, on the smallest screen that shows all names."""
 MAX_SEGMENTS = 400
-"""More in one row cannot be distinguished on a screen; such a row shows top-level stages only."""
+"""More segments in a row cannot be distinguished on a screen; such a row shows only top-level stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Scale:
 def scale_of(report: Report) -> Scale:
     low, high = time_range(report.nodes)
     bound = min((node.start_s for node in report.nodes if math.isfinite(node.start_s)), default=0.0)
-    # A queue of hours must not make the startup a line: its end is drawn.
+    # A queue of hours must not shrink the startup to a line: only the end of the queue is drawn.
     low = max(low, bound - (high - bound) / 3) if bound < high else low
     slack = 1e-3 * (high - low)
     inside = [(c.barrier, c.release_s) for _, c in shared_links(report) if low - slack <= c.release_s <= high + slack]
@@ -59,7 +59,7 @@ class Palette:
         seen.update(seg.stage for seg in report.scheduler)
         seen.discard(UNTRACKED)
         self.inner: dict[str, list[str]] = {}
-        """The sub-stages that own time, by top-level stage, those with most work first: they get the fullest shades."""
+        """The sub-stages with own time, by top-level stage, those with most work first, in the strongest shades."""
         drawn = {seg.stage for node in report.nodes for seg in node.segments if seg.kind != UNTRACKED}
         work = {stage.stage: stage.work_s for stage in report.stages}
         for name in sorted(drawn, key=lambda name: (-work.get(name, 0.0), name)):
@@ -84,16 +84,16 @@ class Palette:
         return f"c{index}" + (f" v{shade}" if shade else "")
 
     def order(self, stage: str) -> int:
-        """Where a top-level stage stands among the others; what has no colour stands last."""
+        """Position of a top-level stage among the others; stages without a colour are last."""
         return self._index.get(stage, len(self._index))
 
     def sign(self, stage: str) -> str:
-        """Class of the stage's sign in legends and tables: hatched if it is nothing but waiting."""
+        """Class of the stage's sign in legends and tables: hatched if it is only waiting."""
         return self.css(stage, WAIT if stage in self._waiting else WORK)
 
 
 def patterns() -> str:
-    """Hatchings for waiting, once per page."""
+    """Hatching for waiting, once per page."""
     hatch = "".join(
         f'<pattern id="w{i}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect class="c{i} pale" width="6" height="6"/><rect class="c{i}" width="1.6" height="6"/></pattern>'
@@ -111,7 +111,7 @@ def describe(seg: Segment) -> str:
 
 
 def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, background: Iterable[Segment] = ()) -> str:
-    """One row of the timeline. `label` is what a screen reader says instead."""
+    """One row of the timeline. `label` is the text for screen readers."""
     shown = segments if len(segments) <= MAX_SEGMENTS else coalesced(segments)
     parts = []
     for seg in filter(_drawable, shown):
@@ -182,7 +182,7 @@ def _width(seg: Segment, scale: Scale) -> str:
 
 
 def end_mark(x: str, outcome: str, y: float = 11.0) -> str:
-    """A cross where a node's events stop, or where a stage failed."""
+    """A cross where a node's events end, or where a stage failed."""
     return (
         f'<svg x="{x}%" y="{y:g}" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
         f"<title>{esc(outcome)}</title></path></svg>"
@@ -215,7 +215,7 @@ def axis(scale: Scale) -> str:
 
 
 def _labels(scale: Scale) -> list[tuple[int, str, float]]:
-    """Number, name and place of each barrier; the name is empty where it would cover the barrier before."""
+    """Number, name and position of each barrier; the name is empty if it would overlap the previous barrier."""
     labels = []
     free = scale.low
     for number, (name, at) in enumerate(scale.barriers, 1):
@@ -255,7 +255,7 @@ def clock(value: float) -> str:
 
 
 def cdf(stage: Stage, css: str) -> str:
-    """How many of the nodes were through a stage after how many seconds."""
+    """The share of nodes that had completed a stage over time."""
     points = [(x, y) for x, y in stage.cdf if math.isfinite(x) and math.isfinite(y)]
     width, height = 224.0, 84.0
     most = max((x for x, _ in points), default=0.0) or 1.0

@@ -1,6 +1,6 @@
-"""The parts of the HTML report below the fold: distributions, ledger, evidence, other startups, glossary.
+"""The lower parts of the HTML report: distributions, ledger, evidence, other startups, glossary.
 
-Each function turns a `Report` into the HTML of one part; `html.render` puts them in order.
+Each function renders one part of a `Report`; `html.render` puts them in order.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def distributions(report: Report, palette: Palette) -> str:
     if not drawn:
         return ""
     note = (
-        "Share of nodes (up) that were done after so many seconds (right). Dashed: median; solid: maximum. "
-        "A long flat tail is a few slow nodes; an even slope is a shared limit."
+        "Share of nodes that were done (vertical) over seconds (horizontal). Dashed: median; solid: maximum. "
+        "A long flat tail means a few slow nodes, an even slope a shared limit."
     )
     return section("spread", "Spread over nodes", f'<div class="multiples">{"".join(drawn)}</div>', note)
 
 
 def _spreads(stage: Stage, stages: list[Stage]) -> bool:
-    """Whether the nodes differ in a stage by what can be seen; one that is its sub-stage's time is drawn there."""
+    """Whether the nodes differ visibly in a stage; if a sub-stage has the same times, only that is drawn."""
     if len(stage.cdf) < MIN_NODES or (stage.max_over_median or math.inf) < _MIN_RATIO:
         return False
     inner = [other for other in stages if other.stage.startswith(stage.stage + ".") and other.cdf == stage.cdf]
@@ -74,7 +74,7 @@ def _multiple(stage: Stage, palette: Palette) -> str:
 def ledger(report: Report, palette: Palette) -> str:
     """What each top-level stage cost, in work and in waiting."""
     stages = [stage for stage in report.stages if stage.depth == 0 and stage.num_nodes]
-    # Without GPUs, the stage table of a single node says the same.
+    # Without GPUs, the stage table of a single node shows the same.
     in_hours = bool(report.overhead.gpu_hours) and all(stage.gpu_hours is not None for stage in stages)
     if not stages or (not in_hours and len(report.nodes) < 2):
         return ""
@@ -118,7 +118,7 @@ def _weight(stage: Stage, in_hours: bool) -> float:
 
 
 def evidence(report: Report) -> str:
-    """How much of the truth was seen: coverage, clocks, what is missing, what was read."""
+    """How complete the data is: coverage, clocks, what is missing, what was read."""
     many = len(report.nodes) > 1
     heard = report.coverage
     parts = [
@@ -144,7 +144,7 @@ def _coverage(report: Report) -> str:
         ),
         ("ranks seen / expected", _of(heard.ranks_heard, heard.ranks_expected)),
         (f"{term('truncated', 'truncated')} nodes", num(heard.nodes_truncated, count, "coverage.nodes_truncated")),
-        ("events that writers lost", num(heard.events_lost, count, "coverage.events_lost")),
+        ("lost events", num(heard.events_lost, count, "coverage.events_lost")),
     ]
     return section("coverage", "Coverage", _pairs(lines))
 
@@ -158,8 +158,8 @@ def _clock(report: Report) -> str:
     lines = [
         ("reference node", f'<span class="id">{esc(clock.reference_node) or "none"}</span>'),
         (f"largest {term('clock', 'offset')}", num(clock.max_offset_s, _precise, "clock.max_offset_s")),
-        ("error of the offsets, at most", num(clock.max_error_s, _precise, "clock.max_error_s")),
-        ("nodes that nothing ties to the others", num(clock.nodes_untied, count, "clock.nodes_untied")),
+        ("largest error of offsets", num(clock.max_error_s, _precise, "clock.max_error_s")),
+        ("nodes without a common barrier", num(clock.nodes_untied, count, "clock.nodes_untied")),
         ("wall clock jumped on", f'<span class="id">{esc(", ".join(clock.steps[:50])) or "no node"}</span>'),
     ]
     return section("clock", "Clocks", _pairs(lines))
@@ -173,14 +173,11 @@ def _unobserved(report: Report) -> str:
     names = [f"<b>{esc(stage)}</b>" for stage in report.unobserved if " " not in stage]
     lines = [esc(line) for line in report.unobserved if " " in line]
     if names:
-        them, they = ("them", "they are") if len(names) > 1 else ("it", "it is")
-        lines.insert(0, f"{', '.join(names)}: nothing in the input tells about {them}; {they} in no sum.")
+        lines.insert(0, f"{', '.join(names)}: not in the input, and not included in any sum.")
     if report.overhead.job_level_s is None and report.startup.outcome == "training_began":
-        lines.append("When the job was submitted: without it there is no job-level overhead.")
+        lines.append("Submission time of the job, which is needed for the job-level overhead.")
     if report.startup.num_gpus is None:
-        lines.append(
-            "The GPUs of each node: without them no GPU-hours and no cost (`bootseer report --gpus-per-node`)."
-        )
+        lines.append("GPUs of each node, which are needed for GPU-hours and cost (`bootseer report --gpus-per-node`).")
     body = f'<ul class="plain">{"".join(f"<li>{line}</li>" for line in lines)}</ul>'
     return section("unobserved", "Not observed", body) if lines else ""
 
@@ -192,14 +189,14 @@ def _input(report: Report) -> str:
         ("size", num(read.bytes, size, "input.bytes")),
         ("lines", num(read.lines, count, "input.lines")),
         ("events", num(read.events, count, "input.events")),
-        ("duplicates left out", num(read.duplicates, count, "input.duplicates") if read.duplicates else ""),
+        ("duplicates", num(read.duplicates, count, "input.duplicates") if read.duplicates else ""),
     ]
     lines += [(f"skipped: {esc(why)}", f"<span>{esc(count(number))}</span>") for why, number in read.skipped.items()]
     return section("input", "Input", _pairs(lines))
 
 
 def facts(report: Report) -> str:
-    """What foreign logs said by themselves."""
+    """Facts from logs of other programs."""
     if not report.facts:
         return ""
     rows = [
@@ -211,9 +208,9 @@ def facts(report: Report) -> str:
         + word_cell(fact.where, css="id")
         for fact in report.facts[:_MAX_FACTS]
     ]
-    columns = head("source", "stage", "said", ">took", "node", "where")
+    columns = head("source", "stage", "fact", ">took", "node", "where")
     left = len(report.facts) - _MAX_FACTS
-    note = "Lines of other programs in the same logs: measured by them, not by BootSeer."
+    note = "From lines of other programs in the same logs: measured by them, not by BootSeer."
     if left > 0:
         note += f" The first {_MAX_FACTS:,} are shown; {left:,} more are in the JSON report."
     return section(
@@ -222,7 +219,7 @@ def facts(report: Report) -> str:
 
 
 def startups(report: Report, palette: Palette) -> str:
-    """All startups in the input, and their share of the time that the job ran."""
+    """All startups in the input, and their share of the job's time."""
     if len(report.startups) < 2:
         return ""
     shown = report.startups[:_MAX_STARTUPS]
@@ -265,10 +262,10 @@ def _startup_cells(one: Overview, this: bool) -> str:
 
 
 def glossary(page: str) -> str:
-    """The words that the page asks for, each in a sentence or two."""
+    """The terms that the page links to, each explained in a sentence or two."""
     entries = "".join(
         f'<div id="g-{key}"><dt>{esc(title)}</dt><dd>{esc(meaning)}</dd></div>'
         for key, (title, meaning) in GLOSSARY.items()
         if f'"#g-{key}"' in page or key in _ALWAYS
     )
-    return section("words", "Words", f'<dl class="glossary">{entries}</dl>')
+    return section("words", "Glossary", f'<dl class="glossary">{entries}</dl>')

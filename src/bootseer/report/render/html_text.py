@@ -1,6 +1,6 @@
-"""Text for the HTML report: escaping, numbers with their raw value beside them, and the words that need explaining.
+"""Text for the HTML report: escaping, numbers with their raw values, tables, and the glossary.
 
-Everything that a log may have said passes `esc` on its way into the page.
+Every text that may come from a log passes through `esc`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ GLOSSARY = {
         "A named part of a startup; sub-stages are dotted. The scheduler phase is queue and allocation, the worker "
         "phase image_loading, environment_setup and model_initialization; first_step ends it.",
     ),
-    "job": ("Job-level overhead", "End of the first step minus submission. Time in the queue counts here."),
+    "job": ("Job-level overhead", "From submission to the end of the first step, including time in the queue."),
     "node": (
         "Node-level overhead",
-        "End of the first step minus the moment that this node was bound to the job. Work, wait and untracked time.",
+        "From the moment that this node was bound to the job to the end of the first step: work, wait and untracked.",
     ),
     "work": ("Work", "Time in which a node was busy with its own startup."),
-    "wait": ("Wait", "Time in which a node was done and stood at a barrier until the last node came."),
+    "wait": ("Wait", "Time in which a node waited at a barrier for the last node."),
     "untracked": ("Untracked", "Time that no event covers: something ran that sent no events."),
     "truncated": (
         "Truncated",
-        "No end was seen: the process died or the log stops. Counted, and kept out of medians.",
+        "No end was seen: the process died or the log ends. Counted, but excluded from medians.",
     ),
-    "barrier": ("Barrier", "A moment that no node passes before all have reached it: rendezvous, first step."),
+    "barrier": ("Barrier", "A point that no node passes before all have reached it: rendezvous, first step."),
     "chain": (
         "Critical chain",
-        "For each barrier the node that came last, and the stage in which it lost the time. Only time on this chain "
-        "makes the job begin later.",
+        "For each barrier the node that arrived last, and the stage in which it lost time. Only time on this chain "
+        "delays the job.",
     ),
     "straggler": (
         "Straggler",
@@ -52,18 +52,18 @@ GLOSSARY = {
     ),
     "savings": (
         "Savings",
-        "How much sooner the job would have begun without these nodes, computed from the barriers. One of several "
-        "stragglers, or groups of them, alone saves little: the next one is as late.",
+        "How much sooner training would have begun without these nodes, computed from the barriers. Leaving out only "
+        "one of several stragglers, or groups of them, saves little: the next one is as late.",
     ),
     "ratio": ("Max/Median", "Slowest node over the median node in one stage. 1.0 means that all are equally fast."),
     "gpuh": ("GPU-hours", "GPUs of a node times the hours that they were held during the startup."),
-    "coverage": ("Coverage", "Nodes seen over nodes expected. A node that is missing may be the straggler."),
+    "coverage": ("Coverage", "Nodes seen over nodes expected. A missing node may be the straggler."),
     "clock": (
         "Clock offset",
-        "What a node's clock reads less the middle of all. Nodes are ordered after correction; durations come "
-        "from each node's monotonic clock and need none.",
+        "Difference of a node's clock from the median of all. Times are corrected by it; durations come from each "
+        "node's monotonic clock and need no correction.",
     ),
-    "unobserved": ("Unobserved", "Nothing in the input tells this number. It is not zero."),
+    "unobserved": ("Unobserved", "The input does not contain this number. It is not zero."),
 }
 
 
@@ -73,25 +73,25 @@ def esc(text: object) -> str:
 
 
 def dotted(stage: str) -> str:
-    """A stage name as HTML that may break into lines behind its dots."""
+    """A stage name as HTML that may be wrapped after its dots."""
     return esc(stage).replace(".", ".<wbr>")
 
 
 def data_block(value: object) -> str:
-    """JSON for a script element: no character of it can end the element or begin a comment."""
+    """JSON for a script element, escaped so that it can neither end the element nor begin a comment."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return clean(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def raw(value: float | None) -> str:
-    """The number as `Report.to_json` has it; `null` when there is none."""
+    """The number as in `Report.to_json`; `null` if there is none."""
     if value is None or not math.isfinite(value):
         return "null"
     return json.dumps(round(value, 6) if isinstance(value, float) else value)
 
 
 def num(value: float | None, form: Callable[[float], str], key: str = "") -> str:
-    """A number for people, with the raw one in `data-value` and its place in the JSON in `data-key`."""
+    """A formatted number, with the raw one in `data-value` and its path in the JSON in `data-key`."""
     where = f' data-key="{esc(key)}" data-value="{raw(value)}"' if key else ""
     if value is None or not math.isfinite(value):
         return f'<span class="na"{where}>{UNOBSERVED}</span>'
@@ -104,7 +104,7 @@ def cell(value: float | None, form: Callable[[float], str], key: str = "") -> st
 
 
 def word_cell(text: object, *, title: str = "", css: str = "") -> str:
-    """A table cell with a text that came from outside."""
+    """A table cell with text from a log."""
     return f"<td{_attr('class', css)}{_attr('title', title)}>{esc(text)}</td>"
 
 
@@ -127,13 +127,13 @@ def head(*columns: str) -> str:
 
 
 _CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
-_SAYS_NOTHING = re.compile(r'<td[^>]* data-sort="(null|0|0\.0)"|<td[^>]*></td>')
+_EMPTY_CELL = re.compile(r'<td[^>]* data-sort="(null|0|0\.0)"|<td[^>]*></td>')
 
 
-def _telling(columns: str, rows: list[str]) -> tuple[str, list[str]]:
-    """The table without the columns in which each cell is empty, 0 or unobserved; the first one stays."""
+def _without_empty_columns(columns: str, rows: list[str]) -> tuple[str, list[str]]:
+    """The table without columns in which every cell is empty, 0 or unobserved; the first one is kept."""
     cells = [_CELL.findall(row) for row in rows]
-    kept = [i for i in range(columns.count("<th ")) if not i or not all(_SAYS_NOTHING.match(row[i]) for row in cells)]
+    kept = [i for i in range(columns.count("<th ")) if not i or not all(_EMPTY_CELL.match(row[i]) for row in cells)]
     cut = [
         row[: row.index("<td")] + "".join(own[i] for i in kept) + "</tr>" * row.startswith("<tr")
         for row, own in zip(rows, cells, strict=True)
@@ -143,9 +143,9 @@ def _telling(columns: str, rows: list[str]) -> tuple[str, list[str]]:
 
 
 def table(columns: str, rows: list[str], *, label: str, css: str = "") -> str:
-    """A table inside a box that scrolls by itself, so that the page never does sideways."""
+    """A table in a box of its own that scrolls sideways, so that the page does not."""
     if rows:
-        columns, rows = _telling(columns, rows)
+        columns, rows = _without_empty_columns(columns, rows)
     body = "".join(f"<tr>{row}</tr>" if not row.startswith("<tr") else row for row in rows)
     name = esc(label)
     return (
@@ -155,7 +155,7 @@ def table(columns: str, rows: list[str], *, label: str, css: str = "") -> str:
 
 
 def term(key: str, text: str = "") -> str:
-    """A word that the glossary explains: a tooltip here, the whole entry at the foot of the page."""
+    """A term with its explanation as a tooltip, linked to the glossary at the foot of the page."""
     title, meaning = GLOSSARY[key]
     return f'<a class="term" href="#g-{key}" title="{esc(meaning)}">{esc(text or title)}</a>'
 

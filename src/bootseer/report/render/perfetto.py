@@ -1,9 +1,9 @@
-"""The report as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
+"""The report as a Chrome trace, the JSON format of ui.perfetto.dev and chrome://tracing.
 
-Each node is a process with one thread of nested slices; work in the background is async, because it overlaps.
-Arrows lead from the node that came last at a barrier to nodes that waited for it. The format is old and has rules
-that viewers enforce by dropping events: slices of a thread nest, parents come before children, ts is in microseconds.
-A viewer gets slow with thousands of processes, so a big startup shows outliers and a sample of each band.
+Each node is a process with one thread of nested slices; background work is async, because it overlaps. Arrows lead
+from the node that arrived last at a barrier to nodes that waited for it. Viewers silently drop events that break the
+rules of the format: slices of a thread must nest, parents must come before children, ts is in microseconds. Viewers get
+slow with thousands of processes, so a large startup shows outliers and a sample of each band.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def trace(report: Report) -> dict[str, Any]:
         timed += _slices(node, pid, clock)
         timed += _background(node, pid, clock)
     timed += _flows(report.critical_chain, nodes, clock)
-    # Stable: at one moment a parent stays before its children, and an arrow behind the slice that it binds to.
+    # The sort is stable: with equal times, a parent stays before its children, and an arrow after its slice.
     timed.sort(key=lambda event: event["ts"])
     return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report, nodes)}
 
@@ -101,7 +101,7 @@ def _metadata(pid: int, name: str, order: int) -> list[Event]:
 
 
 def _slice(name: str, category: str, span: tuple[int, int], pid: int, args: dict[str, Any]) -> Event:
-    # The thread's id is the process's: viewers take it for the main thread, and ids stay unique over all processes.
+    # Thread id = process id: viewers then treat it as the main thread, and ids are unique over all processes.
     return {
         "ph": "X",
         "name": clean(name),
@@ -178,7 +178,7 @@ def _background(node: Node, pid: int, clock: _Clock) -> list[Event]:
 
 
 def _chain(links: list[Link], clock: _Clock) -> list[Event]:
-    """The critical chain as a thread of its own: which node held the others back, from barrier to barrier."""
+    """The critical chain as a thread of its own: the node that the others waited for, from barrier to barrier."""
     events = []
     at = 0
     for link in links:
@@ -198,9 +198,9 @@ def _number(value: float | None) -> float | str:
 
 
 def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
-    """Arrows "waited for node k": from the last node's arrival to the end of the waits that it ended.
+    """Arrows "waited for node k", from the last node's arrival to the end of the waits for it.
 
-    An arrow binds to the slice that is open at its time, so both ends lie a little before the slice's end.
+    An arrow binds to the slice that is open at its time, so both ends are slightly before the slice's end.
     """
     pids = {node.node: _FIRST_NODE_PID + index for index, node in enumerate(nodes)}
     by_name = {node.node: node for node in nodes}
@@ -226,6 +226,6 @@ def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
 
 
 def _covering(node: Node, moment: float) -> Segment | None:
-    """The segment that is under way just before `moment`."""
+    """The segment just before `moment`."""
     inside = (seg for seg in node.segments if seg.start_s < moment - 1e-6 and seg.end_s >= moment - 1e-3)
     return next(inside, None)

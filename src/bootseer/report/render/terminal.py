@@ -1,7 +1,7 @@
 """The report, and the comparison of two startups, in a terminal.
 
-Fits 80 columns, reads without colour, and shows `unobserved` where nothing was measured. Every string that came
-from a log is cleaned of control characters first: a log must not drive the reader's terminal.
+Fits 80 columns, is readable without colour, and shows `unobserved` for values that were not measured. Strings from logs
+are cleaned of control characters: a log must not control the reader's terminal.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MAX_NODES = 12
 _MAX_ROWS = 8
 _MAX_GROUPS = 6
 _MAX_LINKS = 16
-_WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
-"""Columns of names."""
+_NAMES = frozenset({"stage", "barrier", "last to arrive", "node", ""})
+"""Columns of names, which may be shortened."""
 _UNOBSERVED = "unobserved"
 _UNTIL = {"last_event": "last event seen", "command": "the command's end", "restart": "the restart"}
 _MAX_FACTS = 20
@@ -47,7 +47,7 @@ _STYLES = {SLOWER: "bold red", FASTER: "bold green", UNPROVEN: "yellow"}
 
 
 def render(report: Report, console: Console) -> None:
-    """Print the report on the console; `console.width` is obeyed down to 60 columns."""
+    """Print the report on the console, which should have at least 60 columns."""
     console.print(Text(clean(report.verdict), style="bold"))
     _print_headlines([line for line in report.headlines if not is_about_clocks(line)], console)
     console.print()
@@ -71,8 +71,8 @@ def _print_headlines(lines: Iterable[str], console: Console) -> None:
 
 @contextmanager
 def following(console: Console) -> Iterator[Callable[[str, object], None]]:
-    """Shows a text while it changes: in place on a terminal, elsewhere a line each time that what it is about (the
-    second argument) has changed."""
+    """A function that shows a changing text: in place on a terminal, elsewhere as a new line whenever the second
+    argument has changed."""
     from rich.live import Live
 
     if console.is_terminal:
@@ -99,7 +99,7 @@ def _job_level(report: Report) -> str:
     if value is not None:
         return f"{format_seconds(value)} (submission to first step's end)"
     began = report.startup.outcome == "training_began"
-    return f"{_UNOBSERVED}: {'the time of submission is not known' if began else 'training did not begin'}"
+    return f"{_UNOBSERVED}: {'submission time unknown' if began else 'training did not begin'}"
 
 
 def _seen(number: int, expected: int | None, what: str) -> str:
@@ -114,9 +114,9 @@ def _fit(text: str, width: int) -> str:
     text = clean(text)
     if cell_len(text) <= width:
         return text
-    # The end of a node's name tells nodes apart, its beginning is the cluster's.
+    # Keep the end: nodes differ there, while their names begin alike.
     text = text[-(width - 1) :]
-    while cell_len(text) > width - 1:  # signs of two columns
+    while cell_len(text) > width - 1:  # wide characters
         text = text[1:]
     return "…" + text
 
@@ -143,9 +143,9 @@ def _print_facts(report: Report, console: Console) -> None:
     if startup.num_gpus == 0:
         rows.append(("GPU time", "none: these nodes have no GPUs"))
     elif overhead.gpu_hours is None and startup.num_gpus is not None:
-        rows.append(("GPU time", f"{_UNOBSERVED}: nothing tells how much of this was startup"))
+        rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not show how much of this was startup"))
     elif overhead.gpu_hours is None:
-        rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
+        rows.append(("GPU time", f"{_UNOBSERVED}: GPUs per node unknown (--gpus-per-node)"))
     else:
         cost, wait_cost = (format_money(v or 0, overhead.currency) for v in (overhead.cost, overhead.wait_cost))
         money = f" = {cost}, waiting {wait_cost}" if overhead.cost is not None else ""
@@ -198,8 +198,8 @@ def _bar(pieces: Iterable[Segment], width: int, total_s: float) -> Text:
 
 
 def _shown(report: Report) -> list[tuple[str, Node]]:
-    """All nodes when they are few; else the middle, the tails and the stragglers."""
-    # Ranks tell more than nodes, as long as there is room for them.
+    """All nodes if they are few; else percentiles and the stragglers."""
+    # Ranks are more detailed than nodes, if there is room for them.
     nodes = report.ranks if 0 < len(report.ranks) <= _MAX_NODES else report.nodes
     if len(nodes) <= _MAX_NODES:
         return [(node.node + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
@@ -245,7 +245,7 @@ def _print_waterfall(report: Report, console: Console) -> None:
 
 
 def _legend(names: Iterable[tuple[str, str, str]], width: int) -> list[Text]:
-    """The legend in lines that break between entries, never behind a sign."""
+    """The legend in lines that are wrapped between entries."""
     lines = [Text()]
     for sign, style, name in names:
         entry = Text().append(f"{sign} ", style).append(clean(name), "dim")
@@ -260,9 +260,9 @@ def _legend(names: Iterable[tuple[str, str, str]], width: int) -> list[Text]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for index, column in enumerate(columns):
-        # Only words may be cut when there is no room: a number without its last digits is another number.
-        words, side = column in _WORDS, "left" if index == 0 else "right"
-        table.add_column(column, justify=side, no_wrap=not words, overflow="ellipsis")  # type: ignore[arg-type]
+        # Only names may be shortened: a number without its last digits is another number.
+        names, side = column in _NAMES, "left" if index == 0 else "right"
+        table.add_column(column, justify=side, no_wrap=not names, overflow="ellipsis")  # type: ignore[arg-type]
     return table
 
 
@@ -300,9 +300,9 @@ def _print_chain(report: Report, console: Console) -> None:
     links = [link for link in report.critical_chain if link.num_participants > 1]
     if not links:
         return
-    console.print(Text("Critical chain: the last node at each barrier, and where it lost the time", style="bold"))
-    table = _table("barrier", "at", "last to come", "stage", "there", "excess")
-    # Of very many barriers the last ones and the training are shown.
+    console.print(Text("Critical chain: the last node at each barrier, and the stage where it lost time", style="bold"))
+    table = _table("barrier", "at", "last to arrive", "stage", "took", "excess")
+    # If there are very many barriers, only the last ones are shown.
     for link in links[-_MAX_LINKS:]:
         rank = f" r{link.rank}" if link.rank >= 0 else ""
         table.add_row(
@@ -315,14 +315,14 @@ def _print_chain(report: Report, console: Console) -> None:
         )
     console.print(table)
     if len(links) > _MAX_LINKS:
-        console.print(Text(f"  and {len(links) - _MAX_LINKS:,} barriers before (--json has all)", style="dim"))
+        console.print(Text(f"  and {len(links) - _MAX_LINKS:,} earlier barriers (--json shows all)", style="dim"))
     console.print()
 
 
 def _print_stragglers(report: Report, console: Console) -> None:
     if not report.stragglers:
         return
-    console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
+    console.print(Text("Stragglers: nodes whose own work delayed the others", style="bold"))
     groups = report.straggler_groups
     hours = groups[-1].joint_gpu_hours
     gain = f"{format_seconds(groups[-1].joint_s)} sooner" + (
@@ -332,13 +332,13 @@ def _print_stragglers(report: Report, console: Console) -> None:
     if len(groups) == 1:
         lines = [f"without {names[0]}: {gain}"]
     else:
-        lines = [f"without all {sum(len(group.nodes) for group in groups)} nodes: {gain}; in this order:"]
+        lines = [f"without all {sum(len(group.nodes) for group in groups)} nodes: {gain}; group by group:"]
         saved = [format_seconds(group.next_s) for group in groups]
         lines += [f"{'then' if i else 'first'} {name}: {saved[i]} sooner" for i, name in enumerate(names)]
     for line in lines:
         console.print(Text(clean(f"  {line}")))
     print_rest(len(groups) - _MAX_GROUPS, console)
-    table = _table("node", "late by s", "z", "alone saves s", "stage")
+    table = _table("node", "late by s", "z", "saves alone s", "stage")
     for row in report.stragglers[:_MAX_ROWS]:
         z = "-" if row.z is None else f"{row.z:.0f}"
         table.add_row(_fit(row.node, 24), _short(row.delay_s), z, _short(row.savings_s), _fit(row.stage, 28))
@@ -359,7 +359,7 @@ def _print_lines(heading: str, lines: Sequence[str], console: Console) -> None:
 def _print_said(report: Report, console: Console) -> None:
     if not report.facts:
         return
-    console.print(Text("What other programs said in the logs", style="bold"))
+    console.print(Text("From logs of other programs", style="bold"))
     for fact in report.facts[:_MAX_ROWS]:
         took = f", {format_seconds(fact.duration_s)}" if fact.duration_s is not None else ""
         console.print(Text(f"  {fact.source}: {clean(fact.text)}{took}"), overflow="ellipsis", no_wrap=True)
@@ -373,9 +373,9 @@ def _slow_nodes(group: StragglerGroup) -> str:
 
 
 def print_rest(count: int, console: Console) -> None:
-    """Say that so many lines are left out; nothing when there are none."""
+    """Print the number of omitted lines, if any."""
     if count > 0:
-        console.print(Text(f"  and {count} more (--json has all)", style="dim"))
+        console.print(Text(f"  and {count} more (--json shows all)", style="dim"))
 
 
 def _print_foot(report: Report, console: Console) -> None:
@@ -385,12 +385,12 @@ def _print_foot(report: Report, console: Console) -> None:
         f"{plural(read.events, 'event')}"
     ]
     if read.duplicates:
-        parts.append(f"{read.duplicates:,} of them twice")
+        parts.append(plural(read.duplicates, "duplicate"))
     if read.skipped:
         parts.append("skipped " + ", ".join(f"{count:,} {reason}" for reason, count in read.skipped.items()))
     if len(report.nodes) > 1:
-        error = "unknown" if clock.max_error_s is None else f"within {clock.max_error_s:.3f} s"
-        parts.append(f"clocks agree: {error}")
+        error = "unknown" if clock.max_error_s is None else f"at most {clock.max_error_s:.3f} s"
+        parts.append(f"clock error: {error}")
     console.print(Text("; ".join(parts), style="dim"))
 
 
@@ -407,7 +407,7 @@ def render_difference(difference: Difference, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     ranges = ["A's runs"] * (difference.a_runs > 1)
     for index, column in enumerate(("stage", "A s", *ranges, "B s", "change", "", "p", " ")):
-        # Only names may be cut when there is no room: a number without its last digits is another number.
+        # Only names may be shortened: a number without its last digits is another number.
         side = "left" if column in ("stage", " ") else "right"
         table.add_column(column, justify=side, no_wrap=index > 0, overflow="ellipsis")  # type: ignore[arg-type]
     for stage in difference.stages:
@@ -425,7 +425,7 @@ def render_difference(difference: Difference, console: Console) -> None:
     console.print(table)
     if difference.changed:
         console.print()
-        console.print(Text("What changed", style="bold"))
+        console.print(Text("Changed facts", style="bold"))
         for fact in difference.changed[:_MAX_FACTS]:
             console.print(Text(f"  {clean(fact.fact)}: {clean(fact.a)} -> {clean(fact.b)}"))
         print_rest(len(difference.changed) - _MAX_FACTS, console)
