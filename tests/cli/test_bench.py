@@ -23,5 +23,5 @@ def test_an_installed_package_says_that_benchmarks_come_with_the_source(run: Run
     shutil.copytree(Path(bootseer.__file__).parent, installed / "bootseer")
     ran = run("bench", more={"PYTHONPATH": str(installed)})
     assert ran.returncode == 2
-    assert "they come with the source" in ran.stderr
-    assert "hint: in a checkout of it: make bench" in ran.stderr
+    assert "they are part of the source checkout" in ran.stderr
+    assert "hint: in a checkout: make bench" in ran.stderr
