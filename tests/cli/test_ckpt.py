@@ -134,8 +134,8 @@ def test_latest_that_names_nothing_says_what_is_whole(ckpt: Run, job: str, sourc
     told = as_json(ran, "bootseer.checkpoint-latest/1")
     assert (told["latest"], told["newest_whole"]) == ("step-99", "step-10")
     assert "the newest complete checkpoint is step-10" in ran.stderr
-    assert "not there" in ckpt("list", job).stdout
-    assert "not there" in ckpt("get", f"{job}/latest", code=1).stderr
+    assert "does not exist" in ckpt("list", job).stdout
+    assert "does not exist" in ckpt("get", f"{job}/latest", code=1).stderr
     assert "list" in ckpt("latest", job, "step-5", code=1).stderr
     ckpt("latest", job, "step-10")
     next((tmp_path / "jobs/moe/step-10/.stripes").glob("*/*")).unlink()

@@ -50,13 +50,13 @@ def test_values_are_compared(run: Run) -> None:
         (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
         (["--figures", "figures", "--nodes", "2"], "--figures draws the shipped scenarios"),
-        (["month", "--what-if", "links.node-gbit=1,10"], "compared for starts only"),
+        (["month", "--what-if", "links.node-gbit=1,10"], "compared only for starts"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),
-        (["--what-if", "links.node-gbit"], "say TABLE.FIELD=VALUE"),
+        (["--what-if", "links.node-gbit"], "expected TABLE.FIELD=VALUE"),
         (["--what-if", "links.node-gbit=-1"], "links.node-gbit"),
         (["--what-if", "links.unheard=1"], "unheard"),
-        (["--what-if", "name.of=1"], "name is no table"),
+        (["--what-if", "name.of=1"], "name is not a table"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_a_line(run: Run, words: list[str], said: str) -> None:

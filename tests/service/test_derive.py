@@ -130,7 +130,7 @@ def test_an_analysis_that_ends_late_does_not_replace_one_of_more_lines(place: Pl
     place.put(lines[len(lines) // 2 :])
     derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     whole = contents(place)
-    with pytest.raises(TransientError, match="later lines"):
+    with pytest.raises(TransientError, match="more of its lines"):
         derive_attempt(place.raw, place.database, attempt, before, time.time_ns())
     assert contents(place) == whole
 

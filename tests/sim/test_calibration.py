@@ -53,8 +53,8 @@ def test_a_scenario_is_found_again_in_the_reports_of_its_starts(run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not what `bootseer report --json` prints"),
-        (json.dumps({"startup": {"num_nodes": 0}, "stages": []}), "names no nodes"),
+        ("{", "not the output of `bootseer report --json`"),
+        (json.dumps({"startup": {"num_nodes": 0}, "stages": []}), "a report without nodes"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": []}), "none of the stages"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": [{"stage": "x", "median_s": "y"}]}), "median_s"),
     ],

@@ -227,7 +227,7 @@ def test_following_a_log_and_a_pipe_until_ctrl_c(service, env, tmp_path):
             sender.send_signal(number)
             assert sender.wait(60) == (-number if number == signal.SIGKILL else 0)
             assert sender.stdout is not None
-            assert ("the rest is sent by the next call" in sender.stdout.read()) == (number == signal.SIGINT)
+            assert ("the next call sends the rest" in sender.stdout.read()) == (number == signal.SIGINT)
     command[-1] = "piped"
     with subprocess.Popen([*command, "-"], env=env, stdin=subprocess.PIPE) as sender:
         assert sender.stdin is not None
