@@ -48,7 +48,7 @@ def test_a_connect_that_waits_for_names_is_told_with_its_reason(tmp_path: Path) 
     assert ran.returncode == 0, ran.stderr
     told = subprocess.run([*bootseer, "report", "named", "--json"], env=env, capture_output=True, text=True, check=True)
     (line,) = json.loads(told.stdout)["connections"]
-    assert line.startswith("connect ")
+    assert line.startswith("connecting to the store ")
     assert ": reverse DNS took 2" in line
     assert "for 10.77.0.1" in line
 
@@ -80,7 +80,7 @@ def test_what_is_known_to_be_slow_for_so_many_ranks_is_told() -> None:
     assert connection_lines(startup(many, ("ranks_connected", 0, first), torch="2.3.1+cu121")) == [
         "torch 2.3: rendezvous and store are slow for 1440 ranks before 2.4",
         "NCCL 2.21: communicators of 1440 ranks come up slowly before 2.23",
-        "net.core.somaxconn is 1024 on rank 0's node: 1440 ranks connect at once",
+        "net.core.somaxconn is 1024 on rank 0's node, but 1440 ranks connect at once",
         "rank 0 may open 1024 files (ulimit -n), but its store needs a connection for each of 1440 ranks",
     ]
     (line,) = connection_lines(startup(many, ("ranks_connected", 0, {"libuv": False})))

@@ -82,7 +82,7 @@ def test_without_tokens_only_this_machine_is_served(tmp_path):
         assert status(running, "/nothing", x_forwarded_for="10.0.0.1") == 403  # a proxy on this machine
         assert status(running, "/v1/lines", method="POST", origin="http://evil.example") == 403
         _check_access(running.settings, running.service)
-        with pytest.raises(UsageError, match="no token"):
+        with pytest.raises(UsageError, match="without tokens"):
             _check_access(replace(running.settings, listen=("0.0.0.0", 1)), running.service)  # noqa: S104
 
 
@@ -145,9 +145,9 @@ def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
     ("words", "said"),
     [
         (["--listen", "here"], "not an address"),
-        (["--listen", "0.0.0.0:0"], "there is no token"),
+        (["--listen", "0.0.0.0:0"], "without tokens, listening on"),
         (["--tls-cert", "none.pem"], "none.pem"),
-        (["--database", "mysql://x"], "is no database"),
+        (["--database", "mysql://x"], "is not a database URL"),
         (["--proxy-from", "x"], "--proxy-from"),
     ],
 )
