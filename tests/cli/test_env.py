@@ -108,7 +108,7 @@ def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) ->
         (("show", "xyz"), "is not a key"),
         (("remove",), "nothing to remove"),
         (("restore", "abcd"), "give either a folder or a command"),
-        (("verify", "abcd", "--tier", "oracle"), "no setup to run"),
+        (("verify", "abcd", "--tier", "oracle"), "needs a setup to run"),
         (("list", "--store", "gopher://x"), "is not a store"),
     ],
 )
