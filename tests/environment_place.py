@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import warm
 from bootseer.artifact.owned_folder import delete_abandoned
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
@@ -86,10 +87,14 @@ class Place:
             **self.more,
         }
 
-    def bootseer(self, *words: str, more: Mapping[str, str] | None = None, **kwargs: Any) -> Ran:
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "cwd": self.project}
+    def bootseer(self, *words: str, more: Mapping[str, str] | None = None, is_new: bool = False) -> Ran:
+        """By the copy of a process that has imported what it takes, with `is_new` by a start of Python, as `begin`."""
         env = {**self.env, **(more or {})}
-        return subprocess.run([*BOOTSEER, *words], env=env, check=False, **{**options, **kwargs})
+        if not is_new:
+            return warm.bootseer(words, env=env, cwd=self.project)
+        command = [*BOOTSEER, *words]
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "cwd": self.project}
+        return subprocess.run(command, env=env, check=False, **options)
 
     def run(self, *words: str, code: int = 0, **kwargs: Any) -> Ran:
         """It must end with this exit code, and without a traceback."""

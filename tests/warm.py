@@ -50,6 +50,8 @@ _torch = _Parent("torch.distributed.checkpoint", "torch.distributed.tensor")
 _bootseer = _Parent(
     *(f"bootseer.cli.{name}" for name in ("main", "report", "image", "env", "ckpt", "simulate", "fleet")),
     *("bootseer.report.render.terminal", "bootseer.report.render.html", "bootseer.places.objects"),
+    *(f"bootseer.launch.{name}" for name in ("run", "session", "supervise")),
+    *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
 )
 

@@ -56,32 +56,32 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
     script = place.counting_script()
     place.write("requirements.txt", "alpha==1.0\nbeta==2.0\n")
     words = ("--setup", script, "-r", "requirements.txt", "--", *IMPORT)
-    first = place.run(*words)
+    first = place.run(*words, is_new=True)
     assert first.stdout == f"1.0 2.0 {place.site}/alpha.py\n"
     assert place.start()["mode"] == "captured"
     assert place.published()["published"] is True
     assert not (place.site / "alpha.py").exists()
-    second = place.run(*words)
+    second = place.run(*words, is_new=True)
     assert second.stdout == first.stdout
     start = place.start()
     assert (start["mode"], start["code"], start["trust"]) == ("restored", "hit", "observed")
     # All of it is here now: what fetches, captures and serves is not even imported.
-    third = place.run(*words, more={"PYTHONPROFILEIMPORTTIME": "1"})
+    third = place.run(*words, more={"PYTHONPROFILEIMPORTTIME": "1"}, is_new=True)
     imported = {line.rpartition("|")[2].strip() for line in third.stderr.splitlines()}
     assert "bootseer.env.restoring.host" in imported
     assert not imported & NOT_FOR_A_RESTORE
-    assert place.num_setups == 1
+    # Nothing is compiled either.
+    said = place.run(*words[:4], "--", "python", "-v", "-c", "import alpha, beta").stderr
+    assert "code object from" in said
+    for name in ("alpha", "beta"):
+        assert f"__pycache__/{name}." in said
+        assert f"wrote '{place.site}/__pycache__/{name}." not in said
+        assert f"code object from {place.site}/{name}.py" not in said
     assert not place.leftovers()
     assert not place.mounts()
-
-
-def test_a_replaced_node_restores_from_the_store(place: Place) -> None:
-    script = place.counting_script()
-    place.write("requirements.txt", "beta==2.0\n")
-    words = ("--setup", script, "-r", "requirements.txt", "--", "python", "-c", "import beta")
-    place.run(*words)
+    # A replaced node restores from the store.
     place.cache = "other"
-    place.run(*words)
+    assert place.run(*words).stdout == first.stdout
     start = place.start()
     assert (start["mode"], start["builder"]) == ("restored", "cache")
     assert start["stored_bytes"] > start["local_bytes"]
@@ -241,27 +241,16 @@ def test_exports_of_the_script_reach_every_job(place: Place) -> None:
     assert (place.start()["mode"], place.num_setups) == ("restored", 1)
 
 
-def test_a_job_cannot_poison_its_environment(place: Place) -> None:
+def test_a_job_gets_its_arguments_tells_its_exit_code_and_cannot_poison_its_environment(place: Place) -> None:
     place.write("requirements.txt", "alpha==1.0\n")
     poison = f"echo \"VERSION = 'bad'\" > {place.site}/alpha.py; python -c 'import alpha; print(alpha.VERSION)'"
-    assert place.run("-r", "requirements.txt", "--", "sh", "-c", poison).stdout == "bad\n"
-    check = ("python", "-c", "import alpha; print(alpha.VERSION)")
-    assert place.run("-r", "requirements.txt", "--", *check).stdout == "1.0\n"
-    assert place.run("-r", "requirements.txt", "--", "sh", "-c", poison).stdout == "bad\n"
-    assert place.run("-r", "requirements.txt", "--", *check).stdout == "1.0\n"
+    for mode in ("captured", "restored"):
+        job = ("sh", "-c", f'echo "$1"; {poison}; exit 42', "sh", "a  b")
+        assert place.run("-r", "requirements.txt", "--", *job, code=42).stdout == "a  b\nbad\n"
+        assert place.start()["mode"] == mode
+        check = ("python", "-c", "import alpha; print(alpha.VERSION)")
+        assert place.run("-r", "requirements.txt", "--", *check).stdout == "1.0\n"
     assert not (place.site / "alpha.py").exists()
-
-
-def test_nothing_is_compiled_at_a_restored_start(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\nbeta==2.0\n")
-    words = ("-r", "requirements.txt", "--", "python", "-v", "-c", "import alpha, beta")
-    place.run(*words)
-    said = place.run(*words).stderr
-    assert "code object from" in said
-    for name in ("alpha", "beta"):
-        assert f"__pycache__/{name}." in said
-        assert f"wrote '{place.site}/__pycache__/{name}." not in said
-        assert f"code object from {place.site}/{name}.py" not in said
 
 
 def test_bypass_runs_the_setup_each_time_and_gives_the_same_job(place: Place) -> None:
@@ -278,25 +267,20 @@ def test_bypass_runs_the_setup_each_time_and_gives_the_same_job(place: Place) ->
     assert not place.documents()
 
 
-def test_refresh_makes_the_snapshot_anew(place: Place) -> None:
-    script = place.counting_script()
-    place.run("--setup", script, "--", "true")
-    (before,) = place.documents()
-    place.run("--env", "refresh", "--setup", script, "--", "true")
-    (after,) = place.documents()
-    assert place.start()["code"] == "refresh"
-    assert (place.num_setups, after["key"]) == (2, before["key"])
-    assert after["built_s"] > before["built_s"]
-
-
-def test_require_ends_where_there_is_no_snapshot(place: Place) -> None:
+def test_require_ends_where_there_is_no_snapshot_and_refresh_makes_it_anew(place: Place) -> None:
     script = place.counting_script()
     ran = place.run("--env", "require", "--setup", script, "--", "touch", "started", code=1)
     assert "no environment snapshot" in ran.stderr
     assert (place.num_setups, (place.project / "started").exists()) == (0, False)
     place.run("--setup", script, "--", "true")
+    (before,) = place.documents()
     place.run("--env", "require", "--setup", script, "--", "touch", "started")
-    assert place.num_setups == 1
+    assert (place.num_setups, (place.project / "started").exists()) == (1, True)
+    place.run("--env", "refresh", "--setup", script, "--", "true")
+    (after,) = place.documents()
+    assert place.start()["code"] == "refresh"
+    assert (place.num_setups, after["key"]) == (2, before["key"])
+    assert after["built_s"] > before["built_s"]
 
 
 def test_files_that_the_key_does_not_know_make_it_untrusted_until_they_are_declared(place: Place) -> None:
@@ -370,13 +354,6 @@ def test_what_is_said_of_a_snapshot_is_so_when_it_is_said(place: Place) -> None:
     finally:
         shutil.rmtree(home)
         shutil.rmtree(f"{home}-left", ignore_errors=True)
-
-
-def test_the_command_s_exit_code_and_arguments_pass(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    for _ in range(2):
-        ran = place.run("-r", "requirements.txt", "--", "sh", "-c", 'echo "$1"; exit 42', "sh", "a  b", code=42)
-        assert ran.stdout == "a  b\n"
 
 
 def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
