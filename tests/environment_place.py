@@ -127,6 +127,10 @@ class Place:
         self.outside.mkdir(parents=True, exist_ok=True)
         return self.write(name, f"echo ran >> {self.outside}/ran\n{text}")
 
+    def alpha_script(self, text: str = "") -> str:
+        """One that puts `alpha` beside the packages by itself: pip takes a second of processor time."""
+        return self.counting_script(f"echo 'VERSION = \"1.0\"' > {self.site}/alpha.py\n{text}")
+
     @property
     def num_setups(self) -> int:
         """How often a counting script ran."""

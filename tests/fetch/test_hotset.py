@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record, coverage
@@ -121,6 +121,7 @@ def test_a_run_that_shares_three_blocks_of_ten_with_the_newest_is_kept():
         assert (0.0 in {record.started_s for record in hot_set.records}) is kept
 
 
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 100), min_size=3, max_size=3), min_size=1, max_size=8))
 def test_blocks_are_planned_by_the_time_that_a_quarter_of_the_runs_needed_them_by(times):
     records = tuple(
@@ -149,6 +150,7 @@ def test_a_start_is_judged_by_what_the_plan_covered():
 runs = st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=12)
 
 
+@settings(max_examples=100)
 @given(runs)
 def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(lists):
     hot_set = merged(*(run(number, blocks) for number, blocks in enumerate(lists)))
@@ -162,6 +164,7 @@ def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(list
     assert set(plan) <= set(confidence)
 
 
+@settings(max_examples=100)
 @given(runs, st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=40))
 def test_after_as_many_equal_runs_as_are_kept_the_plan_is_exactly_theirs(lists, blocks):
     earlier = [run(number, blocks) for number, blocks in enumerate(lists)]

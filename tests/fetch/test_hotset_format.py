@@ -5,7 +5,7 @@ import json
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
@@ -47,6 +47,7 @@ def opened(data: bytes) -> dict:
     return json.loads(zstandard.ZstdDecompressor().decompress(data))
 
 
+@settings(max_examples=100)
 @given(sets)
 def test_a_set_comes_back_as_it_was_and_equal_sets_have_equal_bytes(hot_set):
     data = encode_hot_set(hot_set)
@@ -145,6 +146,7 @@ def test_what_is_no_hot_set_is_refused_before_it_takes_memory(data):
         parse_hot_set(data)
 
 
+@settings(max_examples=100)
 @given(st.binary(max_size=200), st.integers(0, 500))
 def test_damaged_bytes_end_in_an_error_of_ours_or_in_a_set(noise, at):
     data = bytearray(encode_hot_set(SET))

@@ -44,7 +44,7 @@ faults = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(data: st.DataObject) -> None:
     files = data.draw(st.lists(layouts, min_size=1, max_size=2))
@@ -104,7 +104,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
         assert len(world.here) == sum(layout.num_blocks for layout in files)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     hot=st.lists(st.integers(0, 199), unique=True, max_size=100),
     reads=st.lists(st.tuples(st.floats(0, 0.3), st.integers(0, 199)), min_size=1, max_size=40),

@@ -25,7 +25,7 @@ ERRORS = st.sampled_from(
 REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, unique=True).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(st.data(), st.lists(REPLICAS, min_size=1, max_size=3))
 def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR0912 - one branch for each event
     data: st.DataObject, replicas: list[tuple[str, ...]]

@@ -54,28 +54,28 @@ def test_a_cache_that_cannot_be_used_costs_the_snapshot_alone(place: Place) -> N
 
 
 def test_a_cache_without_room_for_files_costs_the_snapshot_alone(place: Place, disk: Path) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    script = place.counting_script("export GREETING=hello\n")
-    words = ("--setup", script, "-r", "requirements.txt", "--", "sh", "-c", "alpha; echo $GREETING; exit 7")
+    job = "python -c 'import alpha; print(alpha.VERSION)'; echo $GREETING; exit 7"
+    words = ("--setup", place.alpha_script("export GREETING=hello\n"), "--", "sh", "-c", job)
     for num_inodes in (3, 5, 7, 9, 12, 16):
         mount_on(disk, f"size=64m,nr_inodes={num_inodes}")
         ran = place.bootseer("run", "-q", *words, more={"BOOTSEER_CACHE": str(disk)})
-        assert (ran.returncode, ran.stdout.splitlines()[0]) == (7, "alpha 1.0"), (num_inodes, ran.stderr)
+        assert (ran.returncode, ran.stdout.splitlines()[0]) == (7, "1.0"), (num_inodes, ran.stderr)
         assert "Traceback" not in ran.stderr
         assert ran.stdout.splitlines()[1] == "hello" or "exports does not reach the command" in ran.stderr
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_the_exit_code_is_the_command_s_whatever_goes_wrong_behind_it(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    delete = f"alpha; rm -rf {place.root}/cache/environments/runs {place.root}/cache/environments/changes; exit 7"
+    setup = ("--setup", place.alpha_script())
+    print_it = "python -c 'import alpha; print(alpha.VERSION)'"
+    delete = f"{print_it}; rm -rf {place.root}/cache/environments/runs {place.root}/cache/environments/changes; exit 7"
     for mode in ("captured", "restored"):
-        ran = place.run("-r", "requirements.txt", "--", "sh", "-c", delete, code=7)
+        ran = place.run(*setup, "--", "sh", "-c", delete, code=7)
         assert "Traceback" not in ran.stderr
-        assert ran.stdout == "alpha 1.0\n"
+        assert ran.stdout == "1.0\n"
         assert place.start()["mode"] == mode
         if mode == "captured":
-            place.run("-r", "requirements.txt", "--", "true")
+            place.run(*setup, "--", "true")
 
 
 def test_a_setting_that_no_reader_survives_costs_the_snapshot_alone(place: Place) -> None:
@@ -137,13 +137,10 @@ def test_a_setup_that_was_killed_on_a_full_disk_does_not_run_again(place: Place,
 
 
 def test_what_outlives_the_command_keeps_its_files_until_it_ends(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
+    setup = ("--setup", place.alpha_script())
     stop, seen = place.outside / "stop", place.outside / "seen"
-    place.outside.mkdir()
     survivor = f"while [ ! -e {stop} ]; do sleep 0.05; done; python -c 'import alpha' && touch {seen}"
-    ran = place.run(
-        "-r", "requirements.txt", "--", "sh", "-c", f"setsid sh -c {survivor!r} >/dev/null 2>&1 </dev/null &"
-    )
+    ran = place.run(*setup, "--", "sh", "-c", f"setsid sh -c {survivor!r} >/dev/null 2>&1 </dev/null &")
     assert place.start()["mode"] == "captured", ran.stderr
     assert place.leftovers()
     stop.touch()
@@ -152,5 +149,5 @@ def test_what_outlives_the_command_keeps_its_files_until_it_ends(place: Place) -
         assert time.monotonic() < until
         time.sleep(0.02)
     while place.leftovers():
-        place.run("-r", "requirements.txt", "--", *ALPHA)
+        place.run(*setup, "--", *ALPHA)
         assert time.monotonic() < until

@@ -126,8 +126,7 @@ def test_a_killed_builder_is_cleaned_up_behind_and_replaced(place: Place) -> Non
 
 
 def test_a_killed_job_leaves_nothing_mounted(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    words = ("-r", "requirements.txt", "--")
+    words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
     ready = place.project / "ready"
     run = place.begin(*words, "sh", "-c", f"touch {ready}; exec sleep 600")
@@ -140,7 +139,7 @@ def test_a_killed_job_leaves_nothing_mounted(place: Place) -> None:
 
 
 def test_a_killed_publisher_publishes_nothing_by_half(place: Place) -> None:
-    script = place.counting_script("python -c \"open('big', 'wb').write(__import__('os').urandom(300 << 20))\"\n")
+    script = place.counting_script("python -c \"open('big', 'wb').write(__import__('os').urandom(120 << 20))\"\n")
     ready = place.project / "ready"
     run = place.begin("--setup", script, "--", "sh", "-c", f"touch {ready}; exec sleep 600")
     wait_for(ready.exists)
@@ -153,8 +152,7 @@ def test_a_killed_publisher_publishes_nothing_by_half(place: Place) -> None:
 
 
 def test_without_the_store_a_node_restores_what_it_knows(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    check = ("-r", "requirements.txt", "--", "python", "-c", "import alpha; print(alpha.VERSION)")
+    check = ("--setup", place.alpha_script(), "--", "python", "-c", "import alpha; print(alpha.VERSION)")
     place.run(*check)
     place.run(*check)
     away = {"BOOTSEER_STORE": "oci://127.0.0.1:9/team/environments"}
@@ -212,8 +210,7 @@ def test_a_snapshot_for_another_platform_is_refused(place: Place) -> None:
 
 
 def test_a_snapshot_may_be_removed_while_it_is_mounted(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    words = ("-r", "requirements.txt", "--")
+    words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
     ready, gate = place.project / "ready", place.project / "gate"
     script = (
@@ -256,8 +253,7 @@ def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
 
 
 def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_anew(place: Place) -> None:
-    place.write("requirements.txt", "alpha==1.0\n")
-    words = ("-r", "requirements.txt", "--")
+    words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
     ran = place.run(*words, "python", "-c", "import alpha, no_such_module", code=1)
     assert "is suspected" in ran.stderr

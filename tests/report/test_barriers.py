@@ -65,7 +65,7 @@ def whole_groups(job: Job) -> Job:
 
 
 @given(jobs())
-@settings(max_examples=200)
+@settings(max_examples=400)
 def test_the_model_gives_the_observed_end(job):
     """Barriers of all nodes and of overlapping groups: nothing left out gives what happened."""
     end = job.play()
@@ -73,7 +73,7 @@ def test_the_model_gives_the_observed_end(job):
 
 
 @given(jobs(), st.data())
-@settings(max_examples=200)
+@settings(max_examples=400)
 def test_leaving_nodes_out_is_what_the_job_without_them_takes(job, data):
     job = whole_groups(job)
     whole = job.play()
