@@ -82,6 +82,7 @@ def outside(registry: Registry, repository: str) -> Outside:
     return Outside(registry, repository)
 
 
+@pytest.mark.slow
 class TestOciStore(SharedStoreContract):
     creates_in_one_step = False
 

@@ -7,8 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,32 @@ pytestmark = [
 Opener = Callable[..., str]
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One for all pages: its start takes a second of processor time."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
 @pytest.fixture
-def opened(tmp_path: Path) -> Opener:
+def opened(tmp_path: Path, browser: Any) -> Opener:
     """Opens a page and returns its DOM after the scripts ran, as text."""
 
-    def run(text: str, *, fragment: str = "", steps: str = "", flags: tuple[str, ...] = ()) -> str:
+    def run(text: str, *, fragment: str = "", steps: str = "") -> str:
         if steps:
             text = _with_steps(text, steps)
         file = tmp_path / "report.html"
         file.write_text(text, encoding="utf-8")
-        command = [
-            *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900", "--virtual-time-budget=5000"),
-            *(*flags, "--dump-dom", file.as_uri() + fragment),
-        ]
-        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-        return done.stdout.decode("utf-8")
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(file.as_uri() + fragment)
+        page.wait_for_selector("html[data-said], html[data-ready], html[data-error]", state="attached", timeout=120_000)
+        dom = str(page.content())
+        page.close()
+        return dom
 
     return run
 
