@@ -21,6 +21,14 @@ from bootseer.errors import PermanentError, TransientError, UsageError
 BLOCK = 4096
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_batches():
+    """So that files of a few blocks are encoded by several threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bootseer.blocks.writer._BATCH_BYTES", 2 * BLOCK)
+        yield
+
+
 def content(size: int, seed: int = 1) -> bytes:
     """Text, noise and zeros, so that each codec is used."""
     rng = random.Random(seed)

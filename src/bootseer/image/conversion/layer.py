@@ -132,8 +132,9 @@ class _LayerRun:
             raise self._too_many()
 
     def _count_text(self, member: Member) -> None:
-        texts = (member.name, member.link, *member.xattrs, *member.xattrs.values())
-        self._text_bytes += sum(map(len, texts))
+        self._text_bytes += len(member.name) + len(member.link)
+        if member.xattrs:
+            self._text_bytes += sum(map(len, (*member.xattrs, *member.xattrs.values())))
         if self._text_bytes > self._limits.text_bytes:
             limit = format_bytes(self._limits.text_bytes)
             raise PermanentError(

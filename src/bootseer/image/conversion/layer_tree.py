@@ -144,7 +144,7 @@ class LayerTree:
     def add(self, member: Member, extent: Extent = _NOTHING) -> None:
         """Take in a member whose data was written to `extent`. Raises `PermanentError` for what cannot be kept."""
         names = _clean(member.name)
-        if self._whiteouts:
+        if self._whiteouts and _WHITEOUT in member.name:
             if names and names[-1] == _OPAQUE_MARKER:
                 self._make_opaque(names[:-1])
                 return
