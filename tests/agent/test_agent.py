@@ -196,7 +196,7 @@ def test_a_socket_that_cannot_be_made_or_used_is_one_line(start: Start, env: dic
     command = [sys.executable, "-m", "bootseer", "agent", "run"]
     refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
-    assert f"{path}: no socket can be made here" in refused.stderr
+    assert f"{path}: cannot create the socket" in refused.stderr
     path.rmdir()
     start()
     if os.geteuid() == 0:

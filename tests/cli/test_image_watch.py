@@ -17,7 +17,7 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in
-from bootseer.image.conversion.watch import woken
+from bootseer.image.conversion.watch import listen_for_pushes
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
 from fault_proxy import Fault, FaultProxy, Request
@@ -158,7 +158,10 @@ def test_a_signal_ends_it_while_a_layer_hangs(tmp_path: Path, env: dict[str, str
 )
 def test_a_webhook_wakes_for_all_but_pulls(body: bytes, wakes: bool) -> None:
     port = free_port()
-    with woken(("127.0.0.1", port)) as called, closing(http.client.HTTPConnection("127.0.0.1", port)) as link:
+    with (
+        listen_for_pushes(("127.0.0.1", port)) as called,
+        closing(http.client.HTTPConnection("127.0.0.1", port)) as link,
+    ):
         link.request("POST", "/", body)
         assert link.getresponse().status == 204
         assert called.is_set() is wakes
@@ -167,5 +170,8 @@ def test_a_webhook_wakes_for_all_but_pulls(body: bytes, wakes: bool) -> None:
 def test_an_address_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"), woken(("127.0.0.1", port)):
+        with (
+            pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"),
+            listen_for_pushes(("127.0.0.1", port)),
+        ):
             pass

@@ -106,13 +106,13 @@ def test_an_image_that_was_deleted_from_its_repository_takes_its_converted_form_
 def test_what_is_mounted_or_being_converted_is_not_removed(tmp_path: Path, store: Store) -> None:
     image, other = (converted(tmp_path, store, name) for name in ("image", "other"))
     images = images_in(store)
-    assert remove(images, [image.digest], NOW_S, mounted={image.digest: "/mnt"}).kept == {
+    assert remove(images, [image.digest], NOW_S, mounted={image.digest: "/mnt"}).refused == {
         image.digest: "it is mounted at /mnt"
     }
     with converting(store, image.digest, "node-7"):
         kept = remove(images, [image.digest, other.digest], time.time(), mounted={})
-        assert (list(kept.kept), kept.removed) == ([image.digest], [other.digest])
-        assert "node-7" in kept.kept[image.digest]
+        assert (list(kept.refused), kept.removed) == ([image.digest], [other.digest])
+        assert "node-7" in kept.refused[image.digest]
         # It may use layers of what was removed.
         done = prune(images, time.time() + 10, grace_s=0)
         assert (done.deleted, done.num_waiting) == (set(), 1)

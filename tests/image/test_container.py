@@ -19,7 +19,7 @@ import pytest
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Container, Options, Runtime
 from bootseer.image.containers.limits import Limits, make_cgroups, parse_tmpfs, parse_ulimit, remove_cgroups
-from bootseer.image.containers.process import Words
+from bootseer.image.containers.process import ProcessOptions
 from bootseer.image.containers.runtime_config import Bind, parse_bind
 from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path, root: Path, runtime: Runtime) -> Iterator[Run]:
 
     def call(*words: str, options: Options | None = None, env: dict[str, str] | None = None, **kwargs: object) -> Ran:
         given = options or Options()
-        given = replace(given, words=replace(given.words, command=words), runtime=runtime)
+        given = replace(given, process=replace(given.process, command=words), runtime=runtime)
         folder = tmp_path / "container"
         container = Container(folder, root, {"config": CONFIG}, given, env or {}, cdi_folders=[tmp_path / "cdi"])
         try:
@@ -80,7 +80,7 @@ def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(run: Run, nam
 
 
 def test_the_program_runs_as_the_user_of_the_image_s_files(run: Run) -> None:
-    ran = run("sh", "-c", "id; echo $HOME", options=Options(words=Words(user="worker")))
+    ran = run("sh", "-c", "id; echo $HOME", options=Options(process=ProcessOptions(user="worker")))
     assert ran.stdout.split("\n")[:2] == [
         "uid=1000(worker) gid=1001(worker) groups=44(render)",
         "/home/worker",
@@ -150,10 +150,10 @@ def test_a_host_name_of_its_own_leaves_the_machine_s_alone(run: Run) -> None:
 
 
 def test_further_groups_are_the_image_s_or_numbers(run: Run) -> None:
-    ran = run("id", "-G", options=Options(words=Words(user="worker", groups=("staff", "4242"))))
+    ran = run("id", "-G", options=Options(process=ProcessOptions(user="worker", groups=("staff", "4242"))))
     assert ran.stdout.split() == ["1001", "44", "50", "4242"], ran.stderr
     with pytest.raises(UsageError, match="'nobody'"):
-        run("id", options=Options(words=Words(groups=("nobody",))))
+        run("id", options=Options(process=ProcessOptions(groups=("nobody",))))
 
 
 def test_memory_and_processors_are_limited_and_nothing_of_it_stays(run: Run) -> None:
@@ -260,7 +260,7 @@ def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable
     secret.write_text("of the host")
     show = f"for p in /proc/[0-9]*; do for way in root cwd; do cat $p/$way{secret}; ls $p/$way/; done; done"
     # With this right the first process can be looked into, too.
-    options = Options(words=Words(user=user), limits=Limits(capabilities=("SYS_PTRACE",)))
+    options = Options(process=ProcessOptions(user=user), limits=Limits(capabilities=("SYS_PTRACE",)))
     with subprocess.Popen(["sleep", "600"], user=0 if user == "0" else 1000, group=1001, extra_groups=[]) as process:
         try:
             ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
@@ -316,7 +316,7 @@ def test_devices_and_set_uid_programs_of_a_mounted_folder_have_no_effect(run: Ru
     data.mkdir()
     os.mknod(data / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
     (data / "zero").chmod(0o666)
-    options = Options(words=Words(user="worker"), binds=(Bind(str(data), "/data"),))
+    options = Options(process=ProcessOptions(user="worker"), binds=(Bind(str(data), "/data"),))
     ran = run("sh", "-c", "cat /data/zero | busybox head -c 1; grep ' /data ' /proc/self/mountinfo", options=options)
     assert "denied" in ran.stderr
     assert {"nosuid", "nodev"} <= set(ran.stdout.split()[5].split(","))
@@ -359,7 +359,7 @@ def test_crun_where_both_versions_of_cgroups_have_controllers(tmp_path: Path, ro
     controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
     if not controllers.exists() or not controllers.read_text().strip():
         pytest.skip("needs cgroups of both versions with controllers")
-    options = Options(words=Words(command=("true",)), runtime=runtime_or_skip("crun"))
+    options = Options(process=ProcessOptions(command=("true",)), runtime=runtime_or_skip("crun"))
     container = Container(tmp_path / "container", root, {"config": CONFIG}, options, {})
     try:
         ran = subprocess.run(container.command, capture_output=True, text=True, timeout=180, check=False)
@@ -383,9 +383,9 @@ _KILLED = """
 import os, subprocess, sys
 from pathlib import Path
 from bootseer.image.containers.container import Container, Options
-from bootseer.image.containers.process import Words
-words = Words(command=("sh", "-c", f"(sleep {sys.argv[3]} & ) ; echo up; sleep {sys.argv[3]}"))
-options = Options(words=words)
+from bootseer.image.containers.process import ProcessOptions
+words = ProcessOptions(command=("sh", "-c", f"(sleep {sys.argv[3]} & ) ; echo up; sleep {sys.argv[3]}"))
+options = Options(process=words)
 container = Container(Path(sys.argv[1]), Path(sys.argv[2]), {"config": {"Env": ["PATH=/bin"]}}, options, {})
 container.start_guard([["touch", sys.argv[1] + "/../cleaned"]])
 subprocess.run(container.command)
@@ -433,7 +433,13 @@ def test_a_mount_s_words_are_source_target_and_mode(tmp_path: Path) -> None:
 def test_containers_of_processes_with_the_same_number_do_not_share_a_cgroup(root: Path, tmp_path: Path) -> None:
     """The runtime names it by the container's id, also in nodes whose process ids are their own."""
     made = [
-        Container(tmp_path / name / "container", root, {"config": CONFIG}, Options(words=Words(command=["true"])), {})
+        Container(
+            tmp_path / name / "container",
+            root,
+            {"config": CONFIG},
+            Options(process=ProcessOptions(command=["true"])),
+            {},
+        )
         for name in ("one", "other")
     ]
     ids = {container.command[-1] for container in made}

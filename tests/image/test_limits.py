@@ -23,7 +23,7 @@ def test_variables_of_files_are_read_as_docker_reads_them(tmp_path: Path) -> Non
     values = {option.name: option.start for option in CONTAINER}
     values |= {"env_files": (str(first), str(second)), "env": ("C=3",)}
     found = container(values, "none")
-    env = process_of({"config": {"Cmd": ["x"], "Env": ["A=0"]}}, found.words, tmp_path, {"HOST": "h"}).env
+    env = process_of({"config": {"Cmd": ["x"], "Env": ["A=0"]}}, found.process, tmp_path, {"HOST": "h"}).env
     assert {name: env.get(name) for name in ("A", "B", "C", "HOST", "NOT_SET", "EMPTY")} == {
         "A": "2", "B": "'two words' # kept", "C": "3", "HOST": "h", "NOT_SET": None, "EMPTY": "",
     }  # fmt: skip

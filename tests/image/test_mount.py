@@ -23,7 +23,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.mount import mount_image
-from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_written
+from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_recorded
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
@@ -278,7 +278,7 @@ def test_a_record_has_nothing_deleted_but_changes_in_the_cache(converted: Node, 
     (precious / "data").touch()
     runtime.write(replace(state, details={**state.details, "changes": str(precious)}))
     state = find_mount(runtime, mounted.root)
-    unmount_written(runtime, state, converted.cache)
+    unmount_recorded(runtime, state, converted.cache)
     assert (precious / "data").exists() == (where != "cache/containers/a")
 
 

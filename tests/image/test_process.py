@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bootseer.errors import CorruptError, UsageError
-from bootseer.image.containers.process import Process, Words, process_of
+from bootseer.image.containers.process import Process, ProcessOptions, process_of
 
 IMAGE = {
     "config": {
@@ -21,31 +21,33 @@ IMAGE = {
 }
 
 
-def process(words: Words, tmp_path: Path, host_env: dict[str, str] | None = None, image: Any = IMAGE) -> Process:
+def process(
+    words: ProcessOptions, tmp_path: Path, host_env: dict[str, str] | None = None, image: Any = IMAGE
+) -> Process:
     return process_of(image, words, tmp_path, host_env or {})
 
 
 @pytest.mark.parametrize(
     ("words", "args"),
     [
-        (Words(), ("/entry", "serve")),
-        (Words(command=("train", "--x")), ("/entry", "train", "--x")),
-        (Words(entrypoint="/other"), ("/other",)),
-        (Words(entrypoint="", command=("train",)), ("train",)),
+        (ProcessOptions(), ("/entry", "serve")),
+        (ProcessOptions(command=("train", "--x")), ("/entry", "train", "--x")),
+        (ProcessOptions(entrypoint="/other"), ("/other",)),
+        (ProcessOptions(entrypoint="", command=("train",)), ("train",)),
     ],
 )
-def test_commands_are_put_together_as_engines_do(tmp_path: Path, words: Words, args: tuple[str, ...]) -> None:
+def test_commands_are_put_together_as_engines_do(tmp_path: Path, words: ProcessOptions, args: tuple[str, ...]) -> None:
     assert process(words, tmp_path).args == args
 
 
 def test_the_image_tells_user_folder_and_variables(tmp_path: Path) -> None:
-    found = process(Words(), tmp_path)
+    found = process(ProcessOptions(), tmp_path)
     assert (found.user.uid, found.user.gid, found.cwd) == (7, 8, "/work")
     assert found.env == {"PATH": "/opt/bin:/bin", "A": "image", "HOME": "/"}
 
 
 def test_the_user_s_words_outrank_the_image_s(tmp_path: Path) -> None:
-    words = Words(env=("A=mine", "HOST", "NOT_SET"), workdir="/elsewhere", user="0")
+    words = ProcessOptions(env=("A=mine", "HOST", "NOT_SET"), workdir="/elsewhere", user="0")
     found = process(words, tmp_path, {"HOST": "h", "OTHER": "o"})
     assert found.env["A"] == "mine"
     assert found.env["HOST"] == "h"
@@ -64,7 +66,7 @@ def test_who_starts_and_where_events_go_pass_and_nothing_else(tmp_path: Path) ->
         "LD_PRELOAD": "/x.so",
         "PATH": "/host",
     }
-    env = process(Words(), tmp_path, host).env
+    env = process(ProcessOptions(), tmp_path, host).env
     assert {name for name in host if name in env} == {
         "BOOTSEER_JOB",
         "TRACEPARENT",
@@ -94,19 +96,21 @@ def test_secrets_pass_only_when_they_are_named(tmp_path: Path) -> None:
         "https_proxy": "me:s3/cr@s3cret@proxy:3128",
         "no_proxy": "localhost,10.0.0.0/8",
     }
-    env = process(Words(), tmp_path, host).env
+    env = process(ProcessOptions(), tmp_path, host).env
     assert not [name for name in host if "cret" in env.get(name, "")]
     assert (env["SLURM_JOB_ID"], env["NCCL_IB_PKEY"]) == ("7", "0")
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318/?token="
     assert (env["http_proxy"], env["https_proxy"]) == ("http://proxy:3128/", "proxy:3128")
     assert env["no_proxy"] == host["no_proxy"]
-    named = process(Words(env=("SLURM_JWT", "http_proxy", "PET_RDZV_TOKEN=mine")), tmp_path, host).env
+    named = process(ProcessOptions(env=("SLURM_JWT", "http_proxy", "PET_RDZV_TOKEN=mine")), tmp_path, host).env
     assert (named["SLURM_JWT"], named["http_proxy"]) == (host["SLURM_JWT"], host["http_proxy"])
     assert named.get("PET_RDZV_TOKEN") == "mine"
 
 
-@pytest.mark.parametrize("words", [Words(entrypoint=""), Words(workdir="relative"), Words(env=("=x",))])
-def test_words_that_cannot_be_are_usage_errors(tmp_path: Path, words: Words) -> None:
+@pytest.mark.parametrize(
+    "words", [ProcessOptions(entrypoint=""), ProcessOptions(workdir="relative"), ProcessOptions(env=("=x",))]
+)
+def test_words_that_cannot_be_are_usage_errors(tmp_path: Path, words: ProcessOptions) -> None:
     with pytest.raises(UsageError):
         process(words, tmp_path)
 
@@ -116,10 +120,10 @@ def test_words_that_cannot_be_are_usage_errors(tmp_path: Path, words: Words) -> 
 )
 def test_a_configuration_that_is_none_is_corrupt(tmp_path: Path, config: Any) -> None:
     with pytest.raises(CorruptError):
-        process(Words(), tmp_path, image={"config": config or [1]})
+        process(ProcessOptions(), tmp_path, image={"config": config or [1]})
 
 
 def test_an_image_without_configuration_runs_what_it_is_told(tmp_path: Path) -> None:
-    found = process(Words(command=("sh",)), tmp_path, image={"config": None})
+    found = process(ProcessOptions(command=("sh",)), tmp_path, image={"config": None})
     assert (found.args, found.cwd, found.user.uid) == (("sh",), "/", 0)
     assert found.env["PATH"].endswith("/bin")

@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
         command = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--root", str(node.snapshots / "new")]
         new = subprocess.run([*command, "--socket", str(tmp_path / "n")], capture_output=True, text=True, check=False)
         assert (new.returncode, new.stderr.count("\n")) == (1, 1)
-        assert "full; make room" in new.stderr or "No space left" in new.stderr
+        assert "full; free space" in new.stderr or "No space left" in new.stderr
         filler.unlink()
         assert mounts_of(ask("Prepare", field(2, "later"), field(3, "layer")))
 

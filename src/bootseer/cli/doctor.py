@@ -45,13 +45,13 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     bootseer doctor --bundle bug.tar.gz     # without secrets; check it before you send it
     """
     from bootseer.artifact.places import cache_root, runtime_root
-    from bootseer.image.mounting import ways
+    from bootseer.image.mounting import methods
     from bootseer.launch import doctor
     from bootseer.snapshotter import service
 
     cache = cache_root(os.environ, os.getuid())
     more = [
-        (ways.CHECK, ways.check),
+        (methods.CHECK, methods.check),
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
         (doctor.NAMES, doctor.check_names),

@@ -78,11 +78,11 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
     """
     from bootseer.artifact.places import blocks_folder
     from bootseer.cache.cache import Cache
-    from bootseer.image.mounting.found import find
+    from bootseer.image.mounting.resolve import resolve_image
     from bootseer.launch.supervise import say
 
     asked = request_of_verb(reference, store, plain_http)
-    found = find(asked, say=say)
+    found = resolve_image(asked, say=say)
     document = found.document
     here = {entry.identity: entry.ready_bytes for entry in Cache(blocks_folder(asked.cache)).entries()}
     layers: list[dict[str, Any]] = [
@@ -160,10 +160,10 @@ def mount_command(
 def umount_command(folder: Path) -> None:
     """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
     from bootseer.artifact.places import cache_root
-    from bootseer.image.mounting.mounted import find_mount, unmount_written
+    from bootseer.image.mounting.mounted import find_mount, unmount_recorded
 
     runtime = _runtime()
-    unmount_written(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()))
+    unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()))
 
 
 @click.command("list")
@@ -186,7 +186,7 @@ def list_command(output: Output) -> None:
 
 
 def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
-    from bootseer.image.mounting.mounted import share_here, status_of
+    from bootseer.image.mounting.mounted import local_share, status_of
 
     status = status_of(runtime, state)
     health = runtime.health(state)
@@ -198,7 +198,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
         "state": health,
         "daemon_pid": state.daemon.pid if state.daemon is not None else None,
         # Without a daemon everything is local; for a dead daemon it is unknown.
-        "here": 1.0 if state.daemon is None else share_here(status),
+        "here": 1.0 if state.daemon is None else local_share(status),
         "mounted_at": state.made_s,
         "log": runtime.log(state) or None,
         "daemon": status or None,

@@ -179,7 +179,7 @@ def _watch(
 ) -> None:
     """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
     from bootseer.artifact.places import cache_root
-    from bootseer.image.conversion.watch import Watch, alone, woken
+    from bootseer.image.conversion.watch import Watch, listen_for_pushes, lock_state
     from bootseer.image.reference import Place
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
@@ -196,8 +196,8 @@ def _watch(
     try:
         with (
             interruptible(),
-            alone(state),
-            woken(listen) as called,
+            lock_state(state),
+            listen_for_pushes(listen) as called,
             closing(open_registry(reference.host, reference.repository, plain_http=settings.plain_http)) as registry,
         ):
             watched = Watch(registry, state, tags)
@@ -225,14 +225,14 @@ def _convert_new(watched: Watch, reference: Reference, settings: _Settings, outp
 
     def failed(tag: str, digest: str, error: BootseerError) -> None:
         numbers[1] += 1
-        name, again_s = f"{reference.host}/{reference.repository}:{tag}", watched.failed(digest or tag)
+        name, again_s = f"{reference.host}/{reference.repository}:{tag}", watched.record_failed(digest or tag)
         output(
             {"image": name, "tagged": digest, "error": str(error), "again_s": again_s},
             f"{name}: {error}; retrying in {format_seconds(again_s)}",
         )
 
-    new, unsaved = watched.new(), None
-    for tag, error in watched.unknown.items():
+    new, unsaved = watched.find_new(), None
+    for tag, error in watched.unresolved.items():
         failed(tag, "", error)
     for tag, digest in new:
         name = f"{reference.host}/{reference.repository}:{tag}"
@@ -245,7 +245,7 @@ def _convert_new(watched: Watch, reference: Reference, settings: _Settings, outp
         numbers[0] += 1
         output({"image": name, "tagged": digest, **document}, f"{name}: {line}")
         try:
-            watched.converted(digest)
+            watched.record_converted(digest)
         except PermanentError as error:  # the state cannot be written: convert the others first
             unsaved = error
     if unsaved is not None:

@@ -18,7 +18,7 @@ from bootseer.units import format_bytes
 if TYPE_CHECKING:
     from bootseer.artifact.hotsets import HotSets
     from bootseer.fetch.hotset import HotSet
-    from bootseer.image.mounting.found import Found
+    from bootseer.image.mounting.resolve import ResolvedImage
 
 
 _VERBS = {
@@ -119,18 +119,18 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         raise PermanentError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
+def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[ResolvedImage, HotSets]:
     from bootseer.artifact.hotsets import HotSets
-    from bootseer.image.mounting.found import find
+    from bootseer.image.mounting.resolve import resolve_image
     from bootseer.launch.supervise import say
 
     wanted = request_of_verb(reference, store, plain_http)
-    found = find(wanted, say=say)
+    found = resolve_image(wanted, say=say)
     stack.callback(found.store.close)
     return found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)
 
 
-def _row(hot_set: HotSet, found: Found) -> dict[str, Any]:
+def _row(hot_set: HotSet, found: ResolvedImage) -> dict[str, Any]:
     indexes = {index.identity: index for index in found.indexes}
     plan = [(name, block) for name, block in hot_set.plan() if name in indexes and block < indexes[name].num_blocks]
     newest = hot_set.records[-1] if hot_set.records else None

@@ -215,14 +215,14 @@ def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
     from bootseer.image.containers import limits
     from bootseer.image.containers.cdi import describes_gpus
     from bootseer.image.containers.container import Options
-    from bootseer.image.containers.process import Words
+    from bootseer.image.containers.process import ProcessOptions
     from bootseer.image.containers.runtime_config import parse_bind
 
     if gpus is None:
         named = any(name.partition("=")[0].endswith("/gpu") for name in values["devices"])
         gpus = "all" if not named and describes_gpus() else ""
     from_files = [line for path in values["env_files"] for line in limits.read_env_file(path)]
-    words = Words(
+    words = ProcessOptions(
         env=(*from_files, *values["env"]),
         workdir=values["workdir"],
         user=values["user"],
@@ -230,7 +230,7 @@ def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
         entrypoint="" if values["entrypoint"] in ("", "none") else values["entrypoint"],
     )
     return Options(
-        words=words,
+        process=words,
         limits=_limits(values),
         binds=tuple(map(parse_bind, values["binds"])),
         gpus="" if gpus == "none" else gpus,

@@ -47,8 +47,8 @@ def remove_command(
 
     from bootseer.artifact.places import metadata_folder
     from bootseer.image import catalog as images
-    from bootseer.image.mounting.found import digest_in
     from bootseer.image.mounting.metadata import Metadata
+    from bootseer.image.mounting.resolve import converted_digest
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_store
 
@@ -59,12 +59,12 @@ def remove_command(
         asked = request_of_verb(reference, store, plain_http)
         with closing(open_store(_uri(asked.store), plain_http=plain_http)) as opened:
             catalog = images.images_in(opened, say)
-            digest = digest_in(catalog, asked, say)
+            digest = converted_digest(catalog, asked, say)
             done = images.remove(catalog, [digest], time.time(), mounted=mounted, dry_run=dry_run)
         removed += done.removed
         for gone in [] if dry_run else done.removed:
             Metadata(metadata_folder(asked.cache), say).forget(gone)
-        kept |= done.kept
+        kept |= done.refused
     output(
         {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
         *removed,

@@ -1,12 +1,12 @@
-"""The converted images of one store: found, published and removed by the digests of their manifests.
+"""The catalog of a store's converted images, by the digests of their manifests.
 
     images/sha256-<hex>                         the document (`image.document`)
-    image-trash/sha256-<hex>-<16 hex>           a removed image whose objects are still there (`artifact.prune`)
-    image-leases/sha256-<hex>-<16 hex>          a conversion that is under way (`artifact.lease`)
-    layers/<hex>                                what conversions know of layers (`conversion.layer_document`)
+    image-trash/sha256-<hex>-<16 hex>           a removed image whose objects still exist (`artifact.prune`)
+    image-leases/sha256-<hex>-<16 hex>          a running conversion (`artifact.lease`)
+    layers/<hex>                                results of conversions by layer (`conversion.layer_document`)
 
-Images share layers. A conversion uses layers that it finds in the store, so that nothing is deleted as long as one is
-under way; it looks again when it publishes.
+Images share layers. A conversion reuses layers that it finds in the store, so nothing is deleted while one runs, and it
+checks that they still exist before it publishes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bootseer.store.store import Store
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
 _SILENT_S = 3600.0
-"""A conversion that was not heard of for so long is over. Counted by the clocks of two nodes, which may differ."""
+"""A conversion whose lease was not renewed for so long is dead. Measured with the clocks of two nodes, which differ."""
 
 
 def _check_digest(digest: str) -> None:
@@ -80,7 +80,7 @@ def images_in(store: Store, say: Say = lambda line: None, signatures: Signatures
 
 
 def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
-    """The document of an image in one store, compared with the digest as `check_document` does.
+    """The document of an image in one store, verified against the digest by `check_document`.
 
     Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
     """
@@ -88,18 +88,18 @@ def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) 
 
 
 def read_stored(store: Store, digest: str) -> bytes:
-    """The document as it is stored, with its signatures. Raises as `read_all`."""
+    """The document as it is stored, with its signatures. Raises what `read_all` raises."""
     return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
 
 
 def converting(store: Store, digest: str, node: str) -> AbstractContextManager[None]:
-    """Announce a conversion for as long as the block lasts. `digest` is empty for a source that has none yet."""
+    """Hold a lease that announces a conversion. `digest` is empty for a source whose digest is not known yet."""
     name = digest or f"sha256:{secrets.token_hex(32)}"
     return announced(store, f"{_LEASES}{name.replace(':', '-')}-{secrets.token_hex(8)}", node)
 
 
 def conversions(store: Store, now_s: float) -> dict[str, str]:
-    """The digests of images that are being converted into a store, each with a line for people."""
+    """The digests of images that are being converted into a store, each with a line for the user."""
     found = {}
     for stored in store.list(_LEASES):
         record = look(store, stored.name).record
@@ -110,12 +110,12 @@ def conversions(store: Store, now_s: float) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class Removed:
+class RemovalResult:
     """What `remove` did."""
 
     removed: list[str] = field(default_factory=list)
     """Digests."""
-    kept: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     """Digests of what was not removed, each with the reason."""
 
 
@@ -126,19 +126,19 @@ def remove(
     *,
     mounted: Mapping[str, str],
     dry_run: bool = False,
-) -> Removed:
-    """Let no start find these images any more; their objects are left to `prune`.
+) -> RemovalResult:
+    """Remove these images from the catalog; `prune` deletes their objects later.
 
-    Not removed is what is being converted, and what is mounted here: `mounted` says where, by digest.
+    Images that are being converted or are mounted here are not removed; `mounted` maps digests to mount points.
     """
-    done = Removed()
+    done = RemovalResult()
     under_way = conversions(catalog.store, now_s)
     for digest in dict.fromkeys(digests):
         reason = f"it is mounted at {mounted[digest]}" if digest in mounted else under_way.get(digest, "")
         if not reason and catalog.look(digest).kind == "none":
             reason = f"{catalog.store.uri} does not have it"
         if reason:
-            done.kept[digest] = reason
+            done.refused[digest] = reason
             continue
         if not dry_run:
             catalog.remove(digest, now_s)
@@ -154,9 +154,9 @@ def prune(
     mounted: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, and what conversions knew of layers that are gone. `mounted` are digests of images.
+    """`artifact.prune.prune`, and delete layer documents whose objects are gone. `mounted` are digests of images.
 
-    An image that was deleted from the repository where its converted form is attached to it counts as expired.
+    A converted image that is attached to its source image in a registry expires when the source image is deleted.
     """
     from bootseer.store.oci import OciStore  # starts of images, which import this module, may need none
 
@@ -185,7 +185,7 @@ def prune(
 
 
 def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
-    """Whether the document of a layer names an object that was deleted."""
+    """Whether a layer document refers to an object that was deleted."""
     try:
         data = UNSIGNED.open(name, read_all(store, name, stored_limit(layer_document.MAX_BYTES)), store.uri)
         layer = layer_document.parse(data)

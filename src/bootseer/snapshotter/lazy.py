@@ -34,9 +34,9 @@ from bootseer.artifact.places import own_folder
 from bootseer.artifact.signatures import Signatures
 from bootseer.errors import BootseerError, PermanentError, TransientError, UsageError
 from bootseer.image.document import ImageDocument
-from bootseer.image.mounting.found import find
 from bootseer.image.mounting.mounted import unmount
 from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import Place, Reference, parse_reference, store_uri
 from bootseer.io import locks
 from bootseer.logs import logger
@@ -221,7 +221,7 @@ class LazyImages:
     def _find(self, digest: str, reference: str, future: Future[_KnownImage | None]) -> None:
         try:
             uri = store_uri(parse_reference(reference), self._settings.store) or ""
-            found = find(_request(self._settings, digest, uri), say=_LOG.info)
+            found = resolve_image(_request(self._settings, digest, uri), say=_LOG.info)
             chains = _chains(found.document)
             future.set_result(
                 _KnownImage(digest, uri, [layer.file.identity for layer in found.document.layers], chains)

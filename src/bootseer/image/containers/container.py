@@ -22,7 +22,7 @@ from typing import Any, Literal
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import edits_for, gpu_names
 from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
-from bootseer.image.containers.process import Process, Words, process_of
+from bootseer.image.containers.process import Process, ProcessOptions, process_of
 from bootseer.image.containers.rootfs import User, is_executable
 from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
 from bootseer.logs import logger
@@ -44,7 +44,7 @@ _END_S = 30.0
 class Options:
     """Everything that the user can say about a container."""
 
-    words: Words = field(default_factory=Words)
+    process: ProcessOptions = field(default_factory=ProcessOptions)
     limits: Limits = field(default_factory=Limits)
     binds: tuple[Bind, ...] = ()
     gpus: str = ""
@@ -75,8 +75,8 @@ class Container:
         """
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
-        self.process = process_of(image, options.words, root, host_env)
-        if options.words.groups and not is_host() and max(self.process.user.groups, default=0) >= num_owners():
+        self.process = process_of(image, options.process, root, host_env)
+        if options.process.groups and not is_host() and max(self.process.user.groups, default=0) >= num_owners():
             raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
         renamed = not is_host() and is_renamed(self.process.user, num_owners())
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)

@@ -34,7 +34,7 @@ _KEPT_BACK = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ProcessOptions:
     """What the user said about the process; None leaves it to the image."""
 
     command: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Process:
     user: User
 
 
-def process_of(image: Mapping[str, Any], words: Words, root: Path, host_env: Mapping[str, str]) -> Process:
+def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host_env: Mapping[str, str]) -> Process:
     """The process for an image configuration (the OCI JSON) whose tree is mounted at `root`.
 
     Raises `UsageError` when there is nothing to run or a name is unknown, `CorruptError` for a configuration that is
@@ -78,7 +78,7 @@ def process_of(image: Mapping[str, Any], words: Words, root: Path, host_env: Map
     return Process(_args(config, words), _env(config, words, user, host_env), cwd, user)
 
 
-def _args(config: Mapping[str, Any], words: Words) -> tuple[str, ...]:
+def _args(config: Mapping[str, Any], words: ProcessOptions) -> tuple[str, ...]:
     if words.entrypoint is None:
         # As engines do: another command replaces Cmd, another entry point replaces both.
         args = (*_list(config, "Entrypoint"), *(words.command or _list(config, "Cmd")))
@@ -89,10 +89,10 @@ def _args(config: Mapping[str, Any], words: Words) -> tuple[str, ...]:
     return args
 
 
-def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[str, str]) -> dict[str, str]:
+def _env(config: Mapping[str, Any], words: ProcessOptions, user: User, host_env: Mapping[str, str]) -> dict[str, str]:
     env = {"PATH": _PATH}
     env.update(item.partition("=")[::2] for item in _list(config, "Env") if "=" in item)
-    env.update(passed_on(host_env))
+    env.update(passed_variables(host_env))
     for word in words.env:
         name, sign, value = word.partition("=")
         if not name:
@@ -109,7 +109,7 @@ def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[
     return env
 
 
-def passed_on(host_env: Mapping[str, str]) -> dict[str, str]:
+def passed_variables(host_env: Mapping[str, str]) -> dict[str, str]:
     """The variables that a container gets from the host without being asked: identity, where events go, devices.
 
     None with the name of a secret, and addresses without user names and passwords.

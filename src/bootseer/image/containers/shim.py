@@ -56,34 +56,34 @@ def main() -> int:
     pids, folder, *command = sys.argv[1:]
     awaited = (set(signal.valid_signals()) - _OWN) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    _called(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0), "adopt processes")
+    _check_call(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0), "adopt processes")
     first = None
     if pids != "host":
-        first, reason = _own_process_ids()
+        first, reason = _make_pid_namespace()
         if first is not None:
-            _join(f"{folder}/config.json", first)
+            _enter_pid_namespace(f"{folder}/config.json", first)
         elif pids == "own":
-            return _say(f"the container cannot have process ids of its own: {reason}\nhint: --pid host")
+            return _print_error(f"the container cannot have process ids of its own: {reason}\nhint: --pid host")
         else:
-            _say(f"the container sees the processes of this machine: {reason}")
+            _print_error(f"the container sees the processes of this machine: {reason}")
     try:
         cgroups = _lines(f"{folder}/cgroups")
-        started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid(), cgroups))
+        started = subprocess.run(command, check=False, preexec_fn=_reset_in_child(os.getpid(), cgroups))
     except subprocess.SubprocessError:
-        return _say(f"the container cannot be put into its cgroup {cgroups}")
+        return _print_error(f"the container cannot be put into its cgroup {cgroups}")
     if started.returncode:
-        return _why_not_started(f"{folder}/log") or started.returncode
+        return _start_failure_code(f"{folder}/log") or started.returncode
     with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
-        _pass_on(pid, signal.sigwaitinfo(awaited).si_signo)
+        _forward_signal(pid, signal.sigwaitinfo(awaited).si_signo)
     if first is not None:
-        _end(first)
-    _say_if_out_of_memory([os.path.dirname(path) for path in cgroups])  # noqa: PTH120
+        _kill_namespace(first)
+    _report_out_of_memory([os.path.dirname(path) for path in cgroups])  # noqa: PTH120
     return code
 
 
-def _say_if_out_of_memory(folders: Sequence[str]) -> None:
+def _report_out_of_memory(folders: Sequence[str]) -> None:
     """Say that the kernel killed processes at the limit of the container's cgroup: nothing else tells."""
     for folder in folders:
         # The runtime puts the container into a cgroup below ours; version 1 counts in the one of the killed process.
@@ -92,7 +92,9 @@ def _say_if_out_of_memory(folders: Sequence[str]) -> None:
                 counts = dict(line.split() for line in _lines(f"{place}/{name}"))
                 if counts.get("oom_kill", "0") != "0":
                     (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes")
-                    _say(f"processes of the container were killed: they needed more than --memory {int(limit) >> 20}m")
+                    _print_error(
+                        f"processes of the container were killed: they needed more than --memory {int(limit) >> 20}m"
+                    )
                     return
 
 
@@ -113,13 +115,13 @@ def _guard(commands: Sequence[Sequence[str]]) -> int:
     return 0
 
 
-def _why_not_started(log: str) -> int:
+def _start_failure_code(log: str) -> int:
     """A shell's exit code for a program that is not there or cannot be executed, by the runtime's last words; else
     0."""
     with contextlib.suppress(OSError), open(log, errors="replace") as file:  # noqa: PTH123
         last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
         if "hybrid mode" in last:
-            return _say(
+            return _print_error(
                 "crun starts no container where both versions of cgroups have controllers\n"
                 "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
             )
@@ -128,7 +130,7 @@ def _why_not_started(log: str) -> int:
     return 0
 
 
-def _as_found(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
+def _reset_in_child(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
     def become() -> None:
         """In the runtime: no signal is blocked, those that Python ignores are not ignored, and it ends with us."""
         for path in cgroups:
@@ -155,7 +157,7 @@ def _reap(pid: int) -> int | None:
             return code if code >= 0 else 128 - code
 
 
-def _pass_on(pid: int, number: int) -> None:
+def _forward_signal(pid: int, number: int) -> None:
     if number == signal.SIGCHLD:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -169,31 +171,31 @@ def _pass_on(pid: int, number: int) -> None:
 # -- process ids -------------------------------------------------------------------------------------------------------
 
 
-def _say(text: str) -> int:
+def _print_error(text: str) -> int:
     os.write(2, f"bootseer: {text}\n".encode("utf-8", "replace"))
     return _CANNOT
 
 
-def _own_process_ids() -> tuple[int | None, str]:
+def _make_pid_namespace() -> tuple[int | None, str]:
     """Make a namespace of process ids; returns its first process, or None and why there is none."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     stay, go = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
     if middle == 0:
         os.close(go)
-        _make_first(writer, stay)
+        _fork_first_process(writer, stay)
     os.close(writer)
     os.close(stay)
     try:
-        first = _heard(reader)
+        first = _receive(reader)
         if not first.isdecimal():
             return None, first
         os.waitpid(middle, 0)
         with contextlib.suppress(BrokenPipeError):  # it has died, which the next message tells
             os.write(go, b"g")  # its parent is this process now, so that it can ask to end with it
-        reason = _heard(reader)
+        reason = _receive(reader)
         if reason:
-            _end(int(first))
+            _kill_namespace(int(first))
             return None, reason
         return int(first), ""
     finally:
@@ -201,7 +203,7 @@ def _own_process_ids() -> tuple[int | None, str]:
         os.close(go)
 
 
-def _heard(pipe: int) -> str:
+def _receive(pipe: int) -> str:
     """One message: a process id, or why something failed; empty is success."""
     if not select.select([pipe], [], [], _START_S)[0]:
         return "no answer in time"
@@ -209,13 +211,13 @@ def _heard(pipe: int) -> str:
     return data.decode("utf-8", "replace").strip() if data else "the process that makes the namespace died"
 
 
-def _make_first(writer: int, stay: int) -> NoReturn:
+def _fork_first_process(writer: int, stay: int) -> NoReturn:
     """In a child: only the children of a process enter its new namespace, and the runtime must not be one of them."""
     try:
-        _called(libc.unshare(_NEWNS | _NEWPID), "make a namespace")
+        _check_call(libc.unshare(_NEWNS | _NEWPID), "make a namespace")
         first = os.fork()
         if first == 0:
-            _be_first(writer, stay)
+            _run_first_process(writer, stay)
         os.write(writer, b"%d\n" % first)
     except OSError as error:
         os.write(writer, f"{error.strerror}\n".encode("utf-8", "replace"))
@@ -223,7 +225,7 @@ def _make_first(writer: int, stay: int) -> NoReturn:
         os._exit(0)
 
 
-def _be_first(writer: int, stay: int) -> NoReturn:
+def _run_first_process(writer: int, stay: int) -> NoReturn:
     """Be the first process of the namespace."""
     try:
         if not os.read(stay, 1):
@@ -247,9 +249,9 @@ def _be_first(writer: int, stay: int) -> NoReturn:
         _mount(".", "/", "", _MOVE)
         os.chroot(".")
         # A tracer (CAP_SYS_PTRACE) could make it start a program, which would be root on the host.
-        _called(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up rights of programs")
+        _check_call(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up rights of programs")
         header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-        _called(libc.capset(header, nothing), "give up capabilities")
+        _check_call(libc.capset(header, nothing), "give up capabilities")
         libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)  # nor can it reach its memory
         os.write(writer, b"\n")
         os.close(writer)
@@ -260,7 +262,7 @@ def _be_first(writer: int, stay: int) -> NoReturn:
         signal.pause()
 
 
-def _join(path: str, first: int) -> None:
+def _enter_pid_namespace(path: str, first: int) -> None:
     """Let the container have the processes of this namespace, and see them."""
     with open(path) as file:  # noqa: PTH123
         config = json.load(file)
@@ -272,7 +274,7 @@ def _join(path: str, first: int) -> None:
         json.dump(config, file)
 
 
-def _end(first: int) -> None:
+def _kill_namespace(first: int) -> None:
     """Kill what the program left running, and wait until it is gone: then nothing uses the container's files."""
     with contextlib.suppress(ProcessLookupError):  # something else has killed it
         handle = os.pidfd_open(first)
@@ -282,10 +284,10 @@ def _end(first: int) -> None:
 
 def _mount(source: str, target: str, kind: str, flags: int) -> None:
     words = (source.encode(), target.encode(), kind.encode())
-    _called(libc.mount(*words, ctypes.c_ulong(flags), None), f"mount {kind or target}")
+    _check_call(libc.mount(*words, ctypes.c_ulong(flags), None), f"mount {kind or target}")
 
 
-def _called(result: int, step: str) -> None:
+def _check_call(result: int, step: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{step}: {os.strerror(number)}")

@@ -1,9 +1,8 @@
-"""Which images of a repository are new: its tags, asked for again and again.
+"""Watch a repository for new images by polling its tags.
 
-A webhook needs the registry's operator and an open port; tags need only the right to read. So a webhook is heard where
-there is one (`woken`), and says no more than that it is time to look. What was converted is remembered in a file, by
-digest, so that a restart asks for nothing twice and a tag that moves is noticed. What failed is tried again, after
-pauses that grow.
+A webhook needs the registry's operator and an open port; tags need only the right to read. So a webhook is optional
+(`listen_for_pushes`) and only triggers the next poll. Digests of converted images are recorded in a state file, so that
+a restart converts nothing twice and a moved tag is noticed. Failures are retried after growing pauses.
 
     {"schema": "bootseer.watch/1", "converted": ["sha256:...", ...]}
 """
@@ -32,8 +31,8 @@ from bootseer.store.registry import Registry
 
 _LOG = logger(__name__)
 _SCHEMA = "bootseer.watch/1"
-_OTHERS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
-"""Tags of objects of ours, and of lists of referrers and signatures."""
+_OWN_TAGS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
+"""Tags that are no images of users: BootSeer's own objects, lists of referrers, signatures."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _THREADS = 8
 _CALL_S = 5.0
@@ -45,37 +44,37 @@ class Watch:
     """The new images of one repository. Used by one thread."""
 
     def __init__(self, registry: Registry, state: Path, patterns: Sequence[str] = ()) -> None:
-        """`patterns` are those of tags, as a shell's; none: all. Raises `UsageError` for a file that is no state."""
+        """`patterns` are shell patterns of tags; none: all tags. Raises `UsageError` for an unreadable state file."""
         self._registry = registry
         self._state = state
         self._patterns = patterns or ("*",)
         self._converted = _read(state)
         self._failed: dict[str, tuple[int, float]] = {}
-        """By digest, or by tag where that is unknown: how often, and when it may be tried again."""
-        self.unknown: dict[str, BootseerError] = {}
-        """Tags of which the registry did not tell the digest in the last look, and why."""
+        """Number of failures and time of the next try, by digest, or by tag where that is unresolved."""
+        self.unresolved: dict[str, BootseerError] = {}
+        """Tags whose digest the registry did not tell in the last poll, and why."""
 
-    def new(self) -> list[tuple[str, str]]:
-        """Tags and digests of what is to be converted now, each digest once.
+    def find_new(self) -> list[tuple[str, str]]:
+        """Poll once: tags and digests of the images to convert now, each digest once.
 
-        Raises what the registry raises when it tells nothing; where it tells of some tags, the others are in `unknown`.
+        Raises what the registry raises when no tag can be resolved; if only some fail, these are in `unresolved`.
         """
         tags = sorted(
             tag
             for tag in retrying(lambda left_s: list(self._registry.tags(timeout_s=left_s)))
-            if not _OTHERS.match(tag) and any(fnmatchcase(tag, pattern) for pattern in self._patterns)
+            if not _OWN_TAGS.match(tag) and any(fnmatchcase(tag, pattern) for pattern in self._patterns)
         )
         now_s = time.monotonic()
         asked = [tag for tag in tags if self._failed.get(tag, (0, now_s))[1] <= now_s]
         with Tasks("bootseer-watch", min(_THREADS, len(asked) or 1)) as pool:
             answers = dict(zip(asked, pool.map(self._digest, asked), strict=True))
-        self.unknown = {tag: answer for tag, answer in answers.items() if isinstance(answer, BootseerError)}
-        if self.unknown and len(self.unknown) == len(tags):
-            raise self.unknown[tags[0]]
+        self.unresolved = {tag: answer for tag, answer in answers.items() if isinstance(answer, BootseerError)}
+        if self.unresolved and len(self.unresolved) == len(tags):
+            raise self.unresolved[tags[0]]
         found = {answer: tag for tag, answer in reversed(answers.items()) if isinstance(answer, str) and answer}
         self._failed = {name: tried for name, tried in self._failed.items() if name in found or name in tags}
         gone = self._converted - found.keys()
-        if gone and len(asked) == len(tags) and not self.unknown:
+        if gone and len(asked) == len(tags) and not self.unresolved:
             self._converted -= gone
             self._write()
         return [
@@ -84,14 +83,14 @@ class Watch:
             if digest not in self._converted and self._failed.get(digest, (0, now_s))[1] <= now_s
         ]
 
-    def converted(self, digest: str) -> None:
-        """This one is not to be converted again. Raises `PermanentError` where that cannot be written."""
+    def record_converted(self, digest: str) -> None:
+        """Record the image as converted. Raises `PermanentError` when the state file cannot be written."""
         self._failed.pop(digest, None)
         self._converted.add(digest)
         self._write()
 
-    def failed(self, name: str) -> float:
-        """This digest, or tag that is `unknown`, is to be tried again; in how many seconds."""
+    def record_failed(self, name: str) -> float:
+        """Record a failure of this digest, or `unresolved` tag; returns the seconds until it is tried again."""
         tries = self._failed.get(name, (0, 0.0))[0] + 1
         pause_s = min(_PAUSE_S * 2.0 ** min(tries - 1, 10), _MAX_PAUSE_S)
         self._failed[name] = (tries, time.monotonic() + pause_s)
@@ -102,7 +101,7 @@ class Watch:
             return retrying(partial(self._ask, tag))
         except NotFoundError:
             return ""  # removed since
-        except BootseerError as error:  # of this tag alone, perhaps
+        except BootseerError as error:  # of this tag lock_state, perhaps
             return error
 
     def _ask(self, tag: str, left_s: float) -> str:
@@ -121,8 +120,8 @@ class Watch:
 
 
 @contextmanager
-def alone(state: Path) -> Iterator[None]:
-    """Keep other processes from the same state. Raises `TransientError` where one has it, `PermanentError`."""
+def lock_state(state: Path) -> Iterator[None]:
+    """Lock the state file. Raises `TransientError` while another process has it, `PermanentError` without access."""
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
         with flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0):
@@ -131,14 +130,15 @@ def alone(state: Path) -> Iterator[None]:
         raise PermanentError(f"{state}: cannot be used: {error.strerror}") from error
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _WebhookHandler(BaseHTTPRequestHandler):
     timeout = _CALL_S
-    """Calls are answered one at a time: one that hangs delays the others, and the next look comes by itself."""
+    """Calls are answered one at a time. One that hangs delays the others for this long; polling goes on without
+    them."""
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         body = self.rfile.read(min(int(length), _MAX_BYTES)) if length.isascii() and length.isdecimal() else b""
-        if not _is_of_pulls(body):
+        if not _tells_only_of_pulls(body):
             self.server.called.set()  # type: ignore[attr-defined]
         self.send_response(204)
         self.end_headers()
@@ -147,34 +147,37 @@ class _Handler(BaseHTTPRequestHandler):
         _LOG.debug("webhook: " + format, *arguments)
 
 
-def _is_of_pulls(body: bytes) -> bool:
-    """Whether a registry tells of nothing but pulls: those that a look is, too, which would never end."""
+def _tells_only_of_pulls(body: bytes) -> bool:
+    """Whether all events of a call are pulls. Polling causes these itself: to react to them would never end."""
     try:
         return all(event["action"] == "pull" for event in json.loads(body)["events"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
-class _Hook(HTTPServer):
+class _WebhookServer(HTTPServer):
     called: threading.Event
 
     def handle_error(self, request: object, client_address: object) -> None:
         _LOG.debug("a webhook's call broke off", exc_info=True)
 
 
-class _Hook6(_Hook):
+class _WebhookServer6(_WebhookServer):
     address_family = socket.AF_INET6
 
 
 @contextmanager
-def woken(listen: tuple[str, int] | None) -> Iterator[threading.Event]:
-    """Set by each POST to an address that may tell of a push. Raises `UsageError` for an address that cannot be had."""
+def listen_for_pushes(listen: tuple[str, int] | None) -> Iterator[threading.Event]:
+    """Run a webhook server; the event is set by each call that may be about a push.
+
+    Without an address it is never set. Raises `UsageError` for an address that cannot be bound.
+    """
     called = threading.Event()
     if listen is None:
         yield called
         return
     try:
-        hook = (_Hook6 if ":" in listen[0] else _Hook)(listen, _Handler)
+        hook = (_WebhookServer6 if ":" in listen[0] else _WebhookServer)(listen, _WebhookHandler)
     except OSError as error:
         raise UsageError(f"cannot listen on {listen[0]} port {listen[1]}: {error.strerror or error}") from error
     hook.called = called

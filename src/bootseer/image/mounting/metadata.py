@@ -1,9 +1,8 @@
-"""What must be known of an image before it can be mounted: its digest, its document, the indexes of its layers.
+"""The metadata that a mount needs of an image, cached on the node: its digest, its document, the indexes of its layers.
 
-All of it is immutable once the digest is known, and is kept on the node, so that a node that has an image needs neither
-registry nor store to start it again. Only a tag has to be asked for; when the registry does not answer, the digest that
-it had last is used, and that is said.
-
+All of it is immutable once the digest is known, so that a node that has an image needs neither registry nor store to
+start it again. Only a tag has to be resolved each time; when the registry does not answer, the digest of the last start
+is used, with a message.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _TAG_BYTES = 256
 
 
 class Metadata:
-    """What this node knows of images. `folder` is made when something is kept; a full disk costs the copy alone."""
+    """The node's cache of image metadata. `folder` is created on first write; on a full disk nothing is cached."""
 
     def __init__(self, folder: Path, say: Say) -> None:
-        self._kept = LocalObjects(folder, say)
+        self._objects = LocalObjects(folder, say)
         self._say = say
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
-        """The digest that a name in a registry stands for now: of an image, or of an index of images. `ask` asks."""
+        """The digest that a name in a registry has now: of an image, or of an index of images. `ask` queries it."""
         if reference.digest:
             return reference.digest
         name = _name("tags", str(reference))
@@ -50,42 +49,42 @@ class Metadata:
                 raise
             self._say(f"{error}; {reference} is taken to be {known}, as it was at its last start here")
             return known
-        self._kept.keep(name, digest.encode())
+        self._objects.keep(name, digest.encode())
         return digest
 
-    def chosen(self, digest: str, platform: Platform | None) -> str | None:
-        """Which image of an index was chosen for a platform before."""
+    def platform_image(self, digest: str, platform: Platform | None) -> str | None:
+        """The digest of an index's image for a platform, where it was resolved before."""
         return self._known(_name("chosen", f"{digest} {platform or this_platform()}"))
 
-    def choose(self, digest: str, platform: Platform | None, image: str) -> None:
-        """Remember that: neither of the two digests will ever mean anything else."""
-        self._kept.keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
+    def remember_platform_image(self, digest: str, platform: Platform | None, image: str) -> None:
+        """Cache that for good: both digests are immutable."""
+        self._objects.keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
 
     def document(self, digest: str, store: Store, signatures: Signatures) -> ImageDocument:
-        """The document of a converted image. Raises as `read_document`: it is not converted when the store has none.
+        """The document of a converted image. Raises what `read_document` raises.
 
-        What is kept on this node is verified again at each start, for the keys that are trusted now.
+        A cached document is verified again at each start, against the keys that are trusted now.
         """
         with contextlib.suppress(BootseerError):
-            return read_document(self._kept.store, digest, signatures)
+            return read_document(self._objects.store, digest, signatures)
         data = read_stored(store, digest)
         document = images_in(store, signatures=signatures).parse_stored(digest, data)
-        self._kept.keep(document.name, data)
+        self._objects.keep(document.name, data)
         return document
 
     def forget(self, digest: str) -> None:
-        """Ask the store again the next time."""
+        """Drop the cached document: the next call reads the store."""
         with contextlib.suppress(BootseerError):
-            self._kept.store.delete(IMAGES.document_name(digest))
+            self._objects.store.delete(IMAGES.document_name(digest))
 
     def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
-        """The indexes of all layers, bottom first, fetched side by side where they are not here."""
+        """The indexes of all layers, bottom first; those that are not cached are fetched in parallel."""
         with Tasks("bootseer-index", min(_THREADS, len(document.layers))) as pool:
-            return list(pool.map(lambda layer: self._kept.index(layer.file, store), document.layers))
+            return list(pool.map(lambda layer: self._objects.index(layer.file, store), document.layers))
 
     def _known(self, name: str) -> str | None:
         try:
-            return read_all(self._kept.store, name, _TAG_BYTES).decode("ascii")
+            return read_all(self._objects.store, name, _TAG_BYTES).decode("ascii")
         except (BootseerError, UnicodeDecodeError):
             return None
 

@@ -1,11 +1,10 @@
-"""Mount an image: from its name to a tree of files, lazily where that is the faster way.
+"""Mount an image: from its name to a tree of files, lazily where that is faster.
 
-Layers that are complete on this node are mounted straight from the cache, and stay mounted for the next start. The
-others are served by a daemon that fetches what readers need, then what earlier starts needed, then the rest. When that
-is not possible or not worth it, everything is fetched first. Where the kernel cannot mount layers or this user may not,
-the tree is served file by file, or written out (`ways`). Which way was taken, and why, is in `facts`: a fallback costs
-time and is never silent.
-
+Layers that are complete on this node are mounted from the cache, and stay mounted for the next start. The others are
+served by a daemon that fetches what readers need, then the hot set (what earlier starts needed), then the rest. When
+that is not possible or not worth it, everything is fetched first. Where the kernel cannot mount layers or this user may
+not, a daemon serves the tree file by file, or it is unpacked (`methods`). The method, and why it was chosen, is in
+`facts`: a fallback costs time and is never silent.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
-from bootseer.image.mounting import show, ways
-from bootseer.image.mounting.found import find
+from bootseer.image.mounting import methods, tree_mounts
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.resolve import resolve_image
 from bootseer.mounts import user_namespace
 from bootseer.mounts.control import FILES
 from bootseer.mounts.method import Choice, Facts, MountMethod
@@ -49,19 +48,19 @@ def mount_image(
     show: Show = no_progress,
     facts: Facts | None = None,
 ) -> MountedImage:
-    """Mount the image on `target`, which is made when it is not there.
+    """Mount the image on `target`, which is created when it is missing.
 
-    With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. The folders of
-    `above` lie on top of the image's layers, the first of them lowest; deletions in them have overlayfs' marks, those
-    of both kinds of mounts; where no overlay can be mounted they are an error. With `lifeline` a lazy mount ends with
-    this process; without root it is then in a user namespace, which this process enters for good. `suid`: set-uid
-    programs of the image have their effect; its device nodes never have.
-    `facts` says what this machine can do; None: that is found out. Raises `UsageError` where users like this one cannot
+    Changes go to the folder `writable`, which is deleted with the mount; without it the tree is read-only. The folders
+    of `above` are further layers on top of the image, lowest first; deletions in them are marked with the whiteouts of
+    both kinds of overlay (`trusted.` and `user.`); where no overlay can be mounted they are an error. With `lifeline` a
+    lazy mount ends with this process; without root it is then in a user namespace, which this process enters for good.
+    `suid`: set-uid programs of the image take effect; its device nodes never do.
+    `facts` says what this machine can do; None: determined here. Raises `UsageError` where users like this one cannot
     mount, and `BootseerError` where no fallback helps.
     """
-    facts = facts or ways.first_look(private=lifeline)
+    facts = facts or methods.initial_facts(private=lifeline)
     # A user that cannot mount gets the error before anything is fetched.
-    ways.pick(facts, private=lifeline, writable=writable is not None)
+    methods.choose_method(facts, private=lifeline, writable=writable is not None)
     if suid and not lifeline and not user_namespace.may_mount():
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
     attributes = MS_NODEV if suid else MS_NODEV | MS_NOSUID
@@ -73,7 +72,7 @@ def mount_image(
 
 
 class _ImageMount(LazyMount):
-    """One mount in the making."""
+    """One mount that is being set up."""
 
     choice: Choice
 
@@ -101,22 +100,24 @@ class _ImageMount(LazyMount):
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         request = self._request
-        found = (
-            find(request, say=self.say) if in_child else find(request, stage=self.stage, say=self.say, show=self.show)
+        image = (
+            resolve_image(request, say=self.say)
+            if in_child
+            else resolve_image(request, stage=self.stage, say=self.say, show=self.show)
         )
-        self._found = found
+        self._image = image
         self.details["workload"] = request.workload
         if self._writable is not None:
             self.details[CHANGES] = os.path.abspath(self._writable)  # noqa: PTH100 - resolving links could leave the name
-        name, digest = str(request.reference), found.document.digest
+        name, digest = str(request.reference), image.document.digest
         subject = Subject(
-            name, digest, found.store, found.store_uri, request, is_shared=found.is_shared, fallback=found.fallback
+            name, digest, image.store, image.store_uri, request, is_shared=image.is_shared, fallback=image.fallback
         )
-        return subject, found.indexes
+        return subject, image.indexes
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
-        """The image as it is mounted."""
-        document, layers = self._found.document, self.layers
+        """The caller's handle of the finished mount."""
+        document, layers = self._image.document, self.layers
         facts |= {
             "image": str(self._request.reference),
             "refused_ways": "; ".join(f"{way.value}: {reason}" for way, reason in self.choice.refused),
@@ -136,43 +137,43 @@ class _ImageMount(LazyMount):
         )
 
     def unmount_files(self) -> None:
-        show.undo(self.layers.folder, self._target)
+        tree_mounts.unmount_tree(self.layers.folder, self._target)
 
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
 
     def mount_files(self) -> tuple[MountMethod, Path]:
-        """Go the best way; when it fails, the next one."""
+        """Mount with the best method; when it fails, with the next one."""
         facts = self._facts
         private = self.layers.lifeline
         while True:
-            choice = ways.pick(facts, private=private, writable=self._writable is not None)
-            if reason := ways.told(choice):
+            choice = methods.choose_method(facts, private=private, writable=self._writable is not None)
+            if reason := methods.describe_fallback(choice):
                 self.layers.say(f"the image is shown {reason}")
             try:
                 if choice.method is MountMethod.UNPACK:
-                    self._unpack(reason)
+                    self._mount_unpacked(reason)
                 elif choice.method is MountMethod.FUSE_TREE:
-                    self._show_tree()
+                    self._mount_served_tree()
                 else:
-                    self._show_layers(loop=choice.method is MountMethod.EROFS_LOOP)
+                    self._mount_layers(loop=choice.method is MountMethod.EROFS_LOOP)
                 self.choice = choice
                 return choice.method, self._target
-            except _WayFailed as error:
+            except _MethodFailed as error:
                 self.unmount_files()
                 self.layers.check_origin()
                 self.layers.stop_daemon()
-                facts = ways.after_failure(facts, choice.method, str(error), private=private)
+                facts = methods.after_failure(facts, choice.method, str(error), private=private)
 
-    def _show_layers(self, *, loop: bool) -> None:
-        """The kernel mounts each layer."""
+    def _mount_layers(self, *, loop: bool) -> None:
+        """Let the kernel mount each layer, and an overlay of them."""
         layers = self.layers
         layers.serve_lazily()
 
         def mount() -> None:
             with layers.stage("mount"):
-                lowers = show.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
-                show.mount_tree(lowers, self._above, self._target, self._writable, self._attributes)
+                lowers = tree_mounts.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
+                tree_mounts.mount_tree(lowers, self._above, self._target, self._writable, self._attributes)
 
         if layers.daemon is not None:
             try:
@@ -182,34 +183,38 @@ class _ImageMount(LazyMount):
                 self.unmount_files()
                 if not loop and number_of(error) == errno.ENOTBLK:
                     # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
-                    raise _WayFailed(str(error)) from error
+                    raise _MethodFailed(str(error)) from error
                 try:
                     layers.pull_after_failure(error)
                 except CacheFull as full:
-                    raise _WayFailed(f"{error}; {full}") from full
-        with _failing():
+                    raise _MethodFailed(f"{error}; {full}") from full
+        with _method_errors():
             mount()
 
-    def _show_tree(self) -> None:
-        """A daemon shows all layers as one tree: in a namespace of our own without root, or by a set-uid program."""
+    def _mount_served_tree(self) -> None:
+        """Let a daemon serve all layers as one tree: without root in our own namespace, or mounted by a set-uid
+        helper."""
         from bootseer.mounts.trees import MergedTree
 
         layers = self.layers
         if layers.lifeline:
             user_namespace.enter()
-        with _failing():
+        with _method_errors():
             if user_namespace.may_mount():
                 layers.serve_tree(MergedTree, None)
                 with layers.stage("mount"):
-                    show.mount_over(layers.folder / FILES, self._above, self._target, self._writable, self._attributes)
+                    tree_mounts.mount_over(
+                        layers.folder / FILES, self._above, self._target, self._writable, self._attributes
+                    )
             else:
                 if self._above:
                     raise PermanentError("without the right to mount, nothing can lie on top of the image")
                 self._target.mkdir(parents=True, exist_ok=True)
                 layers.serve_tree(MergedTree, self._target)
 
-    def _unpack(self, reason: str) -> None:
-        """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
+    def _mount_unpacked(self, reason: str) -> None:
+        """Unpack the layers into a tree that containers share, under an overlay for changes; else copy it for this
+        one."""
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers
@@ -224,7 +229,7 @@ class _ImageMount(LazyMount):
             user_namespace.enter()
         try:
             with layers.stage("mount"):
-                show.mount_over(tree, self._above, self._target, self._writable, self._attributes)
+                tree_mounts.mount_over(tree, self._above, self._target, self._writable, self._attributes)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
             if self._writable is None or self._above:
@@ -232,17 +237,17 @@ class _ImageMount(LazyMount):
             layers.say(f"no overlay: {error}; this container gets a copy of its own")
             self.unmount_files()
             with layers.stage("unpack"):
-                show.mount_copy(write, self._target, self._writable, self._attributes)
+                tree_mounts.mount_copy(write, self._target, self._writable, self._attributes)
 
 
-class _WayFailed(Exception):  # noqa: N818 - not an end: the next way is tried
-    """A way to show an image does not work here; its text says why."""
+class _MethodFailed(Exception):  # noqa: N818 - not final: the next method is tried
+    """A mount method does not work here; the text says why."""
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    """What fails in here is taken to be the way's fault: the next one shows whether it was."""
+def _method_errors() -> Iterator[None]:
+    """Take any failure in the block for one of the method: if the cause is another one, the next method fails too."""
     try:
         yield
     except (BootseerError, OSError) as error:
-        raise _WayFailed(str(error)) from error
+        raise _MethodFailed(str(error)) from error

@@ -1,6 +1,6 @@
-"""An image that is mounted: what is known of it, and how it is taken away again.
+"""A mounted image: its status, and how it is unmounted.
 
-Works from what was written down of the mount, so that another process than the one that mounted it can do both.
+Works from the mount's record, so that another process than the one that mounted it can do both.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
 CHANGES = "changes"
-"""Key of a mount's details: the folder with what was changed in it, which goes with the mount."""
+"""Key of a mount's details: the folder with the changes to its tree, which is deleted with the mount."""
 
 
 class MountedImage(MountHandle):
-    """One mounted image, seen by the process that mounted it."""
+    """One mounted image, for the process that mounted it."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class MountedImage(MountHandle):
         self._cache = cache
 
     def undo_command(self) -> list[str]:
-        """A command line that takes the mount away, for when this process cannot."""
-        # In a user namespace another folder would be the usual one: there every process is root.
+        """A command line that unmounts the image, for when this process cannot."""
+        # Named, because the default folders depend on the user, and in a user namespace every process is root.
         where = [f"{RUNTIME}={self._runtime.root}", f"{CACHE}={self._cache}"]
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
-        """Take the mount away, and what was changed in it. Raises `BootseerError` when it is in use; one for a command
-        never is."""
+        """Unmount the image and delete its changes. Raises `BootseerError` when it is in use, unless it has a
+        lifeline."""
         unmount(self._runtime, self._state, force=self._lifeline)
         _delete_changes(self._state)
 
 
-def unmount_written(runtime: Runtime, state: MountState, cache: Path) -> None:
-    """`unmount`, and delete what was changed in it, which a record may name below this cache and nowhere else."""
+def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:
+    """`unmount`, and delete the changes. The record may name a folder for them below this cache and nowhere else."""
     unmount(runtime, state)
     containers = own_folder(containers_folder(cache), make=False)
     if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
@@ -67,10 +67,10 @@ def unmount_written(runtime: Runtime, state: MountState, cache: Path) -> None:
 
 
 def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None:
-    """Take away a mount that was written down: the tree, its layers, its daemon. Layers that others may use stay.
+    """Unmount a recorded mount: the tree, its own layers, its daemon. Shared layers stay mounted.
 
-    Where other mount namespaces have copies of it, its daemon ends with these; with `force` at once, so that their
-    readers get errors. Raises `TransientError` while a process has a file of it open, unless `force`.
+    Where other mount namespaces have copies of the mount, its daemon ends with the last of them; with `force` at once,
+    and their readers get errors. Raises `TransientError` while a process has a file of it open, unless `force`.
     """
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
@@ -79,13 +79,13 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
                 kernel.unmount(Path(state.target), lazy=dead or force)
             except TransientError as error:
                 raise TransientError(f"{error}; fuser -vm {state.target} shows who uses it") from error
-        else:  # then it was mounted by a program that has the right
+        else:  # a set-uid helper mounted it
             from bootseer.fuse.attach import detach
 
             detach(Path(state.target), force=dead or force)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
-        # The layers above the daemon's files first: it ends only when nothing uses them.
+        # The layers are mounted from the daemon's files, and it ends only when nothing uses these.
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
             kernel.unmount(Path(point), lazy=True)
@@ -101,7 +101,7 @@ def _delete_changes(state: MountState) -> None:
 
 
 def find_mount(runtime: Runtime, target: Path) -> MountState:
-    """What was written down of the mount at `target`. Raises `UsageError` when nothing was."""
+    """The record of the mount at `target`. Raises `UsageError` when there is none."""
     state = runtime.find(target)
     if state is None:
         raise UsageError(f"{target}: no image is mounted there", hint="bootseer image list shows what is")
@@ -109,7 +109,7 @@ def find_mount(runtime: Runtime, target: Path) -> MountState:
 
 
 def status_of(runtime: Runtime, state: MountState) -> dict[str, Any]:
-    """What the daemon of a mount says of itself; empty when it has none or does not answer."""
+    """The status that a mount's daemon reports; empty when it has none or does not answer."""
     if state.daemon is None or not state.daemon.alive:
         return {}
     try:
@@ -118,8 +118,8 @@ def status_of(runtime: Runtime, state: MountState) -> dict[str, Any]:
         return {}
 
 
-def share_here(status: Mapping[str, Any]) -> float | None:
-    """Which part of the blocks that a daemon serves is on this node; None when it did not say."""
+def local_share(status: Mapping[str, Any]) -> float | None:
+    """The share of a daemon's blocks that is on this node, 0 to 1; None when its status does not tell."""
     files = status.get("files")
     if not isinstance(files, list):
         return None

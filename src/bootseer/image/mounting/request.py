@@ -1,4 +1,4 @@
-"""Which image is wanted, and how it is to come. A value: made by the command line, read by `image.mounting.mount`."""
+"""The request for a mount: which image, from which store. Made by the command line, read by `image.mounting.mount`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Fallback = Literal["convert", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Request(MountOptions):
-    """Which image, and how it is to come."""
+    """Which image, and how it is fetched."""
 
     reference: Reference
     store: str | None
-    """URI of the store with the converted image; None: it is converted on this node."""
+    """URI of the store with converted images; None: images are converted on this node."""
     fallback: Fallback = "convert"
     platform: Platform | None = None
     layer_limits: Mapping[str, int] = field(default_factory=dict)
-    """What a layer may cost when it is converted here: fields of `LayerLimits`."""
+    """Limits for layers that are converted here: fields of `LayerLimits`."""

@@ -32,7 +32,7 @@ from bootseer.env.keys.request_key import Base
 from bootseer.env.life.decide import REASONS, Action, Decision, fell_back
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.process import Words, process_of
+from bootseer.image.containers.process import ProcessOptions, process_of
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
@@ -53,7 +53,7 @@ from bootseer.mounts import kernel
 Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
 """Mount the image with this folder for changes and these layers on top: for the setup, or for the command."""
 UPPER = "upper"
-"""Where below a mount's folder for changes they are (`image.mounting.show`)."""
+"""Where below a mount's folder for changes they are (`image.mounting.tree_mounts`)."""
 _UNSAFE = "this setup is not snapshot-safe"
 _OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 _MAX_LOOKED_AT = 20_000
@@ -78,7 +78,7 @@ def environment_in_image(
     `env` is what programs here get, `own_env` the same without what we add.
     """
     cwd = os.getcwd()  # noqa: PTH109 - a name
-    found = variables_of(container.words.env, own_env, wanted.variables)
+    found = variables_of(container.process.env, own_env, wanted.variables)
     binds = container.binds
     try:  # what the user mounts and the setup names
         binds = named_mounts(options.setup, options.requirements, cwd, found, binds, wanted.inputs)
@@ -152,7 +152,7 @@ class ImageEnvironment:
                 self._decision.check()
         return mount(writable, (), True)
 
-    def with_exports(self, words: Words, mounted: MountedImage, env: Mapping[str, str]) -> Words:
+    def with_exports(self, words: ProcessOptions, mounted: MountedImage, env: Mapping[str, str]) -> ProcessOptions:
         """The command's words, with what the setup left in its environment."""
         shown = self.start.shown
         document = shown.decision.document if shown is not None else None

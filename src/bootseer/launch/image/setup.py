@@ -38,7 +38,7 @@ from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.process import passed_on
+from bootseer.image.containers.process import passed_variables
 from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
@@ -65,7 +65,7 @@ def variables_of(words: Sequence[str], env: Mapping[str, str], declared: Sequenc
 
     `words` are the user's, `NAME=VALUE` or `NAME`.
     """
-    found = passed_on(env) | {name: env[name] for name in passed_settings(env, declared)}
+    found = passed_variables(env) | {name: env[name] for name in passed_settings(env, declared)}
     for word in words:
         name, sign, value = word.partition("=")
         if sign or name in env:
@@ -326,16 +326,16 @@ class InImage(Machine):
         names = passed_settings(self._taken, self.task.wanted.variables)
         env = {**{name: self._taken[name] for name in names}, **more}
         words = replace(
-            options.words,
+            options.process,
             command=tuple(argv),
             entrypoint="",
             workdir=self.folder,
-            env=(*(f"{name}={value}" for name, value in env.items()), *options.words.env),
+            env=(*(f"{name}={value}" for name, value in env.items()), *options.process.env),
         )
         own = super().own_uv if self.task.requirements else ""
         uv = [Bind(own, _UV, read_only=True)] if own else []
         limits = replace(options.limits, read_only=False)  # that is for the command
-        options = replace(options, words=words, limits=limits, binds=(*self.places.own, *binds, *uv, *options.binds))
+        options = replace(options, process=words, limits=limits, binds=(*self.places.own, *binds, *uv, *options.binds))
         self._num += 1
         container = Container(
             self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._taken

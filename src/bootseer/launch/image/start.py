@@ -30,7 +30,7 @@ from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.process import Words
+from bootseer.image.containers.process import ProcessOptions
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options, run_command
@@ -119,9 +119,9 @@ class _ImageStart:
 
             hosts = hosts_for({**env, **where})
             binds += (Bind(str(hosts), str(SYSTEM)),) if hosts is not None and hosts.exists() else ()
-        words = wanted.container.words
+        words = wanted.container.process
         words = replace(words, env=(*words.env, *(f"{name}={value}" for name, value in where.items())))
-        self._container_options = replace(wanted.container, words=words, binds=(*binds, *wanted.container.binds))
+        self._container_options = replace(wanted.container, process=words, binds=(*binds, *wanted.container.binds))
         self._options = options
         self._command = tuple(command)
         self._session = session
@@ -236,11 +236,11 @@ class _ImageStart:
                 env["BOOTSEER_WARM"] = _SPOOL
         if self._options.restarts:
             env[RESTART] = str(session.tracer.identity.restart if session is not None else 0)
-        words: Words = replace(options.words, command=self._command)
+        words: ProcessOptions = replace(options.process, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)
         words = replace(words, prepend=prepend)
-        options = replace(options, words=words, binds=(*binds, *options.binds))
+        options = replace(options, process=words, binds=(*binds, *options.binds))
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():

@@ -16,7 +16,7 @@ from bootseer.artifact.places import unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, name_of
 from bootseer.errors import UsageError
 from bootseer.image.catalog import read_document
-from bootseer.image.mounting import ways
+from bootseer.image.mounting import methods
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import mount_table
@@ -193,12 +193,17 @@ def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
 @pytest.mark.parametrize(
     ("facts", "private", "writable", "hint"),
     [
-        (Facts(mount=ways.NO_ROOT, fuse="no device", user_overlay="no", namespace="forbidden"), True, True, "doctor"),
-        (Facts(mount=ways.NO_ROOT, fuse="no fusermount3"), False, False, "fuse3"),
-        (Facts(mount=ways.NO_ROOT), False, True, "image run"),
+        (
+            Facts(mount=methods.NO_ROOT, fuse="no device", user_overlay="no", namespace="forbidden"),
+            True,
+            True,
+            "doctor",
+        ),
+        (Facts(mount=methods.NO_ROOT, fuse="no fusermount3"), False, False, "fuse3"),
+        (Facts(mount=methods.NO_ROOT), False, True, "image run"),
     ],
 )
 def test_where_there_is_no_way_the_error_names_one(facts: Facts, private: bool, writable: bool, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        ways.pick(facts, private=private, writable=writable)
+        methods.choose_method(facts, private=private, writable=writable)
     assert hint in caught.value.hint

@@ -1,8 +1,8 @@
-"""Find an image: its document, the indexes of its layers and the store that has its blocks.
+"""Resolve an image reference: the image's document, the indexes of its layers and the store that has its blocks.
 
-An image that is not converted yet is converted on this node, into a store in the node's cache: everything is pulled and
-unpacked once, as it would be without BootSeer. Where signatures are required, this is done only for an image that is
-named by its digest, because then all that comes is compared with what the user said.
+An image that is not converted yet is converted on this node, into a store in the node's cache: all of it is pulled and
+unpacked once, as it would be without BootSeer. Where signatures are required, only an image that is named by its digest
+is converted, because everything that is pulled is then verified against that digest.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from bootseer.store.open import open_registry, open_store
 from bootseer.store.store import Store
 
 _ASK_S = 20.0
-"""How long a registry may take to tell what a tag stands for, before the last answer is used."""
+"""How long a registry may take to resolve a tag before the digest of the last start is used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedImage:
     """A converted image, ready to be mounted."""
 
     document: ImageDocument
@@ -44,13 +44,15 @@ class Found:
     store: Store
     store_uri: str
     is_shared: bool
-    """Whether other nodes see the store."""
+    """Whether other nodes use the same store."""
     fallback: str = ""
-    """Why the image had to be converted here; empty when it had not."""
+    """Why the image was converted on this node; empty when it was not."""
 
 
-def find(wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress) -> Found:
-    """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
+def resolve_image(
+    wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress
+) -> ResolvedImage:
+    """Find the converted image, or convert it here. Raises `UsageError` where it is missing or may not be converted."""
     metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
     reason = ""
@@ -68,17 +70,20 @@ def find(wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: S
         with stage("fallback") as facts:
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")
-            document, uri = _converted(wanted, local_uri, show), local_uri
+            document, uri = _convert_here(wanted, local_uri, show), local_uri
     store = open_store(uri, plain_http=wanted.plain_http)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
-    # A layer that lies in the stack twice is mounted once, where it is on top.
+    # A layer that occurs twice in the stack is mounted once, at its upper position.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
-    return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, reason)
+    return ResolvedImage(
+        document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, reason
+    )
 
 
-def digest_in(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
-    """The digest under which a store has the image. Raises `UsageError` where it is not converted."""
+def converted_digest(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
+    """The digest of the image, converted in `catalog` or on this node. Raises `UsageError` where it is not
+    converted."""
     digest = wanted.reference.digest
     if digest and catalog.look(digest).kind != "none":
         return digest
@@ -91,31 +96,31 @@ def digest_in(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str
 
 
 def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
-    """The document and the store that has it; no document when the image is not converted."""
+    """The document and the URI of the store that has it; no document when the image is not converted."""
     reference = wanted.reference
-    if reference.place is Place.FOLDER:  # its digest is known when all of it was read
+    if reference.place is Place.FOLDER:  # its digest is known only after all of it was read
         return None, ""
-    with _Opener(wanted) as opener:
+    with _LazySource(wanted) as opener:
         if reference.place is not Place.REGISTRY:
             digest = reference.digest or opener.source().digest
-            found = _stored(wanted, metadata, local_uri, digest)
+            found = _find_converted(wanted, metadata, local_uri, digest)
         else:
-            named = metadata.digest_of(reference, lambda: _asked(wanted))
-            digest = metadata.chosen(named, wanted.platform) or named
-            found = _stored(wanted, metadata, local_uri, digest)
+            named = metadata.digest_of(reference, lambda: _ask_registry(wanted))
+            digest = metadata.platform_image(named, wanted.platform) or named
+            found = _find_converted(wanted, metadata, local_uri, digest)
             if found is None and digest == named:
                 # It may be the digest of an index: this platform's image has another one.
                 digest = opener.source().digest
                 if digest != named:
-                    metadata.choose(named, wanted.platform, digest)
-                    found = _stored(wanted, metadata, local_uri, digest)
+                    metadata.remember_platform_image(named, wanted.platform, digest)
+                    found = _find_converted(wanted, metadata, local_uri, digest)
     if found is None and reference.place is Place.CONVERTED:
         raise UsageError(f"{reference}: no store has it", hint="name the image, or the store with --store")
     return found or (None, "")
 
 
 def _check_may_pull(wanted: Request, reason: str) -> None:
-    """Raise `SignatureError` where signatures are required and no digest says what the image's own source must hold."""
+    """Raise `SignatureError` where signatures are required and no digest verifies what the image's source sends."""
     reference = wanted.reference
     if wanted.signatures.trusted and not (reference.place is Place.REGISTRY and reference.digest):
         raise SignatureError(
@@ -124,8 +129,8 @@ def _check_may_pull(wanted: Request, reason: str) -> None:
         )
 
 
-def _asked(wanted: Request) -> str:
-    """What the registry says that the name stands for, in one small request."""
+def _ask_registry(wanted: Request) -> str:
+    """The digest that the registry has for the name, in one small request."""
     reference = wanted.reference
     with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
         try:
@@ -136,11 +141,14 @@ def _asked(wanted: Request) -> str:
             raise NotFoundError(f"no such tag or repository: {reference}") from error
 
 
-def _stored(wanted: Request, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:
-    """Look on this node first, then in the image's store."""
-    # What this node cannot read of its own it converts again.
+def _find_converted(
+    wanted: Request, metadata: Metadata, local_uri: str, digest: str
+) -> tuple[ImageDocument, str] | None:
+    """The document and the store's URI: from this node's own conversions first, then from the image's store."""
+    # A conversion of this node's own that cannot be read is made again.
     with contextlib.suppress(BootseerError):
-        # Nothing here is signed; that a digest leads to its own image is this node's work.
+        # Documents converted here are unsigned. They are trusted for a digest the user named, which the conversion
+        # verified; for a tag only where no signature is required.
         if Path(local_uri).is_dir() and (wanted.reference.digest or not wanted.signatures.trusted):
             return read_document(FileStore(Path(local_uri)), digest), local_uri
     if wanted.store is None:
@@ -150,13 +158,13 @@ def _stored(wanted: Request, metadata: Metadata, local_uri: str, digest: str) ->
     return None
 
 
-def _converted(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
+def _convert_here(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
     from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
 
     with (
-        _Opener(wanted) as opener,
+        _LazySource(wanted) as opener,
         closing(open_store(local_uri)) as store,
         show(f"converting {wanted.reference}", "bytes") as on_progress,
     ):
@@ -164,8 +172,8 @@ def _converted(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
         return convert(opener.source(), store, progress=all_layers(opener.source(), on_progress), options=options)
 
 
-class _Opener:
-    """Opens the image's source when it is needed, once, and closes it at the end."""
+class _LazySource:
+    """Opens the image's source on first use and closes it at the end."""
 
     def __init__(self, wanted: Request) -> None:
         self._wanted = wanted
@@ -177,7 +185,7 @@ class _Opener:
             self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)
         return self._source
 
-    def __enter__(self) -> _Opener:
+    def __enter__(self) -> _LazySource:
         return self
 
     def __exit__(self, *problem: object) -> None:

@@ -1,7 +1,7 @@
-"""Which way images are mounted on this machine by this process: what it can do, the choice, and its words.
+"""The mount method for images on this machine and in this process: what works here, the choice, and its description.
 
-Root's usual way is not probed: whether it works shows when it is gone. Other users, and root after a failure, try
-the parts for real in throw-away processes.
+Root's usual method is not probed: it is tried, and a failure leads to the next one. For other users, and for root after
+a failure, each part is probed by a real mount in a short-lived process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bootseer.mounts import user_namespace
 from bootseer.mounts.method import Choice, Facts, MountMethod, choose
 
 CHECK = "lazy images"
-"""What the doctor's line is called."""
+"""Name of the check in `bootseer doctor`."""
 NO_ROOT = "it needs root with CAP_SYS_ADMIN"
 _IN_NAMESPACE = "root of a user namespace may not mount EROFS"
 _OLD_KERNEL = "this kernel mounts EROFS from block devices only, before Linux 6.12"
@@ -30,8 +30,8 @@ _NO_EROFS = "the kernel has no EROFS"
 _FAILED = {MountMethod.EROFS_FILE: "erofs_file", MountMethod.EROFS_LOOP: "loop", MountMethod.FUSE_TREE: "fuse"}
 
 
-def first_look(*, private: bool) -> Facts:
-    """What is known without trying much. `private`: only this process and its children are to see the mount."""
+def initial_facts(*, private: bool) -> Facts:
+    """What is known without probing, where root mounts. `private`: only this process and its children see the mount."""
     if not user_namespace.may_mount() or not user_namespace.is_host():
         return probe(private=private)
     version = kernel_version(os.uname().release)
@@ -39,7 +39,7 @@ def first_look(*, private: bool) -> Facts:
 
 
 def probe(*, private: bool) -> Facts:
-    """What really works, each part tried."""
+    """What works here, each part probed."""
     if not user_namespace.may_mount():
         facts = Facts(mount=NO_ROOT)
         if not private:
@@ -63,7 +63,7 @@ def _no_helper() -> str:
 
     if shutil.which(HELPER) is None:
         return f"there is no {HELPER}, and only root mounts without it"
-    # The program opens the device with the rights of its caller.
+    # The helper opens the device with its caller's rights.
     return "" if os.access(DEVICE, os.R_OK | os.W_OK) else f"{DEVICE} cannot be opened"
 
 
@@ -98,19 +98,19 @@ def _write_image(path: Path) -> None:
 
 
 def after_failure(facts: Facts, way: MountMethod, reason: str, *, private: bool) -> Facts:
-    """What is known when this way has failed, whatever the reason was."""
+    """The facts after this method failed, whatever the reason was."""
     failed = _FAILED[way]
     found = replace(facts, **{failed: getattr(facts, failed) or reason})
-    if not facts.mount:  # root did not look yet
+    if not facts.mount:  # root has not probed yet
         probed = probe(private=private)
         found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
     return found
 
 
-def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
-    """The best way. Raises `UsageError` when there is none.
+def choose_method(facts: Facts, *, private: bool, writable: bool) -> Choice:
+    """The best method that works here. Raises `UsageError` when there is none.
 
-    Whatever cannot be served is fetched first, so that EROFS needs no FUSE.
+    Without FUSE, all layers are fetched before they are mounted, so that EROFS does not depend on it.
     """
     choice = choose(facts, complete=True)
     if facts.mount != NO_ROOT or (private and not facts.namespace):
@@ -130,8 +130,8 @@ def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
     return choice
 
 
-def told(choice: Choice) -> str:
-    """One line on why the way is not the best one; empty when it is."""
+def describe_fallback(choice: Choice) -> str:
+    """One line on the method and why better ones were refused; empty for the best one."""
     if not choice.refused:
         return ""
     reasons: dict[str, list[str]] = {}
@@ -142,13 +142,13 @@ def told(choice: Choice) -> str:
 
 
 def check() -> Check:
-    """The doctor's line."""
+    """The check that `bootseer doctor` shows."""
     name, opens = CHECK, ("image run", "run --image")
     facts = probe(private=True)
     if facts.namespace:
         return Check(name, "missing", "", f"neither root nor user namespaces: {facts.namespace}", "run as root", opens)
-    choice = pick(facts, private=True, writable=True)
-    reason = told(choice)
+    choice = choose_method(facts, private=True, writable=True)
+    reason = describe_fallback(choice)
     if choice.method is MountMethod.UNPACK:
         return Check(name, "limited", choice.method.value, f"{reason}. All is fetched and written out first", "", opens)
     if facts.fuse:

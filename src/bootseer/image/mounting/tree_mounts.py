@@ -1,4 +1,4 @@
-"""Show the layers of an image as one tree, with a place for changes: the mounts of all ways."""
+"""The mounts that all methods are made of: layers, the overlay that merges them into one tree, a copy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AT_ONCE = 8
 
 
 def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *, loop: bool) -> list[Path]:
-    """Mount each layer; `folder` is this mount's own, where a daemon serves what is not complete. `loop`: by devices.
+    """Mount each layer; returns the mount points, lowest first.
 
-    Returns where they are, the lowest first.
+    `folder` is this mount's own, where a daemon serves the files of incomplete layers. `loop`: through loop devices.
     """
-    # To mount a layer its first block must be here: side by side, all layers wait for one answer instead of one each.
+    # Mounting a layer reads its first block. In parallel, all layers together wait for one round trip to the store.
     with Tasks("bootseer-mount", min(len(stack), _AT_ONCE)) as pool:
         return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
 
@@ -32,29 +32,29 @@ def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *
 def mount_tree(
     lowers: Sequence[Path], above: Sequence[Path], target: Path, writable: Path | None, attributes: int
 ) -> None:
-    """Show the layers of an image, and what lies `above` them, as one tree. `attributes`: see `mount_overlay`."""
+    """Mount an overlay of the layers and the folders `above` them. `attributes`: see `mount_overlay`."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, lowers[-1])
     layers.mount_overlay([*lowers, *above], target, upper=upper, work=work, attributes=attributes)
 
 
 def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None, attributes: int) -> None:
-    """The same for a tree that a daemon serves or that was written out. The tree itself is never changed."""
+    """Mount an overlay over a tree that a daemon serves or that was unpacked. The tree itself is never changed."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, tree)
     layers.mount_overlay([tree, *above], target, upper=upper, work=work, attributes=attributes, userxattr=True)
 
 
 def mount_copy(write: Callable[[Path], None], target: Path, writable: Path, attributes: int) -> None:
-    """Let `write` make a tree for this mount alone and show that: where not even an overlay can be mounted."""
+    """Mount a copy of the tree for this mount alone, made by `write`: where not even an overlay can be mounted."""
     target.mkdir(parents=True, exist_ok=True)
     write(writable / _COPY)
     kernel.attach(kernel.clone_mount(writable / _COPY), target)
     kernel.restrict(target, attributes)
 
 
-def undo(folder: Path, target: Path) -> None:
-    """Take away what a way had mounted when it failed."""
+def unmount_tree(folder: Path, target: Path) -> None:
+    """Unmount what a method had mounted before it failed."""
     with contextlib.suppress(BootseerError):
         if kernel.is_mount(target):
             kernel.unmount(target, lazy=True)
@@ -65,7 +65,7 @@ def undo(folder: Path, target: Path) -> None:
 
 
 def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bool) -> Path:
-    """Where a layer is mounted: shared when it is complete, by the daemon's file when not."""
+    """The mount point of a layer: shared by all mounts when it is complete, else of the daemon's file."""
     identity, file = layer.index.identity, layer.file
     if file.trusted:
         return shared_layers.mount_shared(runtime, identity, file.path, lambda: file.pin(shared_layers.PIN), loop=loop)
@@ -76,7 +76,7 @@ def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bo
 
 
 def _upper(writable: Path | None, top: Path) -> tuple[Path, Path] | tuple[None, None]:
-    """Folders for changes; the root of the tree looks as the image's root does."""
+    """The overlay's upper and work folders; the upper one gets the owner and mode of the image's root."""
     if writable is None:
         return None, None
     upper, work = writable / "upper", writable / "work"

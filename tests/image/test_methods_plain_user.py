@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.places import unpacked_folder
-from bootseer.image.mounting import ways
+from bootseer.image.mounting import methods
 from bootseer.mounts.method import MountMethod
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
@@ -224,7 +224,7 @@ def test_without_fuse_a_plain_user_s_mount_is_an_error_with_the_way_out(image: I
 @pytest.mark.parametrize(("fuse", "status", "found"), [(True, "limited", "FUSE"), (False, "limited", "unpacked")])
 def test_the_doctor_tells_the_way_and_why(plain: Plain, fuse: bool, status: str, found: str) -> None:
     checks = json.loads(plain("doctor", "--json", fuse=fuse).stdout)["checks"]
-    (row,) = [check for check in checks if check["name"] == ways.CHECK]
+    (row,) = [check for check in checks if check["name"] == methods.CHECK]
     assert row["status"] == status
     assert found in row["found"]
     assert "it needs root" in row["why"]
