@@ -109,10 +109,10 @@ def test_a_registry_is_opened_and_a_login_that_ended_is_asked_for_again(
     ("script", "words"),
     [
         ("echo no role >&2; exit 3", "cloud ended with 3: 'no role'"),
-        ("echo '{'", "not a CredentialProviderResponse"),
+        ("echo '{'", "an invalid CredentialProviderResponse"),
         ("exec sleep 600", "did not answer in 0.2 s"),
         (answer("x").replace(V1, V1 + "beta1"), "answers as .*v1beta1"),
-        (answer("x", duration="soon"), "not a CredentialProviderResponse"),
+        (answer("x", duration="soon"), "an invalid CredentialProviderResponse"),
     ],
 )
 def test_a_plugin_that_fails_is_named_once_and_the_registry_asked_without_a_login(
