@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import UsageError
-from bootseer.image.reference import Place, Reference, parse_reference
+from bootseer.image.reference import Reference, SourceKind, parse_reference
 
 DIGEST = "sha256:" + "0a" * 32
 
@@ -15,22 +15,22 @@ DIGEST = "sha256:" + "0a" * 32
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("localhost/a", Reference(Place.REGISTRY, "localhost", "a", "latest")),
-        ("127.0.0.1:5000/team/image:v1", Reference(Place.REGISTRY, "127.0.0.1:5000", "team/image", "v1")),
-        ("[::1]:5000/a:b", Reference(Place.REGISTRY, "[::1]:5000", "a", "b")),
-        (f"registry.example/a/b@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a/b", "", DIGEST)),
-        (f"registry.example/a:t@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a", "t", DIGEST)),
-        ("docker://registry.example#team/a:b", Reference(Place.REGISTRY, "registry.example", "team/a", "b")),
-        ("docker://registry.example:5000/a:b", Reference(Place.REGISTRY, "registry.example:5000", "a", "b")),
-        ("oci:some/folder", Reference(Place.LAYOUT, path="some/folder")),
-        ("oci:/a/b:v1.2", Reference(Place.LAYOUT, tag="v1.2", path="/a/b")),
-        ("oci:/a:b/c", Reference(Place.LAYOUT, path="/a:b/c")),
-        ("docker-archive:x.tar", Reference(Place.ARCHIVE, path="x.tar")),
-        ("docker-archive:x.tar:me/a:v1", Reference(Place.ARCHIVE, tag="me/a:v1", path="x.tar")),
-        ("dir:root fs", Reference(Place.FOLDER, path="root fs")),
-        ("/srv/root", Reference(Place.FOLDER, path="/srv/root")),
-        ("../root", Reference(Place.FOLDER, path="../root")),
-        (DIGEST, Reference(Place.CONVERTED, digest=DIGEST)),
+        ("localhost/a", Reference(SourceKind.REGISTRY, "localhost", "a", "latest")),
+        ("127.0.0.1:5000/team/image:v1", Reference(SourceKind.REGISTRY, "127.0.0.1:5000", "team/image", "v1")),
+        ("[::1]:5000/a:b", Reference(SourceKind.REGISTRY, "[::1]:5000", "a", "b")),
+        (f"registry.example/a/b@{DIGEST}", Reference(SourceKind.REGISTRY, "registry.example", "a/b", "", DIGEST)),
+        (f"registry.example/a:t@{DIGEST}", Reference(SourceKind.REGISTRY, "registry.example", "a", "t", DIGEST)),
+        ("docker://registry.example#team/a:b", Reference(SourceKind.REGISTRY, "registry.example", "team/a", "b")),
+        ("docker://registry.example:5000/a:b", Reference(SourceKind.REGISTRY, "registry.example:5000", "a", "b")),
+        ("oci:some/folder", Reference(SourceKind.LAYOUT, path="some/folder")),
+        ("oci:/a/b:v1.2", Reference(SourceKind.LAYOUT, tag="v1.2", path="/a/b")),
+        ("oci:/a:b/c", Reference(SourceKind.LAYOUT, path="/a:b/c")),
+        ("docker-archive:x.tar", Reference(SourceKind.ARCHIVE, path="x.tar")),
+        ("docker-archive:x.tar:me/a:v1", Reference(SourceKind.ARCHIVE, tag="me/a:v1", path="x.tar")),
+        ("dir:root fs", Reference(SourceKind.FOLDER, path="root fs")),
+        ("/srv/root", Reference(SourceKind.FOLDER, path="/srv/root")),
+        ("../root", Reference(SourceKind.FOLDER, path="../root")),
+        (DIGEST, Reference(SourceKind.CONVERTED, digest=DIGEST)),
     ],
 )
 def test_every_form_is_taken_apart_and_put_together_again(text: str, expected: Reference) -> None:

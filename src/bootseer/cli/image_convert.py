@@ -180,13 +180,13 @@ def _watch(
     """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
     from bootseer.artifact.places import cache_root
     from bootseer.image.conversion.watch import Watch, listen_for_pushes, lock_state
-    from bootseer.image.reference import Place
+    from bootseer.image.reference import SourceKind
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_registry
 
     repository = f"{reference.host}/{reference.repository}"
-    if reference.place is not Place.REGISTRY or source.removeprefix("docker://") != repository:
+    if reference.kind is not SourceKind.REGISTRY or source.removeprefix("docker://") != repository:
         hint = f"--watch {repository}" if reference.host else "--watch registry:5000/team/train"
         raise UsageError(f"{source}: --watch takes a repository without tag or digest", hint=hint)
     if state is None:

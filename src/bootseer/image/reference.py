@@ -1,4 +1,4 @@
-"""What a user types to name an image, taken apart.
+"""Parse the names of images that users type.
 
 | text | meaning |
 |---|---|
@@ -30,8 +30,8 @@ _MAX = 4096
 _FORMS = "use host/repository:tag, oci:FOLDER, docker-archive:FILE or dir:FOLDER"
 
 
-class Place(Enum):
-    """Kinds of places where an image can lie."""
+class SourceKind(Enum):
+    """Kinds of sources of images."""
 
     REGISTRY = "registry"
     LAYOUT = "oci"
@@ -42,9 +42,9 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A name of an image. Fields that its place does not use are empty."""
+    """The name of an image. Fields that its kind of source does not use are empty."""
 
-    place: Place
+    kind: SourceKind
     host: str = ""
     repository: str = ""
     tag: str = ""
@@ -53,22 +53,22 @@ class Reference:
     path: str = ""
 
     def __str__(self) -> str:
-        """The text that means the same."""
-        if self.place is Place.CONVERTED:
+        """The text that parses to the same reference."""
+        if self.kind is SourceKind.CONVERTED:
             return self.digest
         tag = f":{self.tag}" if self.tag else ""
-        if self.place is Place.REGISTRY:
+        if self.kind is SourceKind.REGISTRY:
             return f"{self.host}/{self.repository}{tag}" + (f"@{self.digest}" if self.digest else "")
-        return f"{self.place.value}:{self.path}{tag}"
+        return f"{self.kind.value}:{self.path}{tag}"
 
     @property
     def version(self) -> str:
-        """What a registry is asked for: the digest where there is one, as tags move."""
+        """What to request from the registry: the digest if there is one, because tags move."""
         return self.digest or self.tag
 
 
 def parse_reference(text: str) -> Reference:
-    """Take a reference apart. Raises `UsageError` for anything that is not one."""
+    """Parse a reference. Raises `UsageError` for an invalid one."""
     in_registry = text.startswith("docker://")  # as skopeo and podman call it
     text = text.removeprefix("docker://")
     is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is not a path
@@ -88,35 +88,35 @@ def parse_reference(text: str) -> Reference:
 
 
 def store_uri(reference: Reference, given: str | None) -> str | None:
-    """The store of an image: what the user says, else the image's own repository.
+    """The URI of an image's store: the given one, else the image's own repository.
 
     None for images that do not come from a registry: they are converted on the node, if no store is named.
     """
-    if not given and reference.place is Place.REGISTRY:
+    if not given and reference.kind is SourceKind.REGISTRY:
         return f"oci://{reference.host}/{reference.repository}"
     return given or None
 
 
 def _of_any_place(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
-        return Reference(Place.CONVERTED, digest=text)
+        return Reference(SourceKind.CONVERTED, digest=text)
     if text.endswith((".sqsh", ".squashfs")):
         raise UsageError(
             f"{shown(text)!r} is a squashfs, which has no layers",
             hint="name the image that it was made of: host#repository:tag",
         )
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
-        return Reference(Place.FOLDER, path=text)
+        return Reference(SourceKind.FOLDER, path=text)
     kind, colon, rest = text.partition(":")
-    if colon and kind == Place.FOLDER.value:
-        return Reference(Place.FOLDER, path=_path(rest, text))
-    if colon and kind == Place.LAYOUT.value:
+    if colon and kind == SourceKind.FOLDER.value:
+        return Reference(SourceKind.FOLDER, path=_path(rest, text))
+    if colon and kind == SourceKind.LAYOUT.value:
         path, tag = _split_tag(rest)
-        return Reference(Place.LAYOUT, path=_path(path, text), tag=tag)
-    if colon and kind == Place.ARCHIVE.value:
+        return Reference(SourceKind.LAYOUT, path=_path(path, text), tag=tag)
+    if colon and kind == SourceKind.ARCHIVE.value:
         # A name inside an archive has a tag of its own; the file's name ends at the first colon.
         path, _, name = rest.partition(":")
-        return Reference(Place.ARCHIVE, path=_path(path, text), tag=name)
+        return Reference(SourceKind.ARCHIVE, path=_path(path, text), tag=name)
     return _in_registry(text)
 
 
@@ -141,7 +141,7 @@ def _in_registry(text: str) -> Reference:
         raise UsageError(f"{shown(text)!r}: {tag!r} is not a tag", hint="use letters, digits, . _ and -")
     if not colon and not digest:
         tag = "latest"
-    return Reference(Place.REGISTRY, host, repository, tag, digest)
+    return Reference(SourceKind.REGISTRY, host, repository, tag, digest)
 
 
 def _split_tag(text: str) -> tuple[str, str]:

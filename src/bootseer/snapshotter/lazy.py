@@ -37,7 +37,7 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.mounted import unmount
 from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
-from bootseer.image.reference import Place, Reference, parse_reference, store_uri
+from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
 from bootseer.io import locks
 from bootseer.logs import logger
 from bootseer.mounts import kernel
@@ -283,7 +283,7 @@ def _completed(known: _KnownImage | None) -> Future[_KnownImage | None]:
 
 def _request(settings: Settings, digest: str, uri: str) -> Request:
     return Request(
-        reference=Reference(Place.CONVERTED, digest=digest),
+        reference=Reference(SourceKind.CONVERTED, digest=digest),
         store=uri or None,
         cache=Path(settings.cache),
         runtime=Path(settings.runtime),

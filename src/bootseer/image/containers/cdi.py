@@ -1,8 +1,8 @@
-"""Devices by the Container Device Interface: what a vendor's file says a container needs to use its GPU.
+"""Container Device Interface: a vendor's description of what a container needs to use a device, such as a GPU.
 
-`nvidia-ctk cdi generate` and its kin write one file for a kind of device (`nvidia.com/gpu`): device nodes, libraries to
-mount, variables, hooks. Engines look for them in `/etc/cdi` and `/var/run/cdi`; the latter wins. The files belong to
-the machine's administrator, so that their content is trusted, but not their form.
+`nvidia-ctk cdi generate` and similar tools write one file for a kind of device (`nvidia.com/gpu`): device nodes,
+libraries to mount, variables, hooks. They are in `/etc/cdi` and `/var/run/cdi`; the latter has precedence. The files
+belong to the machine's administrator: their content is trusted, but it may be malformed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_YAML = "write the file as JSON: nvidia-ctk cdi generate --format=json --outp
 
 @dataclass(slots=True)
 class Edits:
-    """What the named devices change in a container, in the words of the CDI specification."""
+    """The changes to a container that the named devices need: `containerEdits` of the CDI specification."""
 
     nodes: list[Mapping[str, Any]] = field(default_factory=list)
     mounts: list[Mapping[str, Any]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Edits:
     groups: list[int] = field(default_factory=list)
 
     def add(self, edits: object) -> None:
-        """Take over one `containerEdits` object; parts of it that this version does not know are left out."""
+        """Add one `containerEdits` object; parts that this version does not know are ignored."""
         if not isinstance(edits, dict):
             return
         for name, target in (("deviceNodes", self.nodes), ("mounts", self.mounts), ("hooks", self.hooks)):
@@ -51,12 +51,12 @@ def gpu_names(words: str) -> list[str]:
 
 
 def describes_gpus(folders: Sequence[Path] = CDI_FOLDERS) -> bool:
-    """Whether a file tells of GPUs that may be asked for with `all`."""
+    """Whether a CDI file describes GPUs under the name `all`."""
     return any(device.get("name") == "all" for spec in _specs(folders).get(NVIDIA, ()) for device in _devices(spec))
 
 
 def edits_for(names: Sequence[str], folders: Sequence[Path] = CDI_FOLDERS) -> Edits:
-    """What these devices (`vendor.com/class=name`) need. Raises `UsageError` for one that no file describes."""
+    """The edits for these devices (`vendor.com/class=name`). Raises `UsageError` for one that no file describes."""
     edits = Edits()
     specs = _specs(folders) if names else {}
     general: set[int] = set()

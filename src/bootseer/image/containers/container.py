@@ -42,7 +42,7 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything that the user can say about a container."""
+    """All options of the user for a container."""
 
     process: ProcessOptions = field(default_factory=ProcessOptions)
     limits: Limits = field(default_factory=Limits)
@@ -53,7 +53,7 @@ class Options:
     """CDI names (`vendor.com/class=name`) and device nodes of the host."""
     runtime: Runtime = "auto"
     own_pids: bool = True
-    """Whether process ids are the container's own; else it sees and may signal the host's processes."""
+    """Whether the container gets its own process id namespace; else it sees and may signal the host's processes."""
 
 
 class Container:
@@ -69,9 +69,9 @@ class Container:
         *,
         cdi_folders: Sequence[Path] = CDI_FOLDERS,
     ) -> None:
-        """Write what is needed below `folder` (made when missing) for the tree at `root`.
+        """Prepare the container in `folder`, which is created when missing, for the tree at `root`.
 
-        Raises `UsageError` for words that cannot be, `PermanentError` when the folder cannot be written.
+        Raises `UsageError` for invalid options, `PermanentError` when the folder cannot be written.
         """
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
@@ -109,7 +109,7 @@ class Container:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What to start in the place of the user's command. Its own environment is `PATH` alone."""
+        """The command line that runs the user's command in the container. Its own environment is only `PATH`."""
         folder = str(self._folder)
         bare = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
         pids = ("own" if is_host() else "try") if self._own_pids else "host"
@@ -118,7 +118,7 @@ class Container:
         return (*bare, *shim, *self._program, *start)
 
     def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
-        """From now on the container, and whatever `then` undoes, goes when this process is killed."""
+        """Start a process that removes the container and then runs the commands of `then` if this process is killed."""
         cgroups = [["rmdir", str(path)] for path in self._cgroups]
         commands = json.dumps([self._delete(), *cgroups, *map(list, then)])
         words = [sys.executable, "-I", "-S", str(_SHIM), "guard", commands]
@@ -128,10 +128,10 @@ class Container:
             raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
 
     def renew(self, env: Mapping[str, str]) -> None:
-        """Make it ready to start its program once more, with these variables besides what it had.
+        """Prepare the container for another run of its program, with these variables added.
 
-        What the program has changed in the tree at its root stays. Raises `PermanentError` where the program never
-        began, and what `close` raises.
+        Changes to the tree at its root stay. Raises `PermanentError` where the program never started, and what `close`
+        raises.
         """
         pid = self._folder / "pid"
         if not pid.exists():
@@ -145,9 +145,9 @@ class Container:
         self._write_config()
 
     def close(self) -> None:
-        """Remove what is left of the container. The tree at its root is the caller's to unmount.
+        """Remove the container and its folder. The caller unmounts the tree at its root.
 
-        Raises `TransientError` when the runtime takes too long; the guard tries again when this process has ended.
+        Raises `TransientError` when the runtime takes too long; the guard tries again after this process has ended.
         """
         self._remove()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -168,10 +168,10 @@ class Container:
         remove_cgroups(self._cgroups)
 
     def dismiss_guard(self) -> None:
-        """All is cleaned up."""
+        """Let the guard end without doing anything: everything is cleaned up."""
         guard, self._guard = self._guard, None
         if guard is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it has its word, and goes when it can
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has the message, and ends when it can
                 guard.communicate(b".", timeout=_END_S)
 
     @property
@@ -183,7 +183,7 @@ class Container:
         return [*self._program, "delete", "--force", self._id]
 
     def _name_files(self, hostname: str) -> list[Bind]:
-        """Copies of the files that tell the network's names: the container may write into them."""
+        """Binds of copies of the host's files for name resolution: the container may write to them."""
         binds = []
         for name in _OF_HOST:
             try:
@@ -198,7 +198,7 @@ class Container:
 
 
 def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None:
-    """Raise `UsageError` with a shell's exit code when the program is not there: runc's words and code tell less.
+    """Raise `UsageError` with a shell's exit code when the program is missing: runc's message and code tell less.
 
     What lies below one of `mounted` is not in the image and is left to the runtime.
     """
@@ -218,14 +218,14 @@ def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None
 
 
 def _check_places(root: Path) -> None:
-    """Refuse a tree whose kernel folders are links: runc makes nodes in `/dev` without asking where that leads."""
+    """Refuse a tree where `/proc`, `/sys` or `/dev` is a link: runc creates device nodes wherever it leads."""
     for name in ("proc", "sys", "dev"):
         if (root / name).is_symlink():
             raise PermanentError(f"the image's /{name} is a symbolic link: such an image is not started")
 
 
 def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "crun"]:
-    """The program to use. `renamed`: the user has an id that this user namespace has not."""
+    """The runtime to use. `renamed`: the user has an id that this user namespace does not map."""
     if renamed and wanted == "runc":
         raise UsageError(
             f"user {user.uid}:{user.gid} of a container without root needs crun", hint="--runtime crun, or --user 0"

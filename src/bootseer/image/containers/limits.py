@@ -1,9 +1,9 @@
-"""What the user says about a container in docker's words: rights, limits, variables from a file, mounts in memory.
+"""Options of a container as in docker: capabilities, limits, variables from a file, tmpfs mounts.
 
-The command line reads it all before anything is fetched; `runtime_config` carries it out. `--memory` and `--cpus` get a
-cgroup below our own, so that the job stays within what its scheduler has allotted. The runtimes are told to leave
-cgroups alone, because most users may not change them; a limit is set here, for runc and crun and in both versions of
-cgroups, or refused with the reason.
+They are parsed before anything is fetched; `runtime_config` applies them. `--memory` and `--cpus` get a cgroup below
+our own, so that the job stays within its scheduler's limits. The runtimes are told not to touch cgroups, because most
+users may not change them; a limit is set here, for runc and crun and in both versions of cgroups, or refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALL = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", 
         "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
         "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
         "CHECKPOINT_RESTORE")  # fmt: skip
-"""In the kernel's order: the place is the number."""
+"""In the kernel's order: the index is the capability's number."""
 _RLIMITS = {name.removeprefix("RLIMIT_").lower(): getattr(resource, name)
             for name in vars(resource) if re.fullmatch("RLIMIT_(?!OFILE)[A-Z]+", name)}  # fmt: skip
 _TMPFS_OPTION = re.compile(
@@ -40,19 +40,19 @@ _MAX_ENV_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user said about the container around the process."""
+    """The user's options for the container around the process."""
 
     read_only: bool = False
     shm_bytes: int | None = None
     """Size of /dev/shm; None is the kernel's default, half of the memory."""
     capabilities: tuple[str, ...] = ()
-    """On top of the usual ones."""
+    """Added to the default ones."""
     dropped: tuple[str, ...] = ()
-    """Of the usual ones; ALL: only those of `capabilities` are left."""
+    """Removed from the default ones; ALL: only those of `capabilities` are left."""
     rlimits: tuple[tuple[str, int, int], ...] = ()
-    """Instead of our own: `nofile`, soft and hard limit; unlimited is the largest number."""
+    """Instead of our own: name (`nofile`), soft and hard limit; unlimited is the largest number."""
     tmpfs: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """File systems in memory: where, and options of the mount."""
+    """File systems in memory: mount point and mount options."""
     hostname: str = ""
     """Empty: the host's."""
     memory_bytes: int | None = None
@@ -60,7 +60,7 @@ class Limits:
 
 
 def capabilities_of(limits: Limits) -> list[str]:
-    """The rights that the container gets. Raises `UsageError` for unknown names, and for what it cannot get."""
+    """The container's capabilities. Raises `UsageError` for unknown names, and for those that bootseer lacks itself."""
     added = _names("--cap-add", limits.capabilities)
     dropped = _names("--cap-drop", limits.dropped)
     ours = _bounding()
@@ -87,7 +87,7 @@ def _bounding() -> int:
 
 
 def rlimits_of(limits: Limits) -> list[dict[str, object]]:
-    """All limits of the process: named ones, else our own. Complete, as runc raises that of open files for itself."""
+    """All limits of the process: the user's, else our own. All, because runc raises that of open files for itself."""
     named = {name: (soft, hard) for name, soft, hard in limits.rlimits}
     found = []
     for name, number in sorted(_RLIMITS.items()):
@@ -181,7 +181,7 @@ _HINT = "limit the whole command instead: by the scheduler, or systemd-run --sco
 
 
 def make_cgroups(name: str, limits: Limits) -> list[Path]:
-    """Make what the limits need; nothing without any. Raises `UsageError` where this machine or user cannot."""
+    """Create the cgroups for the limits, none without limits. Raises `UsageError` where that is not possible."""
     wanted = {"memory": ("--memory", limits.memory_bytes), "cpu": ("--cpus", limits.cpus)}
     made: list[Path] = []
     for controller, (option, value) in wanted.items():
@@ -203,7 +203,7 @@ def make_cgroups(name: str, limits: Limits) -> list[Path]:
 
 
 def remove_cgroups(folders: list[Path]) -> None:
-    """Remove cgroups whose processes have ended, or are just ending."""
+    """Remove cgroups whose processes have ended or are ending."""
     until = time.monotonic() + _END_S
     for folder in folders:
         while folder.is_dir():
@@ -234,7 +234,7 @@ def _place(controller: str) -> tuple[Path, int]:
         for root, mounted in _mounted(controller, version):
             below = os.path.relpath(path, root)
             if below.startswith(".."):
-                continue  # ours cannot be seen, and another one is not bound by the job's limits
+                continue  # our own cgroup is not visible, and another one is not under the job's limits
             folder = mounted / below
             if version == 1:
                 return folder, version
@@ -247,7 +247,7 @@ def _place(controller: str) -> tuple[Path, int]:
 
 
 def _mounted(controller: str, version: int) -> Iterator[tuple[str, Path]]:
-    """Which part of the hierarchy is mounted, and where."""
+    """The roots and mount points of the hierarchy's mounts."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, kind = line.partition(" - ")
         root, point = fields.split()[3:5]

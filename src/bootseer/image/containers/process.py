@@ -1,7 +1,7 @@
-"""What runs in a container: the image's configuration, the user's words and the host's environment as one process.
+"""A container's process: the image's configuration, the user's options and the host's environment combined.
 
-The words of the image are Docker's and OCI's: `Entrypoint`, `Cmd`, `Env`, `WorkingDir`, `User`. They come from outside
-and are taken only in the form that the OCI specification gives them.
+The image's settings are `Entrypoint`, `Cmd`, `Env`, `WorkingDir` and `User` of OCI. They are untrusted, and accepted
+only in the form that the OCI specification defines.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "
 _SECRET = re.compile(
     r"JWT|TOKEN|HEADERS|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|COOKIE|(?:^|_)(?:AUTH|PASS|CREDS?|KEYS?|PAT)(?:_|$)"
 )
-# Of this machine, or of how the image came here: no business of the program in it.
-_KEPT_BACK = frozenset(
+# About this machine, or about how the image was fetched: meaningless in the container.
+_NOT_PASSED = frozenset(
     f"BOOTSEER_{name}"
     for name in ("SPOOL", "CACHE", "RUNTIME", "STORE", "PLAIN_HTTP", "AUTH_HOSTS", "REQUIRE_SIGNATURE", "PODINFO")
 )
@@ -35,7 +35,7 @@ _KEPT_BACK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """What the user said about the process; None leaves it to the image."""
+    """The user's options for the process; None: the image's value."""
 
     command: tuple[str, ...] = ()
     entrypoint: str | None = None
@@ -45,16 +45,16 @@ class ProcessOptions:
     workdir: str | None = None
     user: str | None = None
     groups: tuple[str, ...] = ()
-    """Further ones, by the image's names or numbers."""
+    """Supplementary groups, by number or by the image's names."""
     unset: tuple[str, ...] = ()
-    """Variables that the process is not to have, wherever they come from."""
+    """Variables to remove, whatever set them."""
     prepend: Mapping[str, str] = field(default_factory=dict)
-    """Put in front of variables that hold lists of folders (PYTHONPATH)."""
+    """Folders to prepend to variables that hold lists of folders (PYTHONPATH)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Ready to be started, in the container's own terms."""
+    """The process to start, with paths and ids as they are in the container."""
 
     args: tuple[str, ...]
     env: Mapping[str, str]
@@ -65,8 +65,7 @@ class Process:
 def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host_env: Mapping[str, str]) -> Process:
     """The process for an image configuration (the OCI JSON) whose tree is mounted at `root`.
 
-    Raises `UsageError` when there is nothing to run or a name is unknown, `CorruptError` for a configuration that is
-    none.
+    Raises `UsageError` when there is no command or a name is unknown, `CorruptError` for an invalid configuration.
     """
     config = image.get("config") or {}
     if not isinstance(config, dict):
@@ -110,15 +109,15 @@ def _env(config: Mapping[str, Any], words: ProcessOptions, user: User, host_env:
 
 
 def passed_variables(host_env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a container gets from the host without being asked: identity, where events go, devices.
+    """The variables that a container gets from the host by default: the job's identity, event sinks, devices.
 
-    None with the name of a secret, and addresses without user names and passwords.
+    Variables whose names suggest secrets are left out, and addresses lose user names and passwords.
     """
     return {
         name: _without_login(value) if name.endswith("_proxy") else without_credentials(value)
         for name, value in host_env.items()
         if (name in _PASSED or name.startswith(_PASSED_FAMILIES))
-        and name not in _KEPT_BACK
+        and name not in _NOT_PASSED
         and not _SECRET.search(name.upper())
     }
 

@@ -1,8 +1,8 @@
-"""What a container takes from the image's own tree: users, groups and programs. It never leaves that tree.
+"""Look up users, groups and programs in an image's tree, without leaving that tree.
 
-An image is data from outside: `/etc/passwd` in it may be a link to the host's, a device, or a terabyte. The kernel
-resolves each path inside the tree (openat2), only plain files are read, and of these only the beginning. `User` of the
-image's configuration (`user`, `user:group`, names or numbers) is looked up in its own `/etc/passwd` and `/etc/group`.
+An image is untrusted: its `/etc/passwd` may be a link to the host's, a device, or a terabyte long. The kernel resolves
+each path inside the tree (openat2), only regular files are read, and only up to a limit. `User` of the image's
+configuration (`user`, `user:group`, names or numbers) is looked up in its own `/etc/passwd` and `/etc/group`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
 
     Raises `PermanentError` when it cannot be read.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO or a device must not hold us
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO or a device must not block
     try:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -79,7 +79,7 @@ _MAX_ID = (1 << 32) - 2
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Numbers for the kernel, and the home that the image's passwd names (`/` when it names none)."""
+    """Numeric ids, and the home folder in the image's passwd (`/` without one)."""
 
     uid: int
     gid: int
@@ -121,7 +121,7 @@ def _group(root: Path, word: str) -> int:
 
 
 def _groups_of(root: Path, name: str) -> set[int]:
-    """Further groups that the image puts this user into."""
+    """The supplementary groups of this user in the image's `/etc/group`."""
     found = set()
     for row in _rows(root, "/etc/group"):
         number = _number(row[2]) if len(row) > 3 and name in row[3].split(",") else None
@@ -131,7 +131,7 @@ def _groups_of(root: Path, name: str) -> set[int]:
 
 
 def _find(root: Path, path: str, word: str, *, columns: int) -> list[str] | None:
-    """The row with this name, or with this number where it is one."""
+    """The row with this name, or with this number where `word` is one."""
     number = _number(word)
     for row in _rows(root, path):
         if len(row) >= columns and (row[0] == word if number is None else _number(row[2]) == number):

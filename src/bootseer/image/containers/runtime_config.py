@@ -34,7 +34,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of the host that the container sees."""
+    """A bind mount of a file or folder of the host."""
 
     source: str
     target: str
@@ -177,12 +177,12 @@ def node_binds(nodes: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> li
 
 
 def is_renamed(user: User, num_owners: int) -> bool:
-    """Whether the user has an id that a namespace of so many owners has not: then root of it goes by that id."""
+    """Whether the user has an id that a namespace of so many owners does not map: its root then appears as that id."""
     return user.uid >= num_owners or user.gid >= num_owners
 
 
 def without_root(config: Mapping[str, Any], num_owners: int, user: User) -> dict[str, Any]:
-    """The configuration with what root of a namespace of so many owners can have."""
+    """The configuration, reduced to what root of a user namespace with so many mapped ids may do."""
     groups = [group for group in config["process"]["user"]["additionalGids"] if 0 < group < num_owners]
     process = {**config["process"], "user": {**config["process"]["user"], "additionalGids": groups}}
     linux = dict(config["linux"])
@@ -201,7 +201,7 @@ def _mount(mount: Mapping[str, Any], num_owners: int) -> dict[str, Any]:
         return {"destination": place, "type": "bind", "source": place, "options": ["rbind", "rprivate", *more]}
     options = [word for word in mount["options"] if not _names_missing_group(word, num_owners)]
     if mount["type"] == "bind":
-        # The kernel honours none of these there, and bound device nodes have to work.
+        # They have no effect there, and bound device nodes must work.
         options = [word for word in options if word not in ("nosuid", "nodev")]
     return {**mount, "options": options}
 

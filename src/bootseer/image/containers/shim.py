@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _report_out_of_memory(folders: Sequence[str]) -> None:
-    """Say that the kernel killed processes at the limit of the container's cgroup: nothing else tells."""
+    """Report that the kernel killed processes at the memory limit of the container's cgroup: nothing else does."""
     for folder in folders:
         # The runtime puts the container into a cgroup below ours; version 1 counts in the one of the killed process.
         for place, _, names in os.walk(folder):
@@ -99,7 +99,7 @@ def _report_out_of_memory(folders: Sequence[str]) -> None:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a file; none where it is not there."""
+    """The lines of a file; none when it is missing."""
     with contextlib.suppress(OSError), open(path) as file:  # noqa: PTH123
         return file.read().splitlines()
     return []
@@ -116,8 +116,7 @@ def _guard(commands: Sequence[Sequence[str]]) -> int:
 
 
 def _start_failure_code(log: str) -> int:
-    """A shell's exit code for a program that is not there or cannot be executed, by the runtime's last words; else
-    0."""
+    """A shell's exit code for a missing or non-executable program, by the runtime's last message; else 0."""
     with contextlib.suppress(OSError), open(log, errors="replace") as file:  # noqa: PTH123
         last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
         if "hybrid mode" in last:
@@ -147,7 +146,7 @@ def _reset_in_child(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
 
 
 def _reap(pid: int) -> int | None:
-    """How the program ended, if it has. Other processes that were left to this one are reaped on the way."""
+    """The program's exit code, if it has ended. Also reaps orphans that this process adopted."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == 0:
@@ -177,7 +176,7 @@ def _print_error(text: str) -> int:
 
 
 def _make_pid_namespace() -> tuple[int | None, str]:
-    """Make a namespace of process ids; returns its first process, or None and why there is none."""
+    """Make a namespace of process ids; returns its first process, or None and the reason."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     stay, go = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
@@ -192,7 +191,8 @@ def _make_pid_namespace() -> tuple[int | None, str]:
             return None, first
         os.waitpid(middle, 0)
         with contextlib.suppress(BrokenPipeError):  # it has died, which the next message tells
-            os.write(go, b"g")  # its parent is this process now, so that it can ask to end with it
+            # Its parent has ended, so it is our child now: a death signal that it sets from here on is for our death.
+            os.write(go, b"g")
         reason = _receive(reader)
         if reason:
             _kill_namespace(int(first))
@@ -263,7 +263,7 @@ def _run_first_process(writer: int, stay: int) -> NoReturn:
 
 
 def _enter_pid_namespace(path: str, first: int) -> None:
-    """Let the container have the processes of this namespace, and see them."""
+    """Put the container into this namespace of process ids, with a view of it in `/proc`."""
     with open(path) as file:  # noqa: PTH123
         config = json.load(file)
     config["linux"]["namespaces"].append({"type": "pid", "path": f"/proc/{first}/ns/pid"})
@@ -275,7 +275,7 @@ def _enter_pid_namespace(path: str, first: int) -> None:
 
 
 def _kill_namespace(first: int) -> None:
-    """Kill what the program left running, and wait until it is gone: then nothing uses the container's files."""
+    """Kill all processes of the namespace and wait until they have ended: then nothing uses the container's files."""
     with contextlib.suppress(ProcessLookupError):  # something else has killed it
         handle = os.pidfd_open(first)
         signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -22,7 +22,7 @@ from bootseer.image.catalog import read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.mounting.request import Request
-from bootseer.image.reference import Place
+from bootseer.image.reference import SourceKind
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
 from bootseer.io.retry import retrying
@@ -98,10 +98,10 @@ def converted_digest(catalog: Catalog[ImageDocument], wanted: Request, say: Say)
 def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
     """The document and the URI of the store that has it; no document when the image is not converted."""
     reference = wanted.reference
-    if reference.place is Place.FOLDER:  # its digest is known only after all of it was read
+    if reference.kind is SourceKind.FOLDER:  # its digest is known only after all of it was read
         return None, ""
     with _LazySource(wanted) as opener:
-        if reference.place is not Place.REGISTRY:
+        if reference.kind is not SourceKind.REGISTRY:
             digest = reference.digest or opener.source().digest
             found = _find_converted(wanted, metadata, local_uri, digest)
         else:
@@ -114,7 +114,7 @@ def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[Imag
                 if digest != named:
                     metadata.remember_platform_image(named, wanted.platform, digest)
                     found = _find_converted(wanted, metadata, local_uri, digest)
-    if found is None and reference.place is Place.CONVERTED:
+    if found is None and reference.kind is SourceKind.CONVERTED:
         raise UsageError(f"{reference}: no store has it", hint="name the image, or the store with --store")
     return found or (None, "")
 
@@ -122,7 +122,7 @@ def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[Imag
 def _check_may_pull(wanted: Request, reason: str) -> None:
     """Raise `SignatureError` where signatures are required and no digest verifies what the image's source sends."""
     reference = wanted.reference
-    if wanted.signatures.trusted and not (reference.place is Place.REGISTRY and reference.digest):
+    if wanted.signatures.trusted and not (reference.kind is SourceKind.REGISTRY and reference.digest):
         raise SignatureError(
             f"{reason}; signatures are required: sign it with bootseer image convert --sign KEY, or name it by its "
             "digest in a registry (NAME@sha256:...), to pull and convert it here"

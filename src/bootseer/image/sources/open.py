@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform as machine
 
 from bootseer.errors import UsageError
-from bootseer.image.reference import Place, Reference
+from bootseer.image.reference import Reference, SourceKind
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import ImageSource
 
@@ -25,19 +25,19 @@ def open_source(reference: Reference, *, platform: Platform | None = None, plain
     `CorruptError` for documents that are not what their digests say, and what a store raises.
     """
     wanted = platform or this_platform()
-    if reference.place is Place.REGISTRY:
+    if reference.kind is SourceKind.REGISTRY:
         from bootseer.image.sources.registry import open_registry_image
 
         return open_registry_image(reference, wanted, plain_http=plain_http)
-    if reference.place is Place.LAYOUT:
+    if reference.kind is SourceKind.LAYOUT:
         from bootseer.image.sources.local import open_layout
 
         return open_layout(reference, wanted)
-    if reference.place is Place.ARCHIVE:
+    if reference.kind is SourceKind.ARCHIVE:
         from bootseer.image.sources.local import open_archive
 
         return open_archive(reference)
-    if reference.place is Place.FOLDER:
+    if reference.kind is SourceKind.FOLDER:
         from bootseer.image.sources.folder import open_folder
 
         return open_folder(reference, wanted)
