@@ -31,8 +31,9 @@ class Link:
             _run("ip", "link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self._namespace)
             _run("ip", "address", "add", f"{HERE}/30", "dev", self._near)
             _run("ip", "link", "set", self._near, "up")
-            for words in (("address", "add", f"{THERE}/30", "dev", self._far), ("link", "set", self._far, "up")):
-                _run(*self.inside(["ip", *words]))
+            _run(*self.inside(["ip", "address", "add", f"{THERE}/30", "dev", self._far]))
+            for device in (self._far, "lo"):  # a server may connect to its own address
+                _run(*self.inside(["ip", "link", "set", device, "up"]))
         except BaseException:
             self.__exit__(None, None, None)
             raise
