@@ -29,6 +29,30 @@ class NotFoundError(PermanentError):
     """There is no object of this name."""
 
 
+class AlreadyExistsError(PermanentError):
+    """The name is taken (EEXIST)."""
+
+
+class NotEmptyError(PermanentError):
+    """The folder is not empty (ENOTEMPTY)."""
+
+
+class IsFolderError(PermanentError):
+    """A folder where a file is needed (EISDIR)."""
+
+
+class NotFolderError(NotFoundError):
+    """A file where a folder is needed (ENOTDIR): nothing can lie below it."""
+
+
+class NoSpaceError(PermanentError):
+    """No space left, or a quota is exceeded (ENOSPC)."""
+
+
+class NoSpaceNowError(TransientError):
+    """No space left, but writes in flight may give some back (ENOSPC)."""
+
+
 class AccessError(PermanentError):
     """The other side refuses: the login is missing or wrong, or does not have the right."""
 

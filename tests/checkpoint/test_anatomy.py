@@ -9,8 +9,8 @@ import pytest
 
 from bootseer.checkpoint.catalog import anatomy
 from bootseer.checkpoint.files import Files
+from bootseer.errors import IsFolderError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import IsFolderError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
 _MIB = 1 << 20

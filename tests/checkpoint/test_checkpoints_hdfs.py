@@ -25,9 +25,9 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import NotFoundError, TransientError
+from bootseer.errors import AlreadyExistsError, NotFoundError, TransientError
 from bootseer.places import open_place
-from bootseer.places.place import Place, TakenError
+from bootseer.places.place import Place
 from checkpoint.mounted_place import until
 from checkpoint.striped_files import part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
@@ -67,10 +67,10 @@ def source(tmp_path: Path) -> Path:
 def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: Path) -> None:
     put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     assert (put.num_files, put.num_striped, put.latest) == (2, 1, "step-1")
-    with pytest.raises(TakenError):
+    with pytest.raises(AlreadyExistsError):
         put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     put_checkpoint(files.place, source / "model", "step-2.pt", settings=_STRIPED)
-    with pytest.raises(TakenError):
+    with pytest.raises(AlreadyExistsError):
         put_checkpoint(files.place, source / "model", "step-2.pt", settings=_STRIPED)
     assert [(one.name, one.size_bytes, one.is_latest) for one in checkpoints(files, "")] == [
         ("step-1", 5 * _MIB + 9, False),

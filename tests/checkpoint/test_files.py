@@ -11,9 +11,8 @@ import pytest
 from bootseer.checkpoint.files import Files, OtherFolderError
 from bootseer.checkpoint.head import encode_head, parts_folder
 from bootseer.checkpoint.layout import Policy
-from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.errors import CorruptError, IsFolderError, NotEmptyError, NotFolderError, NotFoundError, PermanentError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import IsFolderError, NotEmptyError, NotFolderError
 from checkpoint.heads import some_head
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace

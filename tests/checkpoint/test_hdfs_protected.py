@@ -194,7 +194,7 @@ def test_a_block_token_that_datanodes_refuse_is_replaced(
     kerberized: HdfsCluster, logged_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(HdfsClient(_authority(kerberized))) as client:
-        client.put("/job/file", _DATA, overwrite=True)
+        client.put("/job/file", _DATA)
         file = client.reads().open("/job/file")
         assert isinstance(file, HdfsFile)
         source = file._source

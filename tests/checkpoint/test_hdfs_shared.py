@@ -29,10 +29,10 @@ from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import AccessError, BootseerError, NotFoundError
+from bootseer.errors import AccessError, BootseerError, NoSpaceError, NotFoundError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
-from bootseer.places.place import NoSpaceError, Place
+from bootseer.places.place import Place
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs

@@ -22,9 +22,8 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.errors import AlreadyExistsError, BootseerError, IsFolderError, PermanentError, UsageError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import IsFolderError, TakenError
 from killed_steps import is_killed
 from stepwise_place import StepwisePlace
 
@@ -95,7 +94,7 @@ def test_a_name_that_is_taken_is_refused_and_what_has_it_stays(files: Files, job
     put_checkpoint(files.place, source / "model", "step-2", settings=_STRIPED)
     for name in ("step-1", "step-2"):
         for what in (source, source / "model"):
-            with pytest.raises(TakenError, match="replace it"):
+            with pytest.raises(AlreadyExistsError, match="replace it"):
                 put_checkpoint(files.place, what, name, settings=_STRIPED)
     assert verify(files, "step-1").problems == verify(files, "step-2").problems == []
     assert [path for path in hidden(job) if path.startswith(".attempts")] == []
@@ -133,7 +132,7 @@ def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
         place.before = meet
         try:
             put_checkpoint(place, what, "step-1", settings=_STRIPED)  # type: ignore[arg-type]
-        except TakenError as error:
+        except AlreadyExistsError as error:
             return str(error)
         return "won"
 
@@ -442,7 +441,7 @@ def test_what_a_writer_that_lives_or_another_policy_wrote_is_left_alone(files: F
             put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
             assert put.kept_bytes == 0
 
-    with pytest.raises(TakenError):
+    with pytest.raises(AlreadyExistsError):
         put_checkpoint(files.place, source, "step-1", settings=_STRIPED, progress=meet)
     (source / "shard1").write_bytes(os.urandom(2 * _MIB))
     (source / "shard2").write_bytes(os.urandom(2 * _MIB))

@@ -10,6 +10,7 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.requests import ReadOutcome
+from hdfs.whole_files import put_over
 
 MIB = 1024 * 1024
 DEADLINE_S = 120.0
@@ -39,7 +40,7 @@ def put(uri: str, path: str, data: bytes, *, block_size: int = MIB, replication:
     with closing(HdfsClient(uri.removeprefix("hdfs://"))) as client:
         for _ in range(8):
             try:
-                client.put(path, data, overwrite=True, block_size=block_size, replication=replication)
+                put_over(client, path, data, block_size=block_size, replication=replication)
             except TransientError as error:
                 problem = error
             else:

@@ -39,7 +39,7 @@ class TestOnACluster:
         with closing(NameNode(client.cluster)) as namenode:
             defaults = replace(ask_defaults(namenode), checksum_kind=kind, chunk_bytes=chunk_bytes)
             path = f"{folder}/a"
-            lease = Lease(namenode, path, block_size=8 << 20, replication=2, mode=0o644, overwrite=False)
+            lease = Lease(namenode, path, block_size=8 << 20, replication=2, mode=0o644)
             new = lease.add_block([])
             writer = BlockWriter(new, defaults, lease.holder, by_hostname=False, setup_s=60, stall_s=60)
             writer.write(memoryview(bytearray(DATA[: 2 * PACKET_BYTES - 7])))

@@ -26,6 +26,7 @@ from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
 from bootseer.places.hdfs import HdfsPlace
+from hdfs.whole_files import below
 
 pytestmark = needs_hdfs
 ENDS_S = 120.0
@@ -64,7 +65,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
         try:
             questions: list[Callable[[], object]] = [
                 lambda: client.stat("/hung/folder/a"),
-                lambda: list(client.list("/hung/folder", recursive=True)),
+                lambda: list(client.list("/hung/folder")),
                 lambda: client.make_folder("/b", parents=True),
                 lambda: client.rename("/hung/folder/a", "/hung/folder/b"),
                 lambda: client.delete("/hung/folder/a"),
@@ -139,6 +140,4 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
 
 def is_writing(client: HdfsClient) -> bool:
     """Whether a part was begun."""
-    return any(
-        ".stripes/" in entry.path and not entry.is_folder for entry in client.list("/interrupted", recursive=True)
-    )
+    return any(not entry.is_folder and ".stripes/" in entry.path for entry in below(client, "/interrupted"))

@@ -34,8 +34,8 @@ LATE = {
 """Longer than hdfs-native waits at the end of a file, 15 s."""
 
 
-def begin(client: HdfsClient, path: str, *, replication: int = 1, overwrite: bool = False) -> LongWriter:
-    writer = client.create(path, block_size=MIB, replication=replication, overwrite=overwrite)
+def begin(client: HdfsClient, path: str, *, replication: int = 1) -> LongWriter:
+    writer = client.create(path, block_size=MIB, replication=replication)
     assert isinstance(writer, LongWriter)
     return writer
 

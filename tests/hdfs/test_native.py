@@ -8,12 +8,13 @@ from bootseer.errors import (
     AccessError,
     BootseerError,
     CorruptError,
+    NoSpaceError,
     NotFoundError,
     PermanentError,
     TransientError,
     UsageError,
 )
-from bootseer.hdfs.errors import NotYetError, QuotaError, TakenError
+from bootseer.hdfs.errors import AlreadyExistsError, NotReadyError
 
 native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 
@@ -26,11 +27,11 @@ class PanicException(BaseException):
     ("error", "kind"),
     [
         (FileNotFoundError("/a"), NotFoundError),
-        (FileExistsError("/a for client 127.0.0.1 already exists"), TakenError),
+        (FileExistsError("/a for client 127.0.0.1 already exists"), AlreadyExistsError),
         (RuntimeError('RPCError("org.apache.hadoop.security.AccessControlException", "denied")'), AccessError),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "full")'),
-            QuotaError,
+            NoSpaceError,
         ),
         (
             RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
@@ -39,7 +40,7 @@ class PanicException(BaseException):
         (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'),
-            NotYetError,
+            NotReadyError,
         ),
         (OSError("Connection refused (os error 111)"), TransientError),
         (PanicException("Cannot read past end of the file"), TransientError),

@@ -20,7 +20,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import Native, NativeSettings
 from bootseer.hdfs.native_reads import NativeReads
-from hdfs.whole_files import read_ranges
+from hdfs.whole_files import put_over, read_ranges
 
 pytestmark = needs_hdfs
 DATA = random.Random(6).randbytes(9_000_001)
@@ -70,13 +70,13 @@ def test_what_is_not_there_is_not_found(reads: NativeReads, folder: str) -> None
 def test_a_version_is_of_the_content(reads: NativeReads, client: HdfsClient, path: str) -> None:
     before = reads.open(path)
     assert reads.open(path).version == before.version
-    client.put(path, DATA[::-1], overwrite=True)
+    put_over(client, path, DATA[::-1])
     assert reads.open(path).version != before.version
 
 
 def test_bytes_of_a_file_that_was_replaced_are_never_mixed(reads: NativeReads, client: HdfsClient, path: str) -> None:
     file = reads.open(path)
-    client.put(path, DATA[::-1], overwrite=True)
+    put_over(client, path, DATA[::-1])
     ((data, outcome),) = read_ranges(file, [(0, len(DATA))], deadline_s=20)
     # Old blocks can be read until the DataNodes have removed them.
     assert outcome.error is not None or data == DATA

@@ -24,9 +24,9 @@ from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.errors import TakenError
+from bootseer.hdfs.errors import AlreadyExistsError
 from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes
-from hdfs.whole_files import read_all
+from hdfs.whole_files import put_over, read_all
 
 DATA = random.Random(3).randbytes(3_000_001)
 MIB = 1 << 20
@@ -138,7 +138,7 @@ class TestOnACluster:
         self, client: HdfsClient, folder: str
     ) -> None:
         client.put(f"{folder}/1", b"somebody's")
-        with pytest.raises(TakenError):
+        with pytest.raises(AlreadyExistsError):
             begin(client, folder, 3)
         assert [entry.path for entry in client.list(folder)] == [f"{folder}/1"]
         assert read_all(client, f"{folder}/1") == b"somebody's"
@@ -269,7 +269,7 @@ def make_busy(cluster: HdfsCluster, number: int, load: contextlib.ExitStack) -> 
     times, until = 0, time.monotonic() + 180
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
         while times < 24:  # of three nodes, chance leaves out one so often once in 17,000 times
-            client.put("/load", b"x", overwrite=True)
+            put_over(client, "/load", b"x")
             assert time.monotonic() < until, "the NameNode does not care"
             times = 0 if cluster.nodes[number] in cluster.where("/load")[0].nodes else times + 1
 

@@ -18,7 +18,7 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.errors import TakenError
+from bootseer.hdfs.errors import AlreadyExistsError
 from bootseer.hdfs.native import Native, NativeSettings, NativeWriter
 from hdfs.whole_files import read_all
 
@@ -35,7 +35,7 @@ def native(cluster: HdfsCluster) -> Iterator[Native]:
 def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client: HdfsClient, folder: str) -> None:
     until = time.monotonic() + 180.0
     while True:
-        writer = NativeWriter(native, f"{folder}/a/b", mode=0o600, block_size=1 << 20, overwrite=True)
+        writer = NativeWriter(native, f"{folder}/a/b", mode=0o600, block_size=1 << 20)
         try:
             writer.write(DATA[:10])
             writer.write(bytearray(DATA[10:]))
@@ -52,13 +52,10 @@ def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client
     assert read_all(client, f"{folder}/a/b") == DATA
 
 
-def test_a_name_that_is_taken_is_replaced_only_when_told_so(native: Native, client: HdfsClient, folder: str) -> None:
+def test_a_name_that_is_taken_is_refused(native: Native, client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"first")
-    with pytest.raises(TakenError):
+    with pytest.raises(AlreadyExistsError):
         NativeWriter(native, f"{folder}/a")
-    writer = NativeWriter(native, f"{folder}/a", overwrite=True)
-    writer.close()
-    assert client.stat(f"{folder}/a").size_bytes == 0
 
 
 def test_nothing_stays_of_an_aborted_file_not_even_a_connection(
@@ -97,7 +94,7 @@ def test_a_file_that_somebody_removed_cannot_be_closed(native: Native, client: H
 
 def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluster) -> None:
     native = Native(cluster.uri, NativeSettings(write_s=4.0, close_s=4.0))
-    writer = NativeWriter(native, f"/hung/{os.getpid()}", overwrite=True)
+    writer = NativeWriter(native, f"/hung/{os.getpid()}")
     writer.write(DATA)
     for number in range(4):
         cluster.hang(number)

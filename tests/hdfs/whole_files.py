@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from bootseer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from bootseer.hdfs.client import HdfsClient
+    from bootseer.hdfs.located import FileStatus
 
 _WAIT_S = 150.0
 
@@ -38,3 +42,18 @@ def read_all(client: HdfsClient, path: str) -> bytes:
     if outcome.error is not None:
         raise outcome.error
     return data
+
+
+def put_over(client: HdfsClient, path: str, data: bytes, **options: Any) -> None:
+    """Write a file in place of what has its name."""
+    with suppress(NotFoundError):
+        client.delete(path)
+    client.put(path, data, **options)
+
+
+def below(client: HdfsClient, folder: str) -> Iterator[FileStatus]:
+    """Everything below a folder."""
+    for entry in client.list(folder):
+        yield entry
+        if entry.is_folder:
+            yield from below(client, entry.path)

@@ -10,16 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.hdfs.requests import ReadOutcome
-from bootseer.places.place import (
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
     IsFolderError,
     NotEmptyError,
     NotFolderError,
-    OpenFile,
-    Place,
-    TakenError,
+    NotFoundError,
+    PermanentError,
 )
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places.place import OpenFile, Place
 
 _WAIT_S = 120.0
 
@@ -177,7 +178,7 @@ class PlaceContract:
         def take(number: int) -> bool:
             try:
                 place.rename(f"file{number}", "name", replace=False)
-            except TakenError:
+            except AlreadyExistsError:
                 return False
             return True
 
@@ -188,7 +189,7 @@ class PlaceContract:
         assert len(names(place, "")) == 6
         place.make_folder("folder")
         for taken in ("name", "folder"):
-            with pytest.raises(TakenError):
+            with pytest.raises(AlreadyExistsError):
                 place.rename("folder" if taken == "name" else "name", taken, replace=False)
 
     def test_delete(self, place: Place) -> None:
@@ -213,14 +214,14 @@ class PlaceContract:
     def test_folders(self, place: Place) -> None:
         place.make_folder("a", mode=0o700)
         assert (place.stat("a").is_folder, place.stat("a").mode) == (True, 0o700 if self.keeps_modes else 0o755)
-        with pytest.raises(TakenError):
+        with pytest.raises(AlreadyExistsError):
             place.make_folder("a")
         place.make_folder("a", parents=True)
         with pytest.raises(NotFoundError):
             place.make_folder("b/c")
         place.make_folder("b/c", parents=True)
         place.write_bytes("file", b"")
-        with pytest.raises(TakenError):
+        with pytest.raises(AlreadyExistsError):
             place.make_folder("file", parents=True)
         with pytest.raises(NotFolderError):
             place.make_folder("file/below")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import Place, TakenError
+from bootseer.places.place import Place
 from places.contract import PlaceContract, opened, read
 
 
@@ -188,7 +188,7 @@ def test_of_many_that_want_a_folders_name_one_gets_it_and_the_others_hear_that_i
     def rename(number: int) -> bool:
         try:
             place.rename(f"{number}", f"target{number // 4}", replace=False)
-        except TakenError:
+        except AlreadyExistsError:
             return False
         return True
 

@@ -28,6 +28,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import (
     AccessError,
+    AlreadyExistsError,
     BootseerError,
     CorruptError,
     NotFoundError,
@@ -36,7 +37,7 @@ from bootseer.errors import (
 )
 from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
-from bootseer.places.place import TEMPORARY, Place, TakenError
+from bootseer.places.place import TEMPORARY, Place
 from bootseer.places.uploads import Uploads
 from fault_proxy import Fault, FaultProxy, Plan, once
 from places.contract import PlaceContract, names, opened, read
@@ -125,7 +126,7 @@ def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(
 ) -> None:
     files = Files(place)
     put_checkpoint(place, source, "step-1", settings=_STRIPED)
-    with pytest.raises(TakenError):
+    with pytest.raises(AlreadyExistsError):
         put_checkpoint(place, source, "step-1", settings=_STRIPED)
     (source / "sub" / "config").write_bytes(b"{} ")
     put_checkpoint(place, source, "step-1", settings=PutSettings(policy=_STRIPED.policy, replace=True))
@@ -186,7 +187,7 @@ def test_of_many_that_rename_to_one_name_one_gets_it_and_the_others_keep_theirs(
         with closing(open_place(uri)) as own:
             try:
                 own.rename(f"from{number}", "to", replace=False)
-            except TakenError:
+            except AlreadyExistsError:
                 return False
             return True
 

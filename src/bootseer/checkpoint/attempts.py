@@ -33,6 +33,7 @@ from bootseer.checkpoint.files import GONE, Files, maybe_head
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
 from bootseer.errors import (
     AccessError,
+    AlreadyExistsError,
     BootseerError,
     CorruptError,
     Interrupted,
@@ -43,7 +44,7 @@ from bootseer.errors import (
 from bootseer.io.executor import Executor, report_exception
 from bootseer.logs import logger
 from bootseer.mounts.process import ProcessId
-from bootseer.places.place import TEMPORARY, Entry, Place, TakenError, folder_of, join, make_alike, name_of
+from bootseer.places.place import TEMPORARY, Entry, Place, folder_of, join, make_alike, name_of
 
 _LOG = logger(__name__)
 
@@ -166,7 +167,7 @@ class Attempt:
         return _has_ended(process) or self._place.now_s() - lease.mtime_ns / 1e9 > self._lease_s
 
     def publish(self, *, replace: bool = False) -> None:
-        """Show the folder as the target. Raises `TakenError` when there is something of this name.
+        """Show the folder as the target. Raises `AlreadyExistsError` when there is something of this name.
 
         With `replace` that is removed. For a moment there is nothing of the name then: no place can exchange two
         folders. After a crash in this moment `collect` puts the old one back.
@@ -179,15 +180,15 @@ class Attempt:
                 self._show()
         except BaseException as error:
             self._put_back()
-            if isinstance(error, TakenError):
-                raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
+            if isinstance(error, AlreadyExistsError):
+                raise AlreadyExistsError(f"{self._what()} is there already; give another name, or replace it") from None
             if isinstance(error, NotFoundError):
                 self._check_lease()
             raise
         self._drop_taken()
 
     def publish_file(self, name: str, *, replace: bool = False) -> None:
-        """Show one file of the folder as the target, its parts first. Raises `TakenError`."""
+        """Show one file of the folder as the target, its parts first. Raises `AlreadyExistsError`."""
         self._check_lease()
         files = Files(self._place, within=self.path)
         source = f"{self.path}/{name}"
@@ -204,8 +205,8 @@ class Attempt:
             _rename(self._place, source, self._target, replace=replace)
         except PermanentError as error:
             visible.drop_parts(self._target, head)
-            if isinstance(error, TakenError):
-                raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
+            if isinstance(error, AlreadyExistsError):
+                raise AlreadyExistsError(f"{self._what()} is there already; give another name, or replace it") from None
             raise
         with contextlib.suppress(BootseerError):  # it is published; `collect` removes what is left
             visible.drop_parts(self._target, replaced)
@@ -215,7 +216,7 @@ class Attempt:
 
     def _show_over(self) -> None:
         for _ in range(_TRIES):
-            with contextlib.suppress(TakenError):
+            with contextlib.suppress(AlreadyExistsError):
                 self._show()
                 return
             # What we took away before was replaced by another writer.
@@ -233,7 +234,7 @@ class Attempt:
             with contextlib.suppress(BootseerError):
                 try:
                     self._place.rename(self.path + _OLD, self._target, replace=False)
-                except TakenError:
+                except AlreadyExistsError:
                     self._drop_taken()
                 except NotFoundError:
                     pass
@@ -313,7 +314,7 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
             _delete(place, path + _LEASE)
         if one in entries:
             # Renamed first: a writer that wakes up now publishes all of it or nothing.
-            with contextlib.suppress(NotFoundError, TakenError, AccessError):
+            with contextlib.suppress(NotFoundError, AlreadyExistsError, AccessError):
                 place.rename(path, path + GONE, replace=False)
                 removed += _delete(place, path + GONE)
     return removed
@@ -331,7 +332,7 @@ def _put_back(place: Place, path: str) -> None:
         return
     try:
         place.rename(path + _OLD, join(folder_of(folder_of(path)), name), replace=False)
-    except TakenError:
+    except AlreadyExistsError:
         _delete(place, path + _OLD)
     except PermanentError:
         pass  # another one was faster, or it is a name that nothing can have: then it stays, for people

@@ -21,9 +21,9 @@ from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
+from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.places.place import IsFolderError, join, make_alike
+from bootseer.places.place import join, make_alike
 
 _ENDINGS = (
     ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras",

@@ -30,21 +30,18 @@ from bootseer.checkpoint.head import (
     peek,
 )
 from bootseer.checkpoint.layout import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
-from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
-from bootseer.io.tasks import Tasks
-from bootseer.places import open_place
-from bootseer.places.place import (
-    TEMPORARY,
-    Entry,
+from bootseer.errors import (
+    AccessError,
+    CorruptError,
     IsFolderError,
     NotEmptyError,
     NotFolderError,
-    Place,
-    folder_of,
-    join,
-    make_alike,
-    name_of,
+    NotFoundError,
+    PermanentError,
 )
+from bootseer.io.tasks import Tasks
+from bootseer.places import open_place
+from bootseer.places.place import TEMPORARY, Entry, Place, folder_of, join, make_alike, name_of
 
 GONE = ".gone"
 """Hidden names of what is being deleted end so: any process may go on with it."""

@@ -18,9 +18,17 @@ from collections.abc import Iterator
 from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    CorruptError,
+    IsFolderError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+)
 from bootseer.logs import logger
-from bootseer.places.place import IsFolderError, Place, TakenError, join, make_alike
+from bootseer.places.place import Place, join, make_alike
 
 _LOG = logger(__name__)
 
@@ -129,7 +137,7 @@ def _locked(place: Place, folder: str) -> Iterator[None]:
     make_alike(place, attempts)
     until = time.monotonic() + 2 * LOCK_S
     while not place.create_bytes(lock, mark):
-        with contextlib.suppress(NotFoundError, TakenError):
+        with contextlib.suppress(NotFoundError, AlreadyExistsError):
             if _is_old(place, lock):
                 _take_away(place, lock)
                 continue

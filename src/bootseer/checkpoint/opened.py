@@ -23,12 +23,12 @@ from bootseer.checkpoint.latest import LATEST, read_latest
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.errors import BootseerError, IsFolderError, PermanentError, UsageError
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
 from bootseer.places import BUCKETS, open_place
-from bootseer.places.place import IsFolderError, Place
+from bootseer.places.place import Place
 
 _LOG = logger(__name__)
 FOLDERS = "file:///"

@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
 from bootseer.checkpoint.writing.sending import TooLargeError
-from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
-from bootseer.places.place import (
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
     IsFolderError,
     NoSpaceError,
     NoSpaceNowError,
     NotEmptyError,
     NotFolderError,
-    TakenError,
+    NotFoundError,
+    UsageError,
 )
 
 _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (OtherFolderError, errno.EXDEV),
-    (TakenError, errno.EEXIST),
+    (AlreadyExistsError, errno.EEXIST),
     (NotEmptyError, errno.ENOTEMPTY),
     (IsFolderError, errno.EISDIR),
     (NotFolderError, errno.ENOTDIR),

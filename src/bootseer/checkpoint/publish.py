@@ -26,17 +26,20 @@ from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.pipeline import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
-from bootseer.io.tasks import Count, Tasks
-from bootseer.places.place import (
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    CorruptError,
     IsFolderError,
     NoSpaceError,
     NoSpaceNowError,
-    Place,
-    TakenError,
-    join,
-    make_alike,
+    NotFoundError,
+    PermanentError,
+    UsageError,
 )
+from bootseer.io.tasks import Count, Tasks
+from bootseer.places.place import Place, join, make_alike
 from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4
@@ -89,8 +92,8 @@ def put_checkpoint(
 ) -> Put:
     """Publish a local folder or file as `name` in a folder of the place. Returns when all of it is durable.
 
-    `progress` gets the bytes done and the total. Raises `TakenError` when the name is taken, and `PermanentError` when
-    the source changes meanwhile.
+    `progress` gets the bytes done and the total. Raises `AlreadyExistsError` when the name is taken, and
+    `PermanentError` when the source changes meanwhile.
     """
     settings = settings or PutSettings()
     files = Files(place)
@@ -272,7 +275,7 @@ def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) 
         return
     uri = f"{files.place.uri}/{target}"
     if not replace:
-        raise TakenError(f"{uri} is there already; give another name, or replace it")
+        raise AlreadyExistsError(f"{uri} is there already; give another name, or replace it")
     if existing.is_folder and source.is_file:
         raise IsFolderError(f"{uri} is a folder, which a file does not replace; give another name, or remove it")
     if existing.is_folder and is_job(files, target):

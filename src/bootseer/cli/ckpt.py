@@ -102,8 +102,8 @@ def put_command(
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe --keep-last 3 --dry-run
     """
     from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+    from bootseer.errors import AlreadyExistsError
     from bootseer.launch.interrupt import interruptible
-    from bootseer.places.place import TakenError
 
     local = Path(source).absolute()
     began_s = time.monotonic()
@@ -121,7 +121,7 @@ def put_command(
             put = put_checkpoint(
                 files.place, local, name or local.name, settings=settings, progress=progress.show_bytes
             )
-        except TakenError as error:
+        except AlreadyExistsError as error:
             raise UsageError(str(error), hint="give --name NAME or --replace", exit_code=1) from error
         uri, fallback = f"{files.place.uri}/{put.path}", tell_fallback(files.place.facts())
     took_s = time.monotonic() - began_s

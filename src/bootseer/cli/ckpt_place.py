@@ -46,8 +46,8 @@ def split(uri: str) -> tuple[str, str]:
 def files_at(uri: str) -> Iterator[Files]:
     """The files of a place, which is a folder or does not exist yet. A long wait for the storage is shown."""
     from bootseer.checkpoint.files import Files
+    from bootseer.errors import NotFolderError
     from bootseer.places import open_place
-    from bootseer.places.place import NotFolderError
 
     with closing(open_place(uri)) as place:
         with _showing_wait(f"waiting for {place.uri}"):

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TypeVar
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_writer import ExcludedNodes
-from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.namenode import NameNode, Names
@@ -78,26 +77,26 @@ class HdfsClient:
     def stat(self, path: str) -> FileStatus:
         return self._ask(lambda names: names.stat(path))
 
-    def list(self, path: str, *, recursive: bool = False) -> Iterator[FileStatus]:
-        """What lies in a folder, or with `recursive` below it; a file's list is the file. Raises `NotFoundError`."""
+    def list(self, path: str) -> Iterator[FileStatus]:
+        """The entries of a folder; for a file, the file itself. Raises `NotFoundError`."""
         try:
-            yield from self._names.list(path, recursive=recursive)
+            yield from self._names.list(path)
         except UnsupportedError as error:
             self._fall_back(path, error)
-            yield from self._native_names.list(path, recursive=recursive)
+            yield from self._native_names.list(path)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """Make a folder, with `parents` also those above it. Raises `TakenError` for a name that is taken, unless
-        `parents` and it is a folder; of two callers at the same time both may succeed, for HDFS does not tell."""
+        """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
+        `parents` and it is a folder. Of two concurrent callers both may succeed: HDFS does not report it."""
         if not parents:
             with contextlib.suppress(NotFoundError):
                 self.stat(path)
-                raise TakenError(f"{self.uri}{path} is there already")
+                raise AlreadyExistsError(f"{self.uri}{path} is there already")
         self._ask(lambda names: names.make_folder(path, mode, parents=parents))
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         """Give a name to what has another, in one step. With `overwrite` a file replaces a file and a folder an empty
-        folder. Raises `TakenError`, `PermanentError` for what cannot be replaced, `NotFoundError`."""
+        folder. Raises `AlreadyExistsError`, `PermanentError` for what cannot be replaced, `NotFoundError`."""
         self._ask(lambda names: names.rename(source, target, overwrite=overwrite))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
@@ -122,31 +121,28 @@ class HdfsClient:
         data: bytes,
         *,
         mode: int = 0o644,
-        overwrite: bool = False,
         block_size: int | None = None,
         replication: int | None = None,
         parents: bool = True,
     ) -> FileStatus:
         """Write a small file; durable when this returns. Others see it grow: rename it when that matters.
 
-        With `parents`, makes its folder when that is missing. Raises `TakenError` for a name that is taken.
+        With `parents`, makes its folder when that is missing. Raises `AlreadyExistsError` for a name that is taken.
         """
 
         def begin(size: int | None) -> PlacedWriter | LongWriter | NativeWriter:
             # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
             with contextlib.suppress(UnsupportedError):
-                settings = self._file_settings(size, replication, mode, overwrite=overwrite, parents=parents)
+                settings = self._file_settings(size, replication, mode, parents=parents)
                 if len(data) <= settings.block_size:
                     return Apart(self._namenode, [path], settings).writers[0]
-            return self.create(
-                path, mode=mode, overwrite=overwrite, block_size=size, replication=replication, parents=parents
-            )
+            return self.create(path, mode=mode, block_size=size, replication=replication, parents=parents)
 
         problem: TransientError | None = None
         for number in itertools.count(1):
             try:
                 writer = self._sized(block_size, begin)
-            except TakenError:
+            except AlreadyExistsError:
                 # By the try before, which could not be removed.
                 if problem is None:
                     raise
@@ -171,25 +167,23 @@ class HdfsClient:
         path: str,
         *,
         mode: int = 0o644,
-        overwrite: bool = False,
         block_size: int | None = None,
         replication: int | None = None,
         parents: bool = True,
     ) -> LongWriter | NativeWriter:
-        """Begin a file of any length, and with `parents` its folder when that is missing. Raises `TakenError` for a
-        taken name.
+        """Create a file of any length, and with `parents` its folder. Raises `AlreadyExistsError`.
 
         `block_size` in bytes and `replication` default to the cluster's.
         """
 
         def begin(size: int | None) -> LongWriter | NativeWriter:
             try:
-                settings = self._file_settings(size, replication, mode, overwrite=overwrite, parents=parents)
+                settings = self._file_settings(size, replication, mode, parents=parents)
                 return LongWriter(self._namenode, path, settings)
             except UnsupportedError as error:
                 self._note_fallback(path, error)
                 return NativeWriter(
-                    self._native, path, mode=mode, overwrite=overwrite, block_size=size or _NATIVE_BLOCK_BYTES,
+                    self._native, path, mode=mode, block_size=size or _NATIVE_BLOCK_BYTES,
                     replication=replication, parents=parents,
                 )  # fmt: skip
 
@@ -213,7 +207,7 @@ class HdfsClient:
 
         def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
             with contextlib.suppress(UnsupportedError):
-                settings = self._file_settings(size, replication, mode, overwrite=False, parents=True)
+                settings = self._file_settings(size, replication, mode, parents=True)
                 return Apart(self._namenode, paths, settings, avoid=avoid, spare=spare).writers
             writers = []
             with contextlib.ExitStack() as begun:
@@ -269,7 +263,7 @@ class HdfsClient:
         return begin(self._least_block)
 
     def _file_settings(
-        self, block_size: int | None, replication: int | None, mode: int, *, overwrite: bool, parents: bool
+        self, block_size: int | None, replication: int | None, mode: int, *, parents: bool
     ) -> FileSettings:
         """What is None is the cluster's."""
         defaults = self._write_defaults()
@@ -277,7 +271,6 @@ class HdfsClient:
             block_size or defaults.block_size,
             replication or defaults.replication,
             mode,
-            overwrite,
             parents,
             defaults=defaults,
             excluded=self._excluded,

@@ -1,22 +1,32 @@
-"""What can go wrong with one DataNode, and what a NameNode's errors mean to the caller.
+"""Errors of one DataNode, and the error class that a NameNode's answer maps to.
 
-A NameNode's errors have no numbers: the name of the Java class, and sometimes the text, tell them apart, and
-hdfs-native passes them on as text.
+A NameNode's errors have no codes: only the name of the Java class, and sometimes the text, tell them apart. hdfs-native
+passes them on as text.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    IsFolderError,
+    NoSpaceError,
+    NotEmptyError,
+    NotFolderError,
+    PermanentError,
+    TransientError,
+)
 
 
 class DataNodeError(Exception):
-    """The DataNode did not give what was asked. The connection is of no more use."""
+    """The DataNode did not deliver what was requested. The connection cannot be used any more."""
 
 
 class RefusedError(DataNodeError):
-    """It answers that it cannot: it has no such block, or what we showed gives no right to read it (`token`)."""
+    """The DataNode rejects the request: it does not have the block, or does not accept the token (`token`)."""
 
     def __init__(self, message: str, *, token: bool) -> None:
         super().__init__(message)
@@ -24,53 +34,45 @@ class RefusedError(DataNodeError):
 
 
 class UncheckedError(RefusedError):
-    """It has the block, but nothing to check it with."""
+    """The DataNode has the block but no checksums of it."""
 
     def __init__(self) -> None:
         super().__init__("it has no checksums of the block", token=False)
 
 
 class SilentError(DataNodeError):
-    """It sends nothing for longer than its reader waits."""
+    """No byte has arrived for longer than the reader waits."""
 
 
 class WrongBytesError(DataNodeError):
-    """Bytes do not match the checksums that it keeps beside them."""
+    """The bytes do not match the checksums that the DataNode keeps for them."""
 
 
 class UnevenError(DataNodeError):
-    """Its packets are not as they were predicted. Nothing is wrong with it: it must be read packet by packet."""
+    """The packets do not have the predicted size. The DataNode is healthy: read it packet by packet."""
 
 
-class TakenError(PermanentError):
-    """There is something of this name already."""
-
-
-class NoRoomError(PermanentError):
-    """No DataNode has room for a block."""
-
-
-class QuotaError(NoRoomError):
-    """A folder may not have so much: a quota of it, or of one above it, is exceeded."""
-
-
-class NotYetError(TransientError):
-    """The NameNode changes no name yet: it has just started, or an operator has set safe mode."""
+class NotReadyError(TransientError):
+    """The NameNode accepts no changes yet: it has just started, or an operator has set safe mode."""
 
 
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
-    TakenError: ("AlreadyExistsException", "AlreadyBeingCreatedException", "already exists", "Path is not a directory"),
+    NotEmptyError: ("PathIsNotEmptyDirectoryException", "is not empty"),
+    NotFolderError: ("ParentNotDirectoryException",),
+    IsFolderError: ("Path is not a file", "already exists as a directory", "must both be directories"),
+    AlreadyExistsError: (
+        "AlreadyExistsException",
+        "AlreadyBeingCreatedException",
+        "already exists",
+        "Path is not a directory",
+    ),
     AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
-    NotYetError: ("SafeModeException", "RetriableException"),
-    QuotaError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
+    NotReadyError: ("SafeModeException", "RetriableException"),
+    NoSpaceError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
     PermanentError: (
-        "PathIsNotEmptyDirectoryException",
         "InvalidPathException",
-        "ParentNotDirectoryException",
         "PathComponentTooLongException",
         "MaxDirectoryItemsExceededException",
-        "is not empty",
-        "must both be directories",
         "is a directory or file under",
         "block size is less than",
         "equested replication",
@@ -79,11 +81,11 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "no eligible destination",
     ),
 }
-"""Parts of answers that mean something to the caller. Only the text says what an error is."""
+"""Substrings of a NameNode's error, in order: the first match decides. HDFS has no error codes."""
 
 
 def kind_of_error(text: str) -> type[BootseerError] | None:
-    """What a NameNode's answer means for the caller, None for nothing special; `text` has the Java class too."""
+    """The error class for a NameNode's answer, whose `text` includes the Java class; None if no rule matches."""
     for kind, parts in _KINDS.items():
         if any(part in text for part in parts):
             return kind

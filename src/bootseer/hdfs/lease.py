@@ -17,16 +17,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bootseer.errors import AccessError, BootseerError, TransientError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    NoSpaceError,
+    NoSpaceNowError,
+    TransientError,
+)
 from bootseer.hdfs.checksums import CRC32, CRC32C
-from bootseer.hdfs.errors import NoRoomError, TakenError
 from bootseer.hdfs.located import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError, UnsupportedError
 from bootseer.units import format_bytes
 
-_CREATE, _OVERWRITE = 1, 2
+_CREATE = 1
 _RENEW_S: Final = 20.0
 _RENEW_CALL_S: Final = 5.0
 _REMOVE_S: Final = 10.0
@@ -45,9 +51,6 @@ _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is t
 
 class NoNodesError(TransientError):
     """The NameNode finds no DataNode for a block, at least none that was not excluded."""
-
-    is_short = False
-    """Whether the DataNodes have little room, which blocks that are being written may need."""
 
     @property
     def num_running(self) -> int:
@@ -113,11 +116,10 @@ class Lease:
         block_size: int,
         replication: int,
         mode: int,
-        overwrite: bool,
         parents: bool = True,
     ) -> None:
-        """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a name that is
-        taken, and `UnsupportedError`, after removing it, for one whose bytes need a translation."""
+        """Create the file, and with `parents` its folder when that is missing. Raises `AlreadyExistsError`, and
+        `UnsupportedError` for an erasure-coded or encrypted file, after removing it."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
         self._block_size = block_size
@@ -128,7 +130,7 @@ class Lease:
             field(1, path)
             + field(2, field(1, mode))
             + field(3, self.holder)
-            + field(4, _CREATE | _OVERWRITE if overwrite else _CREATE)
+            + field(4, _CREATE)
             + field(5, parents)
             + field(6, replication)
             + field(7, block_size)
@@ -144,7 +146,7 @@ class Lease:
 
     def add_block(self, exclude: Iterable[bytes], previous: Block | None = None) -> NewBlock:
         """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
-        nodes. Raises `NoNodesError` when there are no others, and `NoRoomError` when no node at all has room for it.
+        nodes. Raises `NoNodesError` when there are no others, and `NoSpaceError` when no node at all has room for it.
 
         Waits for DataNodes that have not yet reported the blocks before to the NameNode: busy ones report seconds late.
         """
@@ -183,8 +185,8 @@ class Lease:
         return NewBlock(block, node_ids, kinds, ids)
 
     def explained(self, error: NoNodesError) -> BootseerError:
-        """Why the NameNode has no node: a `NoRoomError` when all are full, and one with `is_short` when blocks that are
-        being written may need what is left. The error itself when room is not the reason.
+        """Why the NameNode has no node: `NoSpaceError` when all are full, `NoSpaceNowError` when blocks in flight may
+        need what is left, `error` itself when space is not the reason.
         """
         try:
             rooms = self._namenode.rooms()
@@ -200,10 +202,8 @@ class Lease:
         where = ", ".join(shown[:_MAX_SHOWN] + more) if rooms else f"{format_bytes(most)} on each DataNode"
         full = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
         if most < self._block_size:
-            return NoRoomError(f"{full}; free: {where}")
-        short = NoNodesError(f"{full} beside those that are being written; free: {where}")
-        short.is_short = True
-        return short
+            return NoSpaceError(f"{full}; free: {where}")
+        return NoSpaceNowError(f"{full} beside those that are being written; free: {where}")
 
     def abandon(self, block: Block) -> None:
         """Give a block back that has no data."""
@@ -247,7 +247,7 @@ class Lease:
     def _create(self, request: bytes) -> Message:
         try:
             return self._ask("create", request)
-        except TakenError as error:
+        except AlreadyExistsError as error:
             if not any(text in str(error) for text in _OWN_ALREADY):
                 raise
             # No other writer has this holder's name: an answer was lost on the way, and the question asked again.

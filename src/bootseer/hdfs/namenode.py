@@ -21,7 +21,6 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -349,8 +348,8 @@ class NameNode:
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
         message = f"{self._named(path)}: {error}"
-        if error.kind == "FileNotFoundException":
-            return NotFoundError(message if "not a file" in str(error) else f"{self._named(path)} is not there")
+        if error.kind == "FileNotFoundException" and "not a file" not in str(error):
+            return NotFoundError(f"{self._named(path)} is not there")
         if "(is not a directory)" in str(error) and error.kind == "AccessControlException":
             # Nothing lies below a file; HDFS calls the question a lack of rights.
             return NotFoundError(f"{self._named(path)} is not there")
@@ -379,15 +378,6 @@ class Names:
             if 1 not in answer:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_status(path, answer.message(1))
-
-    def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
-        folders = deque([path])
-        while folders:
-            folder = folders.popleft()
-            for found in self._list_one(folder):
-                yield found
-                if recursive and found.is_folder:
-                    folders.append(found.path)
 
     def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
         """Make a folder; one that is there stays."""
@@ -419,7 +409,7 @@ class Names:
     def set_mtime(self, path: str, mtime_ms: int) -> None:
         self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
 
-    def _list_one(self, path: str) -> Iterator[FileStatus]:
+    def list(self, path: str) -> Iterator[FileStatus]:
         """What lies in a folder, a page at a time; a file itself."""
         after = b""
         is_more = True

@@ -21,15 +21,15 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hdfs_native import Client, FileWriter, WriteOptions
 from hdfs_native import FileStatus as Found
 
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
-from bootseer.hdfs.errors import NotYetError, kind_of_error
+from bootseer.hdfs.errors import NotReadyError, kind_of_error
 from bootseer.hdfs.located import FileStatus
 from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
@@ -60,8 +60,6 @@ class NativeSettings:
     """After this, a silent DataNode counts as hung. Busy disks answer within 1 or 2 s."""
     conf_dir: str | None = None
     """Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
-    properties: Mapping[str, str] = field(default_factory=dict)
-    """Properties of Hadoop that count more than the configuration's."""
 
 
 _REMOTE = re.compile(r'RPCError\("(?:\w+\.)*([\w$]+)", "(.*?)(?:"\))?$')
@@ -79,7 +77,6 @@ class Native:
         self._properties = {
             **_FIXED_SETTINGS,
             "dfs.client.socket-timeout": str(round(settings.socket_timeout_s * 1000)),
-            **settings.properties,
         }
         self._server = server or uri
         self._lock = threading.Lock()
@@ -163,7 +160,8 @@ def mapped(error: BaseException, what: str) -> BootseerError:
         first = "the NameNode ends the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
     first = first[:300]
     message = f"{what}: {first}"
-    if isinstance(error, FileNotFoundError) or ("(is not a directory)" in text and "AccessControlException" in text):
+    is_missing = isinstance(error, FileNotFoundError) and "Path is not a file" not in text
+    if is_missing or ("(is not a directory)" in text and "AccessControlException" in text):
         # Some answers are the bare path. Nothing lies below a file; HDFS calls the question a lack of rights.
         return NotFoundError(message if " " in first else f"{what} is not there")
     kind = kind_of_error(text)
@@ -205,9 +203,9 @@ class NativeNames:
     def stat(self, path: str) -> FileStatus:
         return _status(self._call(path, lambda client: client.get_file_info(path)))
 
-    def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
+    def list(self, path: str) -> Iterator[FileStatus]:
         what = f"{self._native.uri}{path}"
-        for found in self._native.stream(what, lambda client: client.list_status(path, recursive)):
+        for found in self._native.stream(what, lambda client: client.list_status(path, False)):
             yield _status(found)
 
     def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
@@ -239,7 +237,7 @@ class NativeNames:
         while True:
             try:
                 return self._native.call(f"{self._native.uri}{path}", function, max(until - time.monotonic(), _AGAIN_S))
-            except NotYetError:
+            except NotReadyError:
                 if time.monotonic() + _AGAIN_S >= until:
                     raise
             time.sleep(_AGAIN_S)
@@ -282,10 +280,9 @@ class NativeWriter:
         block_size: int | None = None,
         replication: int | None = None,
         mode: int = 0o644,
-        overwrite: bool = False,
         parents: bool = True,
     ) -> None:
-        """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a taken name."""
+        """Create the file, and with `parents` its folder when that is missing. Raises `AlreadyExistsError`."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
         """Not known."""
@@ -295,19 +292,18 @@ class NativeWriter:
         """What was written so far."""
         self._native = native
         self._what = f"{native.uri}{path}"
-        options = WriteOptions(
-            block_size=block_size, replication=replication, permission=mode, overwrite=overwrite, create_parent=parents
-        )
+        options = WriteOptions(block_size=block_size, replication=replication, permission=mode, create_parent=parents)
         self._file = native.call(self._what, lambda client: client.create(path, options))
         # Python's finalizer of files calls close(), which may hang the thread that drops the last reference; what
         # is closed for Python has none. The library's own methods do not ask.
         io.RawIOBase.close(self._file)
         self._state = _State.OPEN
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append. Blocks while HDFS is slower, at most `write_s`."""
-        # Views of memory would take a path of the library that is 10 times slower.
-        self._step(lambda file: file.write(data), self._native.settings.write_s)
+        # The library's path for memoryviews is 10 times slower than this copy.
+        content = bytes(data) if isinstance(data, memoryview) else data
+        self._step(lambda file: file.write(content), self._native.settings.write_s)
         self.size_bytes += len(data)
 
     def close(self) -> tuple[str, ...]:

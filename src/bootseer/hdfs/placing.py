@@ -30,9 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Final
 
-from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
 from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedNodes, Nodes, PipelineError, begin_block
-from bootseer.hdfs.errors import NoRoomError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.located import Block, FileStatus
 from bootseer.hdfs.namenode import NameNode
@@ -57,7 +56,6 @@ class FileSettings:
     """Bytes."""
     replication: int
     mode: int
-    overwrite: bool
     parents: bool
     """Whether a missing folder is made."""
     defaults: WriteDefaults
@@ -71,7 +69,7 @@ class BlockFileWriter:
     made it."""
 
     def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
-        """Begin the file, and its folder when that is missing. Raises `TakenError`, `UnsupportedError` and the like."""
+        """Create the file. Raises `AlreadyExistsError`, `UnsupportedError` and other `BootseerError`s."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
         """Where its bytes go, if that is known."""
@@ -85,7 +83,7 @@ class BlockFileWriter:
         self._excluded = settings.excluded
         self._lease = Lease(
             namenode, path, block_size=settings.block_size, replication=settings.replication, mode=settings.mode,
-            overwrite=settings.overwrite, parents=settings.parents,
+            parents=settings.parents,
         )  # fmt: skip
         self._new: NewBlock | None = None
         self._block: BlockWriter | None = None
@@ -135,8 +133,7 @@ class Apart:
         avoid: Nodes = frozenset(),
         spare: Sequence[str] = (),
     ) -> None:
-        """Begins the files, not their blocks; a file is at most one. Raises `TakenError`, `UnsupportedError` and the
-        like.
+        """Creates the files, not their blocks; each has at most one. Raises as `BlockFileWriter`.
 
         `avoid`: nodes that are not taken as long as there are others. `spare`: nodes that are taken only before two
         files would share one, the first of them first.
@@ -206,7 +203,7 @@ class Apart:
         """Wait a moment for nodes that the NameNode did not choose: at most until what is returned."""
         if until is None:
             reason = lease.explained(error)
-            if isinstance(reason, NoRoomError):
+            if isinstance(reason, NoSpaceError):
                 raise reason from error
             # Those that are nearly full are not waited for.
             until = time.monotonic() + (BUSY_S if reason is error else 0.0)

@@ -19,13 +19,13 @@ import socket
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import AccessError, AlreadyExistsError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
 from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
 from bootseer.places import open_place
-from bootseer.places.place import TakenError, join, name_of
+from bootseer.places.place import join, name_of
 from bootseer.store.open import open_store
 
 _LOG = logger(__name__)
@@ -203,10 +203,10 @@ class _PlaceFiles:
 
     def _make(self) -> None:
         self._place.make_folder("", parents=True)
-        with contextlib.suppress(TakenError):
+        with contextlib.suppress(AlreadyExistsError):
             self._place.make_folder("peers")
             self._place.set_mode("peers", 0o1777)  # jobs of several users share a store
-        with contextlib.suppress(TakenError):
+        with contextlib.suppress(AlreadyExistsError):
             self._place.make_folder(self._folder, mode=0o700)
 
     def _check(self, path: str) -> None:

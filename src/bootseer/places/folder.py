@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError
+from bootseer.errors import AccessError, AlreadyExistsError, NotFoundError, PermanentError
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.places.folder_reads import FolderFile, FolderReads, version_of
 from bootseer.places.local_files import (
@@ -31,16 +31,7 @@ from bootseer.places.local_files import (
     uid_of,
     write_temporary,
 )
-from bootseer.places.place import (
-    TEMPORARY,
-    Entry,
-    OpenFile,
-    PartWriter,
-    SmallReads,
-    TakenError,
-    make_alike,
-    names_of,
-)
+from bootseer.places.place import TEMPORARY, Entry, OpenFile, PartWriter, SmallReads, make_alike, names_of
 
 # Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -172,7 +163,7 @@ class FolderPlace(SmallReads):
             self.make_folder(path.rpartition("/")[0], mode=mode, parents=True)
         try:
             self._make_folder(path, mode)
-        except TakenError:
+        except AlreadyExistsError:
             if not (parents and self.stat(path).is_folder):
                 raise
 

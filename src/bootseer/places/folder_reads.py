@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, IsFolderError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
-from bootseer.places.place import IsFolderError
 
 if TYPE_CHECKING:
     from bootseer.hdfs.requests import ReadOutcome

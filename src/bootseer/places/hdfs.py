@@ -1,7 +1,7 @@
-"""A folder of HDFS as the place of checkpoints.
+"""A folder of HDFS as a `Place`.
 
-Names, folders and writing go through `hdfs.client`, reading through its own connections to the DataNodes. Every call
-has a deadline. A file that appears whole is written under a hidden name beside it and renamed.
+Names, folders and writing go through `hdfs.client`; reads go straight to the DataNodes. Every call has a deadline. A
+file that must appear whole is written under a hidden name in the same folder and renamed.
 """
 
 from __future__ import annotations
@@ -13,77 +13,36 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    IsFolderError,
+    NotFolderError,
+    NotFoundError,
+    PermanentError,
+)
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.errors import NoRoomError
-from bootseer.hdfs.errors import TakenError as NameTakenError
-from bootseer.hdfs.lease import NoNodesError
 from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.native import NativeWriter
-from bootseer.hdfs.placing import LongWriter, PlacedWriter
+from bootseer.hdfs.placing import LongWriter
 from bootseer.places.place import (
     SMALL_COPIES,
     TEMPORARY,
     Entry,
-    IsFolderError,
-    NoSpaceError,
-    NoSpaceNowError,
-    NotEmptyError,
-    NotFolderError,
     OpenFile,
     PartWriter,
     SmallReads,
-    TakenError,
     names_of,
 )
 
-_ERROR_KINDS: dict[str, type[PermanentError]] = {
-    "PathIsNotEmptyDirectoryException": NotEmptyError,
-    "is not empty": NotEmptyError,
-    "ParentNotDirectoryException": NotFolderError,
-    "Path is not a file": IsFolderError,
-    "already exists as a directory": IsFolderError,
-    "must both be directories": IsFolderError,
-}
-
-
-class _ExactErrors:
-    """Errors that pass through here become more exact, where HDFS says it only in words. A class, as it stands around
-    each question: a generator would take four times as long.
-    """
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        if isinstance(error, NoNodesError) and error.is_short:
-            raise NoSpaceNowError(str(error)) from error
-        if isinstance(error, PermanentError) and (exact := _exact(error)) is not error:
-            raise exact from error
-
-
-_EXACT_ERRORS = _ExactErrors()
-
-
-def _exact(error: PermanentError) -> BootseerError:
-    text = str(error)
-    if isinstance(error, NoRoomError):
-        return NoSpaceError(text)
-    for part, kind in _ERROR_KINDS.items():
-        if part in text:
-            return kind(text)
-    return TakenError(text) if isinstance(error, NameTakenError) else error
-
-
 _CLOCK_S = 60.0
-"""So long, the difference between the cluster's clock and ours is believed."""
+"""How long a measured offset between the cluster's clock and the local one is trusted."""
 _MIB = 1 << 20
 _CHECKSUM_BYTES = 512
-"""Blocks are whole numbers of what HDFS has checksums of."""
+"""Block sizes must be multiples of the bytes that one HDFS checksum covers."""
 _MAX_BLOCK_BYTES = 1 << 30
-"""A longer part becomes several blocks, of the cluster's size: DataNodes copy and check blocks as wholes."""
+"""A longer part is written as several blocks of the cluster's size: DataNodes copy and check whole blocks."""
 
 
 class HdfsPlace(SmallReads):
@@ -105,21 +64,18 @@ class HdfsPlace(SmallReads):
         return "" if _is_utf8(name) else "names in HDFS are UTF-8"
 
     def stat(self, path: str) -> Entry:
-        with _EXACT_ERRORS:
-            return self._entry(self._client.stat(self._full(path)))
+        return self._entry(self._client.stat(self._full(path)))
 
     def list(self, path: str) -> Iterator[Entry]:
         full = self._full(path)
-        with _EXACT_ERRORS:
-            # To the end: a caller that takes only some of it would leave the library's call behind, half done.
-            found = list(self._client.list(full))
+        # Read completely: a caller that stops early would leave hdfs-native's call unfinished.
+        found = list(self._client.list(full))
         if len(found) == 1 and found[0].path == full:
             raise NotFolderError(f"{self._what(path)} is not a folder")
         return map(self._entry, found)
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
-        with _EXACT_ERRORS:
-            return self._client.reads().open(self._full(path), deadline_s=deadline_s)
+        return self._client.reads().open(self._full(path), deadline_s=deadline_s)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         return self._client.reads().delay_s(nodes, length)
@@ -133,7 +89,7 @@ class HdfsPlace(SmallReads):
         try:
             with self._temporary(path, data, mode) as (temporary, _):
                 self._client.rename(temporary, self._full(path))
-        except TakenError:
+        except AlreadyExistsError:
             return False
         return True
 
@@ -141,75 +97,60 @@ class HdfsPlace(SmallReads):
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
         avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
-        """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
-        begun: Sequence[PlacedWriter | LongWriter | NativeWriter]
+        """See `Place.begin_parts`. A part's node is chosen at its first `write`."""
         full = [self._full(path) for path in paths]
-        with _EXACT_ERRORS:
-            if part_bytes > _MAX_BLOCK_BYTES:
-                begun = self._begin_long(full, mode, replication)
-            else:
-                begun = self._client.begin_apart(
-                    full, block_size=part_bytes, mode=mode, replication=replication, avoid=avoid, spare=spare
-                )
-        return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
+        if part_bytes > _MAX_BLOCK_BYTES:
+            return self._begin_long(full, mode, replication)
+        return self._client.begin_apart(
+            full, block_size=part_bytes, mode=mode, replication=replication, avoid=avoid, spare=spare
+        )
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
-        with _EXACT_ERRORS:
-            try:
-                self._client.rename(self._full(source), self._full(target), overwrite=replace)
-            except PermanentError as error:
-                if "must both be directories" not in str(error):
-                    raise
-                if not replace:
-                    raise TakenError(f"{self._what(target)} is there already") from error
-                if self.stat(source).is_folder:
-                    raise NotFolderError(f"{self._what(target)} is not a folder") from error
-                raise IsFolderError(f"{self._what(target)} is a folder") from error
+        try:
+            self._client.rename(self._full(source), self._full(target), overwrite=replace)
+        except IsFolderError as error:  # "source and destination must both be directories"
+            if not replace:
+                raise AlreadyExistsError(f"{self._what(target)} is there already") from error
+            if self.stat(source).is_folder:
+                raise NotFolderError(f"{self._what(target)} is not a folder") from error
+            raise IsFolderError(f"{self._what(target)} is a folder") from error
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
-        with _EXACT_ERRORS:
-            self._client.delete(self._full(path), recursive=recursive)
+        self._client.delete(self._full(path), recursive=recursive)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        with _EXACT_ERRORS:
-            self._client.make_folder(self._full(path), mode=mode, parents=parents)
+        self._client.make_folder(self._full(path), mode=mode, parents=parents)
 
     def set_mode(self, path: str, mode: int) -> None:
-        with _EXACT_ERRORS:
-            self._client.set_permission(self._full(path), mode)
+        self._client.set_permission(self._full(path), mode)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        with _EXACT_ERRORS:
-            self._client.set_owner(self._full(path), owner, group)
+        self._client.set_owner(self._full(path), owner, group)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         """See `Place.set_mtime`. HDFS keeps milliseconds."""
-        with _EXACT_ERRORS:
-            self._client.set_mtime(self._full(path), mtime_ns // 1_000_000)
+        self._client.set_mtime(self._full(path), mtime_ns // 1_000_000)
 
     def now_s(self) -> float:
-        """See `Place.now_s`. Nothing tells the NameNode's clock but the time of a file that is written now."""
+        """See `Place.now_s`. HDFS has no RPC for its clock: the mtime of a file that is written now tells it."""
         with self._lock:
             clock = self._clock
         if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
             return clock[0] + time.monotonic() - clock[1]
         full = self._full(f"{TEMPORARY}{secrets.token_hex(8)}")
         try:
-            with _EXACT_ERRORS:
-                self._client.put(full, b"")
-                now_s = self._client.stat(full).mtime_ms / 1000
-                self._client.delete(full)
+            now_s = self._client.put(full, b"").mtime_ms / 1000
+            self._client.delete(full)
         except AccessError:
-            return time.time()  # a caller that may not write there has no lease there
+            return time.time()  # a caller without write access holds no lease there
         with self._lock:
             self._clock = (now_s, time.monotonic())
         return now_s
 
     def space(self) -> tuple[int, int]:
-        with _EXACT_ERRORS:
-            return self._client.space(self._root or "/")
+        return self._client.space(self._root or "/")
 
     def facts(self) -> Mapping[str, object]:
         facts = self._client.reads().facts()
@@ -233,24 +174,23 @@ class HdfsPlace(SmallReads):
 
     @contextlib.contextmanager
     def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[tuple[str, FileStatus]]:
-        """A file beside `path`, and what is known of it; removed when it was not renamed."""
+        """A hidden file in the folder of `path`, and its status; removed unless it was renamed."""
         full = self._full(path)
         folder = full.rpartition("/")[0]
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
-        with _EXACT_ERRORS:
-            try:
-                yield temporary, self._put(temporary, data, mode)
-            except BaseException as error:
-                with contextlib.suppress(BootseerError):
-                    self._client.delete(temporary)
-                if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
-                    raise NotFolderError(f"{self._what(path)}: its folder is a file") from None
-                raise
+        try:
+            yield temporary, self._put(temporary, data, mode)
+        except BaseException as error:
+            with contextlib.suppress(BootseerError):
+                self._client.delete(temporary)
+            if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
+                raise NotFolderError(f"{self._what(path)}: its folder is a file") from None
+            raise
 
     def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
-        """Write a file whose folder must be there: one that was just removed must not come back."""
-        # Quotas count whole blocks until a file has ended. The rest tells one content from another of the same length
-        # whose time was set to the same, as heads of versions that `tar` copied: see `Entry.version`.
+        """Write a file into an existing folder: one that was just removed must not be created again."""
+        # Quotas count whole blocks until a file is closed, so the block is no larger than needed. The random rest makes
+        # versions differ that have the same length and mtime, as copies of heads by `tar`: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
             copies = max(self._client.replication or 0, SMALL_COPIES)
@@ -261,10 +201,6 @@ class HdfsPlace(SmallReads):
                     raise
                 self._may_copy = False
         return self._client.put(full, data, mode=mode, block_size=block_size, parents=False)
-
-    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
-        with _EXACT_ERRORS:
-            return super()._read(file, path, start, length)
 
     def _entry(self, status: FileStatus) -> Entry:
         return Entry(
@@ -288,33 +224,9 @@ class HdfsPlace(SmallReads):
 
 
 def _is_utf8(text: str) -> bool:
-    """Python keeps other bytes of local names as surrogates."""
+    """Whether a name is UTF-8: Python decodes other bytes of local names to surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-class _HdfsPart:
-    """A `PartWriter` under its path in the place."""
-
-    def __init__(self, path: str, writer: PlacedWriter | LongWriter | NativeWriter) -> None:
-        self.path = path
-        self._writer = writer
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return self._writer.nodes
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        with _EXACT_ERRORS:
-            # hdfs-native takes no views.
-            self._writer.write(bytes(data) if isinstance(data, memoryview) else data)
-
-    def close(self) -> tuple[str, ...]:
-        with _EXACT_ERRORS:
-            return self._writer.close()
-
-    def abort(self) -> None:
-        self._writer.abort()

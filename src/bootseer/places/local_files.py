@@ -13,16 +13,20 @@ import pwd
 import secrets
 import stat
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
-from bootseer.io.trusted_folder import NEW
-from bootseer.places.place import (
-    TEMPORARY,
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
     IsFolderError,
     NoSpaceError,
     NotEmptyError,
     NotFolderError,
-    TakenError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
 )
+from bootseer.io.trusted_folder import NEW
+from bootseer.places.place import TEMPORARY
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -101,7 +105,7 @@ def sync(folder: int) -> None:
 
 
 _KINDS: dict[int, type[BootseerError]] = {
-    errno.EEXIST: TakenError,
+    errno.EEXIST: AlreadyExistsError,
     errno.ENOTEMPTY: NotEmptyError,
     errno.EISDIR: IsFolderError,
     errno.ENOTDIR: NotFolderError,

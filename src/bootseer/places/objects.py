@@ -28,9 +28,18 @@ from functools import partial
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+from obstore.exceptions import AlreadyExistsError as KeyExistsError
+from obstore.exceptions import NotSupportedError, PreconditionError
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    IsFolderError,
+    NotEmptyError,
+    NotFolderError,
+    NotFoundError,
+    PermanentError,
+)
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
@@ -39,11 +48,7 @@ from bootseer.places.object_parts import ObjectPart
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
-    IsFolderError,
-    NotEmptyError,
-    NotFolderError,
     SmallReads,
-    TakenError,
     folder_of,
     join,
     name_of,
@@ -179,7 +184,7 @@ class ObjectPlace(SmallReads):
         except NotFoundError:
             there = None
         if there is not None and not replace:
-            raise TakenError(f"{self._what(target)} is there already")
+            raise AlreadyExistsError(f"{self._what(target)} is there already")
         if there is not None and there.is_folder != entry.is_folder:
             kind = IsFolderError if there.is_folder else NotFolderError
             raise kind(f"{self._what(target)} is {'a' if there.is_folder else 'no'} folder")
@@ -219,7 +224,7 @@ class ObjectPlace(SmallReads):
         else:
             if parents and is_folder:
                 return
-            raise TakenError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} is there already")
         if parents:
             self.make_folder(folder_of(path), parents=True)
         parent = self._folder(folder_of(path))
@@ -232,11 +237,11 @@ class ObjectPlace(SmallReads):
         if data or e_tag is None:
             if parents:
                 return
-            raise TakenError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} is there already")
         prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
         self._put(f"{prefix}{_OWNER}", link.encode())
         if self._put(link, prefix.encode(), e_tag=e_tag) is None and not parents:
-            raise TakenError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} is there already")
 
     def set_mode(self, path: str, mode: int) -> None:
         self.stat(path)
@@ -353,7 +358,7 @@ class ObjectPlace(SmallReads):
                     made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
             if made is None:
                 self._claim(folder.prefix, folder.link, claim)
-                raise TakenError(f"{self._what(target)} is there already")
+                raise AlreadyExistsError(f"{self._what(target)} is there already")
             self._forget(source, target)
             if self._read_owner(folder.prefix)[0] == new:
                 self._take_away(folder)
@@ -440,7 +445,7 @@ class ObjectPlace(SmallReads):
             asked.append(key)
             try:
                 return str(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False)["e_tag"])
-            except (AlreadyExistsError, PreconditionError):
+            except (KeyExistsError, PreconditionError):
                 return None
             except Exception as error:
                 if mode == "overwrite" or (not isinstance(error, NotSupportedError) and status_of(error) != 501):
@@ -474,7 +479,7 @@ class ObjectPlace(SmallReads):
                 raise PermanentError(f"{self._what(source)}: objects of this size can only be renamed over others")
             data = self.read_bytes(source, _SMALL_BYTES)
             if self._put(new, data, create=not replace) is None:
-                raise TakenError(f"{self._what(target)} is there already")
+                raise AlreadyExistsError(f"{self._what(target)} is there already")
         elif entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
             Uploads(self._bucket.uri).copy(key, new, entry.size_bytes, entry.version.rpartition("-")[0])
         else:

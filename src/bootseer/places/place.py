@@ -34,32 +34,8 @@ _REPLACED = 4
 """So often a small file may be replaced while it is read."""
 
 
-class TakenError(PermanentError):
-    """There is something of this name (EEXIST)."""
-
-
-class NotEmptyError(PermanentError):
-    """A folder has something in it (ENOTEMPTY)."""
-
-
-class IsFolderError(PermanentError):
-    """A folder where a file is needed (EISDIR)."""
-
-
-class NotFolderError(NotFoundError):
-    """A file where a folder is needed (ENOTDIR): nothing can be below it."""
-
-
 class ChangedError(TransientError):
-    """What is read was replaced or changed since it was opened: only opening it again helps."""
-
-
-class NoSpaceError(PermanentError):
-    """No room, or more than a quota allows (ENOSPC)."""
-
-
-class NoSpaceNowError(TransientError):
-    """No room, though what is being written may give some back (ENOSPC)."""
+    """The file was replaced or changed since it was opened: open it again."""
 
 
 def names_of(path: str) -> list[str]:
@@ -227,13 +203,13 @@ class Place(Protocol):
 
         `avoid`: nodes that other parts lie on, or that failed. `spare`: nodes that have more of the file than others,
         the first the least; better one of these than two parts on one node. Makes the folder when it is missing.
-        Raises `TakenError`.
+        Raises `AlreadyExistsError`.
         """
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         """Give a file or folder another name, in one step. A file replaces a file, a folder only an empty folder.
 
-        Without `replace` nothing is: raises `TakenError`; of many callers that want a file's name, one gets it.
+        Without `replace` nothing is: raises `AlreadyExistsError`; of many callers that want a file's name, one gets it.
         """
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:

@@ -29,23 +29,24 @@ from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    IsFolderError,
+    NotEmptyError,
+    NotFolderError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
 from bootseer.io.deadline import within
 from bootseer.logs import logger
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
 from bootseer.places.folder_reads import FolderFile
-from bootseer.places.place import (
-    Entry,
-    IsFolderError,
-    NotEmptyError,
-    NotFolderError,
-    OpenFile,
-    Place,
-    TakenError,
-    folder_of,
-    name_of,
-)
+from bootseer.places.place import Entry, OpenFile, Place, folder_of, name_of
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -73,7 +74,7 @@ _WINDOWS = 4
 """Read-ahead: enough that a DataNode need not wait for requests."""
 _BUFFER_BYTES = 4 * 1024 * 1024
 _ANY_LENGTH = 1 << 62
-_IN_THE_WAY = (TakenError, IsFolderError, NotFolderError, NotEmptyError)
+_IN_THE_WAY = (AlreadyExistsError, IsFolderError, NotFolderError, NotEmptyError)
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
 
 
@@ -215,7 +216,7 @@ class FileStore(PlaceStore):
             self.make_folder(folder_of(path))
         else:
             self.place.make_folder("", mode=0o700, parents=True)
-        with contextlib.suppress(TakenError):
+        with contextlib.suppress(AlreadyExistsError):
             if path:
                 self.place.make_folder(path, mode=0o700)
             writable = path and self.place.stat("").mode & stat.S_IWGRP
@@ -298,7 +299,7 @@ class PlaceUpload:
         """Publish under an unused path name; False if the name is taken."""
         try:
             self._publish(name, replace=False)
-        except TakenError:
+        except AlreadyExistsError:
             if self._place.stat(name).is_folder:
                 raise self._store.in_the_way(name) from None
             return False
@@ -324,7 +325,7 @@ class PlaceUpload:
         _LOG.debug("%s: %s is published, %d bytes", self._store.uri, name, self._size_bytes)
 
     def _show(self, name: str, path: str, *, replace: bool) -> None:
-        """Rename the upload to its path. Raises `TakenError` if that exists and is not to be replaced."""
+        """Rename the upload to its path. Raises `AlreadyExistsError` if that exists and is not to be replaced."""
         try:
             self._store.make_folder(folder_of(path))
         except _IN_THE_WAY as error:
@@ -332,7 +333,7 @@ class PlaceUpload:
         try:
             self._place.rename(self._path, path, replace=replace)
         except _IN_THE_WAY as error:
-            if isinstance(error, TakenError) and not replace:
+            if isinstance(error, AlreadyExistsError) and not replace:
                 raise
             raise self._store.in_the_way(name) from error
 

@@ -20,9 +20,9 @@ import pytest
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.errors import NoSpaceError, NoSpaceNowError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.places import open_place
-from bootseer.places.place import NoSpaceError, NoSpaceNowError
 from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from hdfs_links import links_missing

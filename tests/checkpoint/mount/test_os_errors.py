@@ -9,15 +9,26 @@ import pytest
 from bootseer.checkpoint.files import OtherFolderError
 from bootseer.checkpoint.os_errors import LoggedOsErrors
 from bootseer.checkpoint.writing.sending import TooLargeError
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
-from bootseer.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    CorruptError,
+    IsFolderError,
+    NoSpaceError,
+    NotEmptyError,
+    NotFolderError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+)
 
 
 @pytest.mark.parametrize(
     ("error", "number", "is_told"),
     [
         (OtherFolderError("x"), errno.EXDEV, False),
-        (TakenError("x"), errno.EEXIST, False),
+        (AlreadyExistsError("x"), errno.EEXIST, False),
         (NotEmptyError("x"), errno.ENOTEMPTY, False),
         (IsFolderError("x"), errno.EISDIR, False),
         (NotFolderError("x"), errno.ENOTDIR, False),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.places.place import NoSpaceError
+from bootseer.errors import NoSpaceError
 from checkpoint.striped_files import in_memory
 
 from .conftest import MIB, SMALL, Desk

@@ -18,9 +18,8 @@ from bootseer.checkpoint.writing import lane
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.pipeline import FileSource
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.errors import IsFolderError, NotFoundError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import IsFolderError
 from checkpoint.striped_files import in_memory
 
 from .conftest import MIB, SMALL, Desk

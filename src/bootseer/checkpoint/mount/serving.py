@@ -35,11 +35,10 @@ from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFolderError, NotFoundError, PermanentError
 from bootseer.fuse.session import Session, mount_writable
 from bootseer.mounts.serve import OnError, Served
 from bootseer.places import open_place
-from bootseer.places.place import NotFolderError
 
 _FOLDER = "checkpoints"
 _MAX_FILES = 100_000

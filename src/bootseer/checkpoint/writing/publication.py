@@ -23,10 +23,10 @@ from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head,
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
 from bootseer.checkpoint.writing.segment import Target
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
-from bootseer.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError, OpenFile, Place, read_now
+from bootseer.places.place import SMALL_COPIES, TEMPORARY, Entry, OpenFile, Place, read_now
 
 _LOG = logger(__name__)
 

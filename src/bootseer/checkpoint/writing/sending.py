@@ -24,9 +24,9 @@ from bootseer.checkpoint.ranges import Ranges
 from bootseer.checkpoint.writing.pipeline import Pipeline
 from bootseer.checkpoint.writing.publication import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, NoSpaceError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor
-from bootseer.places.place import NoSpaceError, Place
+from bootseer.places.place import Place
 
 
 class TooLargeError(PermanentError):
