@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.opened import close_all
+from bootseer.checkpoint.locations import close_all
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,9 @@ class FaultyFile:
     def delay_s(self, offset, length):
         return self._place.delay_of(self._path)
 
-    def read_into(self, offset, into, done, *, check=True, urgent=True, avoid=frozenset(), deadline_s=60.0, here=False):
+    def read_into(
+        self, offset, into, done, *, check=True, urgent=True, avoid=frozenset(), deadline_s=60.0, inline=False
+    ):
         nodes = [node for node in self._place.nodes_of(self._path) if node not in avoid] or [""]
         read = Read(self._path, offset, len(into), nodes[0], check, urgent)
         what = self._place.decide(read)
@@ -133,8 +135,8 @@ class _Ticket:
         if self.claim():
             self.on_cancel()
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         pass
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return 0.0

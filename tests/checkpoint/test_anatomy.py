@@ -23,7 +23,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
     place.close()
 
 
-def test_segments_and_parts_are_told_and_what_is_lost(files: Files, tmp_path: Path) -> None:
+def test_segments_parts_and_lost_parts_are_listed(files: Files, tmp_path: Path) -> None:
     head = put_striped(files.place, "model", content_of(7 * _MIB), stripes=2, parity=True, segment_rows=2)
     found = anatomy(files, "model")
     assert (found.id, found.info.size_bytes) == (head.id, 7 * _MIB)
@@ -38,7 +38,7 @@ def test_segments_and_parts_are_told_and_what_is_lost(files: Files, tmp_path: Pa
     assert problems == [False, True, False, False, False, False]
 
 
-def test_an_ordinary_file_has_no_segments_and_a_folder_is_none(files: Files) -> None:
+def test_an_ordinary_file_has_no_segments_and_a_folder_is_refused(files: Files) -> None:
     files.place.write_bytes("file", b"123")
     found = anatomy(files, "file")
     assert (found.id, found.segments, found.bytes_by_node) == ("", [], {})

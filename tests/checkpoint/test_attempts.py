@@ -176,7 +176,7 @@ def test_a_writer_that_goes_on_after_it_was_taken_for_dead_cannot_publish_the_re
     assert not (job / "step-1").exists()
 
 
-def test_what_belongs_to_somebody_else_does_not_keep_us_from_collecting(place: Place, job: Path) -> None:
+def test_collect_skips_what_belongs_to_other_users(place: Place, job: Path) -> None:
     for name in ("0123.gone", "4567.gone"):
         place.make_folder(f".attempts/{name}", parents=True)
     stepwise = StepwisePlace(place)

@@ -60,7 +60,7 @@ def test_striped_files_count_with_their_content(files: Files) -> None:
     assert [info.path for info in walk(files, "step-1/model")] == ["step-1/model"]
 
 
-def test_a_latest_that_says_no_name_does_not_hide_the_list(files: Files, job: Path) -> None:
+def test_an_invalid_latest_does_not_hide_the_list(files: Files, job: Path) -> None:
     make(job, "step-1", model=1)
     (job / "latest").write_text("a/b")
     assert [(one.name, one.is_latest) for one in checkpoints(files, "")] == [("step-1", False)]
@@ -159,7 +159,7 @@ def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, jo
 
 
 @pytest.mark.parametrize("kind", ["folder", "long"])
-def test_a_latest_that_is_somebodys_own_hinders_nobody(files: Files, job: Path, kind: str) -> None:
+def test_a_users_own_folder_called_latest_is_ignored(files: Files, job: Path, kind: str) -> None:
     make(job, "step-1", model=1)
     if kind == "folder":
         make(job, "latest", model=1)

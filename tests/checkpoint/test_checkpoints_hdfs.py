@@ -167,7 +167,7 @@ def test_a_signal_ends_a_get_whose_nodes_hang(
     assert "Traceback" not in said
 
 
-def test_a_hung_node_that_has_the_only_copy_is_an_error_that_says_so(cluster: HdfsCluster, files: Files) -> None:
+def test_a_hung_node_with_the_only_replica_is_named_in_the_error(cluster: HdfsCluster, files: Files) -> None:
     head = put_striped(files.place, "model", os.urandom(5 * _MIB), stripes=2)
     (block,) = cluster.where(in_hdfs(files.place, part_paths("model", head)[1]))
     (node,) = block.nodes
@@ -181,7 +181,7 @@ def test_a_hung_node_that_has_the_only_copy_is_an_error_that_says_so(cluster: Hd
             cluster.resume(cluster.nodes.index(node))
     said = str(caught.value)
     assert said.startswith("model: bytes 1048576 to 2097152 ")
-    assert f"was not read within 8.0 s; its only copy is on {node} ({node}: it said nothing for" in said
+    assert f"was not read within 8.0 s; its only copy is on {node} ({node}: it sent nothing for" in said
     assert "\n" not in said
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.download import Got, get_checkpoint
+from bootseer.checkpoint.download import DownloadResult, get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, TransientError, UsageError
@@ -35,7 +35,7 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     target = tmp_path / "far" / "out"
     got = get_checkpoint(files, reading, "ckpt", target, progress=lambda done, of: heard.append((done, of)))
     total = len(content) + 4
-    assert got == Got(total, 3)
+    assert got == DownloadResult(total, 3)
     assert heard[-1] == (total, total)
     assert (target / "a/model").read_bytes() == content
     assert (target / ".metadata").stat().st_mode & 0o777 == 0o600
@@ -70,7 +70,7 @@ def test_only_files_that_a_pattern_matches_are_copied(files: Files, reading: Rea
 def test_a_file_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
     content = content_of(2 * _MIB)
     put_striped(files.place, "model", content, stripes=2)
-    assert get_checkpoint(files, reading, "model", tmp_path / "out") == Got(2 * _MIB, 1)
+    assert get_checkpoint(files, reading, "model", tmp_path / "out") == DownloadResult(2 * _MIB, 1)
     assert (tmp_path / "out").read_bytes() == content
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_byte_leaves_nothing_and_keeps_what_was_to_be_replaced(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
-def test_a_target_that_cannot_be_is_told(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_an_impossible_target_is_a_usage_error(files: Files, reading: Reading, tmp_path: Path) -> None:
     files.place.write_bytes("model", b"x" * 5000)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BootseerError, match="file"):

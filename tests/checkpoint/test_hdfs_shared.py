@@ -132,7 +132,7 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
     assert "not there" not in listed.stdout  # it is there, and latest names it
 
 
-def test_who_may_not_write_there_is_told_so(opened: Opened, source: Path) -> None:
+def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source: Path) -> None:
     with pytest.raises(AccessError, match='Permission denied: user=bob, access=WRITE, inode="/private"'):
         put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
 

@@ -226,7 +226,7 @@ def striped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_whatever_a_head_says_readers_get_what_was_written_or_an_error_of_ours(
+def test_whatever_a_head_contains_readers_get_what_was_written_or_an_error(
     striped: tuple[Path, bytes], data: st.DataObject
 ) -> None:
     folder, content = striped

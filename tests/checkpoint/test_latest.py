@@ -138,7 +138,7 @@ def test_dropping_names_another_one_or_nothing(files: Files, job: Path) -> None:
     assert read_latest(files.place, "") is None
 
 
-def test_a_latest_that_is_no_small_file_is_told_or_nobodys(files: Files, job: Path) -> None:
+def test_a_latest_that_is_a_large_file_is_an_error_and_a_folder_is_ignored(files: Files, job: Path) -> None:
     (job / "step-1").mkdir()
     (job / "latest").write_bytes(b"step-1\n" + b" " * 5000)
     with pytest.raises(CorruptError, match="names no checkpoint"):

@@ -28,7 +28,7 @@ def test_chunks_fill_the_parts_without_gaps_and_in_order(segment: tuple[int, int
 
 
 @given(segments)
-def test_the_index_says_what_the_arithmetic_says(segment: tuple[int, int]) -> None:
+def test_the_index_agrees_with_the_stripe_arithmetic(segment: tuple[int, int]) -> None:
     size_bytes, stripes = segment
     chunks = num_chunks(size_bytes)
     index = index_of(size_bytes, tuple(f"{number:064x}" for number in range(stripes)), bytes(32 * chunks))

@@ -79,7 +79,7 @@ def test_a_file_is_put_under_another_name(files: Files, job: Path, source: Path)
     assert [path for path in hidden(job) if path.startswith(".attempts")] == []
 
 
-def test_the_policy_of_the_folder_holds_unless_told_otherwise(files: Files, source: Path) -> None:
+def test_the_folders_policy_applies_unless_another_one_is_given(files: Files, source: Path) -> None:
     files.set_policy("", Policy(stripes=3, min_bytes_per_stripe=_MIB))
     put_checkpoint(files.place, source, "a")
     put_checkpoint(files.place, source, "b", settings=PutSettings(policy=Policy(stripes=1)))
@@ -114,9 +114,7 @@ def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
-    files: Files, job: Path, source: Path, kind: str
-) -> None:
+def test_of_two_concurrent_puts_of_one_name_one_succeeds(files: Files, job: Path, source: Path, kind: str) -> None:
     what = source if kind == "folder" else source / "model"
     barrier = threading.Barrier(2)
 
@@ -139,7 +137,7 @@ def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
     with ThreadPoolExecutor(2) as threads:
         ended = sorted(threads.map(put, range(2)))
     assert ended[1] == "won"
-    assert "is there already" in ended[0]
+    assert "already exists" in ended[0]
     assert verify(files, "step-1").problems == []
     assert [path for path in hidden(job) if path.startswith(".attempts")] == []
 
@@ -250,7 +248,7 @@ def test_a_name_that_latest_could_not_say_is_refused_before_anything_is_written(
     assert list(job.iterdir()) == []
 
 
-def test_a_file_that_comes_while_the_source_is_written_is_told(files: Files, job: Path, source: Path) -> None:
+def test_a_file_added_to_the_source_meanwhile_is_an_error(files: Files, job: Path, source: Path) -> None:
     place = StepwisePlace(files.place)
 
     def add(step: str, path: str) -> None:
@@ -332,7 +330,7 @@ def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_writte
     files: Files, job: Path, source: Path
 ) -> None:
     place = StepwisePlace(files.place)
-    place.refusal = lambda name: "no colons" if ":" in name else ""  # type: ignore[attr-defined]
+    place.name_problem = lambda name: "no colons" if ":" in name else ""  # type: ignore[attr-defined]
     (source / "optimizer" / "12:30").write_bytes(b"x")
     for what, name in ((source, "step-1"), (source / "model", "step-1:2")):
         with pytest.raises(UsageError, match="no colons"):

@@ -19,7 +19,7 @@ def test_every_range_is_in_one_span_and_no_span_is_larger_than_it_may_be(
     given_ranges: list[Range[int]], gap_bytes: int, max_bytes: int
 ) -> None:
     spans = join(given_ranges, max_bytes=max_bytes, gap_bytes=gap_bytes)
-    assert sorted(one.what for span in spans for one in span.ranges) == sorted(one.what for one in given_ranges)
+    assert sorted(one.item for span in spans for one in span.ranges) == sorted(one.item for one in given_ranges)
     for span in spans:
         assert (span.start, span.end) == (span.ranges[0].start, span.ranges[-1].end)
         assert span.end - span.start <= max_bytes or len(span.ranges) == 1
@@ -29,7 +29,7 @@ def test_every_range_is_in_one_span_and_no_span_is_larger_than_it_may_be(
 
 def test_neighbours_are_read_at_once_and_what_is_far_is_not() -> None:
     spans = join([Range(50, 60, "c"), Range(0, 10, "a"), Range(10, 20, "b")], max_bytes=100, gap_bytes=20)
-    assert [(span.start, span.end, [one.what for one in span.ranges]) for span in spans] == [
+    assert [(span.start, span.end, [one.item for one in span.ranges]) for span in spans] == [
         (0, 20, ["a", "b"]),
         (50, 60, ["c"]),
     ]

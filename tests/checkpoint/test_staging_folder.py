@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.download import FRONT, OLD, staging_folder
+from bootseer.checkpoint.download import OLD, PREFIX, staging_folder
 from bootseer.errors import Interrupted, TransientError
 
 
@@ -23,7 +23,7 @@ def killed_in(parent: Path) -> Path:
             (folder / "copy" / "file").write_bytes(b"x" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    (left,) = parent.glob(f"{FRONT}*")
+    (left,) = parent.glob(f"{PREFIX}*")
     assert (left / "copy" / "file").exists()
     return left
 
@@ -55,7 +55,7 @@ def test_what_was_interrupted_is_gone_on_with(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
+def test_a_staging_folder_in_use_is_kept(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "target", "what") as first, staging_folder(tmp_path / "target", "what") as second:
         assert first.exists()
         assert second.exists()
@@ -70,9 +70,9 @@ def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
 
 
 def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
-    other = tmp_path / f"{FRONT}{platform.node()}x-0123"
+    other = tmp_path / f"{PREFIX}{platform.node()}x-0123"
     other.mkdir()
-    link = tmp_path / f"{FRONT}{platform.node()}-0123"
+    link = tmp_path / f"{PREFIX}{platform.node()}-0123"
     link.symlink_to(tmp_path)
     with staging_folder(tmp_path / "target", "what"):
         pass

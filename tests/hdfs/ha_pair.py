@@ -292,7 +292,7 @@ class Busy:
         writer = client.create(f"{path}.long")
         writer.write(DATA)
         writer.close()
-        (part,) = client.begin_apart([f"{path}.part"], block_size=8 << 20)
+        (part,) = client.create_placed([f"{path}.part"], block_size=8 << 20)
         part.write(DATA)
         part.close()
         found = {entry.path: entry.size_bytes for entry in client.list(self._folder)}

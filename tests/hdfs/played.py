@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from bootseer.errors import BootseerError
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import DataNodeError
-from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 

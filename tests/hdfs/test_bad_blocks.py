@@ -14,8 +14,8 @@ pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.bad_blocks import BadBlockReports
+from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message
 from hdfs.peers import TOKEN, FakeNameNode
@@ -67,7 +67,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
-def test_replicas_that_are_wrong_where_another_may_be_right_are_told_once(listening: Listening) -> None:
+def test_corrupt_replicas_are_reported_once_where_another_may_be_right(listening: Listening) -> None:
     wrong = [NODES[0].host_port, NODES[2].host_port]
     for _ in range(3):
         listening.reports.report(block(1), wrong)
@@ -82,7 +82,7 @@ def test_who_finds_all_replicas_wrong_damns_none_unless_there_is_only_one(listen
     assert eventually(lambda: listening.told == [(2, ["10.0.0.0"])])
 
 
-def test_nobody_waits_for_a_namenode_that_does_not_answer_and_few_reports_wait(listening: Listening) -> None:
+def test_reports_do_not_block_and_few_are_queued_for_a_hung_namenode(listening: Listening) -> None:
     listening.may_answer.clear()
     listening.reports.report(block(0), [NODES[0].host_port])
     assert eventually(lambda: len(listening.told) == 1)
@@ -108,7 +108,7 @@ def test_the_child_of_a_fork_reports_for_itself(listening: Listening) -> None:
 class TestOnACluster:
     pytestmark = needs_hdfs
 
-    def test_a_replica_that_was_told_is_replaced(self, cluster: HdfsCluster, client: HdfsClient, folder: str) -> None:
+    def test_a_reported_replica_is_replaced(self, cluster: HdfsCluster, client: HdfsClient, folder: str) -> None:
         path = f"{folder}/a"
         client.put(path, b"right" * 1000, replication=2)
         bad = cluster.where(path, replicas=2)[0].nodes[0]

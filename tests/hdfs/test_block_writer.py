@@ -15,11 +15,11 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.block_writer import PACKET_BYTES, BlockWriter, PipelineError
 from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, ask_defaults
-from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import delimited, field
 from hdfs.whole_files import read_all
@@ -88,7 +88,7 @@ def begin(new: NewBlock, *, silent_s: float = 60.0) -> BlockWriter:
         b"\xff\xff\x7f" + bytes(100_000),
     ],
 )
-def test_an_answer_that_is_none_or_a_refusal_is_an_error_that_names_the_node(said: bytes) -> None:
+def test_a_malformed_answer_or_a_refusal_is_an_error_that_names_the_node(said: bytes) -> None:
     with answering(lambda connection: connection.sendall(said)) as new:
         with pytest.raises(PipelineError) as raised:
             begin(new)
@@ -131,14 +131,14 @@ def test_a_packet_that_not_all_nodes_have_confirmed_ends_the_block() -> None:
     with (
         answering(answer) as new,
         closing(begin(new)) as writer,
-        pytest.raises(PipelineError, match="0 of 1 nodes confirm packet 0"),
+        pytest.raises(PipelineError, match="0 of 1 nodes acknowledge packet 0"),
     ):
         writer.write(memoryview(DATA[:1000]))
         writer.finish()
 
 
 @pytest.mark.parametrize("said", [b"", delimited(field(1, 0))])
-def test_a_node_that_says_a_byte_now_and_then_has_no_more_time_than_one_that_is_silent(said: bytes) -> None:
+def test_a_dripping_node_has_the_same_deadline_as_a_silent_one(said: bytes) -> None:
     over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -148,7 +148,10 @@ def test_a_node_that_says_a_byte_now_and_then_has_no_more_time_than_one_that_is_
 
     with answering(answer) as new:
         try:
-            with pytest.raises(PipelineError, match="no sign of life"), closing(begin(new, silent_s=1.0)) as writer:
+            with (
+                pytest.raises(PipelineError, match="nothing was received"),
+                closing(begin(new, silent_s=1.0)) as writer,
+            ):
                 writer.write(memoryview(DATA[:1000]))
                 writer.finish()
         finally:

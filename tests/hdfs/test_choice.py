@@ -15,8 +15,8 @@ def nothing(node: str) -> int:
 def choice() -> NodeChoice:
     """Knows a fast and a slow node."""
     known = NodeChoice()
-    known.served("fast", 100 * MIB, 100 * MIB, 1.0, 0.0)
-    known.served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
+    known.note_served("fast", 100 * MIB, 100 * MIB, 1.0, 0.0)
+    known.note_served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
     return known
 
 
@@ -27,35 +27,35 @@ def test_the_node_that_finishes_first_comes_first(choice: NodeChoice) -> None:
 
 
 def test_a_node_that_is_left_alone_comes_last(choice: NodeChoice) -> None:
-    choice.failed("fast", 0.0, at_once=True)
+    choice.note_failure("fast", 0.0, at_once=True)
     assert choice.order(["fast", "slow"], MIB, nothing, 0.0) == ["slow", "fast"]
 
 
 def test_one_silence_is_enough_to_be_left_alone_and_one_failure_is_not() -> None:
     choice = NodeChoice()
-    assert choice.failed("a", 0.0, at_once=True)
-    assert not choice.failed("b", 0.0, at_once=False)
+    assert choice.note_failure("a", 0.0, at_once=True)
+    assert not choice.note_failure("b", 0.0, at_once=False)
     assert (choice.is_open("a"), choice.is_open("b")) == (True, False)
-    assert choice.failed("b", 0.0, at_once=False)
-    assert not choice.failed("b", 0.0, at_once=False), "it is told once"
+    assert choice.note_failure("b", 0.0, at_once=False)
+    assert not choice.note_failure("b", 0.0, at_once=False), "it is told once"
 
 
 def test_failures_with_something_good_between_them_do_not_add_up() -> None:
     choice = NodeChoice()
     for _ in range(10):
-        assert not choice.failed("a", 0.0, at_once=False)
-        choice.served("a", 10, 10, 1.0, 0.0)
+        assert not choice.note_failure("a", 0.0, at_once=False)
+        choice.note_served("a", 10, 10, 1.0, 0.0)
 
 
 def test_probes_are_due_ever_more_rarely_until_one_succeeds() -> None:
     choice = NodeChoice()
-    choice.failed("a", 0.0, at_once=True)
-    due = [tenth / 10 for tenth in range(2000) if choice.due(tenth / 10)]
+    choice.note_failure("a", 0.0, at_once=True)
+    due = [tenth / 10 for tenth in range(2000) if choice.due_probes(tenth / 10)]
     assert due[:4] == [1.0, 3.0, 7.0, 15.0]
     assert due[-1] - due[-2] == pytest.approx(30.0)
-    choice.works("a")
+    choice.probe_succeeded("a")
     assert not choice.is_open("a")
-    assert choice.due(1000.0) == []
+    assert choice.due_probes(1000.0) == []
 
 
 def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely() -> None:
@@ -64,25 +64,25 @@ def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely
     now_s = 0.0
     for _ in range(4):
         began_s = now_s
-        choice.failed("a", now_s, at_once=True)
-        while not choice.due(now_s):
+        choice.note_failure("a", now_s, at_once=True)
+        while not choice.due_probes(now_s):
             now_s += 0.25
         pauses.append(now_s - began_s)
-        choice.works("a")
+        choice.probe_succeeded("a")
     assert pauses == sorted(pauses)
     assert pauses[-1] >= 8.0
-    choice.served("a", MIB, MIB, 0.1, now_s)
-    choice.failed("a", now_s, at_once=True)
-    assert choice.due(now_s + 1.0) == ["a"]
+    choice.note_served("a", MIB, MIB, 0.1, now_s)
+    choice.note_failure("a", now_s, at_once=True)
+    assert choice.due_probes(now_s + 1.0) == ["a"]
 
 
 def test_a_slow_node_leaves_to_a_fast_one_what_that_would_finish_earlier(choice: NodeChoice) -> None:
-    assert choice.leaves("slow", MIB, ["fast"], nothing, 0.0)
-    assert not choice.leaves("slow", MIB, ["fast"], lambda _: 100 * MIB, 0.0), "the fast one is busy"
-    assert not choice.leaves("fast", MIB, ["slow"], nothing, 0.0)
-    assert not choice.leaves("unknown", MIB, ["fast"], nothing, 0.0)
-    choice.failed("fast", 0.0, at_once=True)
-    assert not choice.leaves("slow", MIB, ["fast"], nothing, 0.0)
+    assert choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
+    assert not choice.leaves_to_others("slow", MIB, ["fast"], lambda _: 100 * MIB, 0.0), "the fast one is busy"
+    assert not choice.leaves_to_others("fast", MIB, ["slow"], nothing, 0.0)
+    assert not choice.leaves_to_others("unknown", MIB, ["fast"], nothing, 0.0)
+    choice.note_failure("fast", 0.0, at_once=True)
+    assert not choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
 
 
 def test_a_slow_node_is_believed_to_be_fast_again_after_a_while(choice: NodeChoice) -> None:
@@ -100,41 +100,41 @@ def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
 
 def test_small_reads_say_nothing_about_the_rate() -> None:
     choice = NodeChoice()
-    choice.served("a", 1000, 1000, 0.1, 0.0)
+    choice.note_served("a", 1000, 1000, 0.1, 0.0)
     assert choice.rate("a", 0.0) == 0.0
 
 
 def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
-    choice = NodeChoice(least_late_s=0.25, most_late_s=1.0)
+    choice = NodeChoice(min_late_s=0.25, max_late_s=1.0)
     assert choice.late_s() == 1.0
     for _ in range(32):
-        choice.took(0.01)
+        choice.note_latency(0.01)
     assert choice.late_s() == 0.25
     for _ in range(256):
-        choice.took(0.1)
+        choice.note_latency(0.1)
     assert choice.late_s() == pytest.approx(0.4)
     for _ in range(256):
-        choice.took(5.0)
+        choice.note_latency(5.0)
     assert choice.late_s() == 1.0
 
 
 def test_what_is_underway_shows_that_a_node_has_become_slow(choice: NodeChoice) -> None:
-    choice.at_most = lambda node, now_s: MIB if node == "fast" else float("inf")
+    choice.rate_limit = lambda node, now_s: MIB if node == "fast" else float("inf")
     assert choice.rate("fast", 0.0) == MIB
     assert choice.expected_s("fast", 2 * MIB, 0.0) == 2.0
     assert choice.rate("slow", 0.0) == 10 * MIB
     assert choice.rate("unknown", 0.0) == 0.0
 
 
-def test_a_request_that_was_called_off_early_says_how_slow_its_node_is() -> None:
+def test_a_request_that_was_stopped_early_still_measures_the_rate() -> None:
     choice = NodeChoice()
-    choice.served("a", MIB, MIB // 8, 0.5, 0.0)
+    choice.note_served("a", MIB, MIB // 8, 0.5, 0.0)
     assert choice.rate("a", 0.0) == MIB // 4
 
 
 def test_so_much_is_received_at_once_that_it_takes_a_moment(choice: NodeChoice) -> None:
     assert choice.packets("fast", 2, 16, 0.0) == 16
     assert choice.packets("slow", 2, 16, 0.0) == 4
-    choice.served("crawling", MIB, MIB, 10.0, 0.0)
+    choice.note_served("crawling", MIB, MIB, 10.0, 0.0)
     assert choice.packets("crawling", 2, 16, 0.0) == 1
     assert choice.packets("unknown", 2, 16, 0.0) == 4

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
+from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.datanode import ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError
-from bootseer.hdfs.located import Node
 from hdfs.peers import FakeDataNode
 from registry import free_port
 
@@ -79,7 +79,7 @@ def test_all_of_one_node_are_dropped(connections: ConnectionPool, node: Node) ->
     assert connections.take(node) is None
 
 
-def test_nodes_are_called_by_name_when_told_so(node: Node) -> None:
+def test_datanodes_are_addressed_by_hostname_if_configured(node: Node) -> None:
     port = node.host_port.rpartition(":")[2]
     named = ConnectionPool(silent_s=1.0, by_hostname=True)
     with pytest.raises(DataNodeError, match="cannot be reached"):
@@ -87,6 +87,6 @@ def test_nodes_are_called_by_name_when_told_so(node: Node) -> None:
     connected(named, Node(f"192.0.2.1:{port}", "localhost", "")).close()
 
 
-def test_nobody_at_home_is_an_error(connections: ConnectionPool) -> None:
+def test_an_address_without_a_server_is_an_error(connections: ConnectionPool) -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
         connected(connections, Node(f"127.0.0.1:{free_port()}", "", ""))

@@ -31,7 +31,7 @@ def test_a_deadline_is_put_off_while_what_is_read_before_comes() -> None:
     played.tick(2.0)
     assert last.error is None
     played.tick(6.0)  # nothing has come for eight seconds
-    assert "others are read before" in str(last.error)
+    assert "others are read first" in str(last.error)
 
 
 def test_a_deadline_is_not_put_off_for_ever() -> None:

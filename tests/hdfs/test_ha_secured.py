@@ -81,7 +81,7 @@ def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_ki
         assert client.fallback == client.reads().facts()["fallback"] == ""
 
 
-def test_a_jobs_token_serves_after_a_hand_over_and_its_end_is_told_at_once(pair: HaPair, tmp_path: Path) -> None:
+def test_a_jobs_token_survives_a_failover_and_its_expiry_fails_at_once(pair: HaPair, tmp_path: Path) -> None:
     service, kind = field(4, f"ha-hdfs:{pair.service}"), field(3, "HDFS_DELEGATION_TOKEN")
     with closing(_client(pair)) as client, pytest.MonkeyPatch.context() as as_job:
         answer = client._namenode.ask("getDelegationToken", field(1, "nn"), "/", None)

@@ -59,7 +59,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
             client.put(f"/hung/folder/{name}", b"x")
         writer = client.create("/hung/folder/long")
         writer.write(b"x")
-        (part,) = client.begin_apart(["/hung/folder/part"], block_size=1 << 20)
+        (part,) = client.create_placed(["/hung/folder/part"], block_size=1 << 20)
         part.write(b"x")
         cluster.hang_namenode()
         try:
@@ -107,7 +107,7 @@ def test_a_put_ends_with_an_error(cluster: HdfsCluster, tmp_path: Path) -> None:
             cluster.resume_namenode()
 
 
-def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
+def test_an_interrupted_put_does_not_wait_for_servers_and_reports_leftovers(
     cluster: HdfsCluster, tmp_path: Path
 ) -> None:
     with (tmp_path / "step-1").open("wb") as source:

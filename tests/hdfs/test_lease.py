@@ -37,7 +37,7 @@ def begin(namenode: NameNode, path: str, *, mode: int = 0o640) -> Lease:
     return Lease(namenode, path, block_size=4 << 20, replication=1, mode=mode)
 
 
-def test_the_cluster_says_how_files_are_to_be(namenode: NameNode) -> None:
+def test_the_clusters_defaults_are_read(namenode: NameNode) -> None:
     defaults = ask_defaults(namenode)
     assert (defaults.replication, defaults.chunk_bytes, defaults.block_size) == (1, 512, 128 << 20)
 
@@ -80,9 +80,7 @@ def test_an_answer_that_was_lost_on_the_way_does_not_take_the_name_from_its_writ
     assert client.stat(f"{folder}/a").size_bytes == 0
 
 
-def test_excluded_nodes_get_no_block_and_when_all_are_nobody_does(
-    namenode: NameNode, cluster: HdfsCluster, folder: str
-) -> None:
+def test_excluded_nodes_get_no_block(namenode: NameNode, cluster: HdfsCluster, folder: str) -> None:
     lease = begin(namenode, f"{folder}/a")
     told: list[bytes] = []
     seen: set[str] = set()
@@ -112,7 +110,7 @@ class _Answering(NameNode):
         return answer
 
 
-def test_nodes_without_room_are_told_apart_from_nodes_that_are_busy(namenode: NameNode, folder: str) -> None:
+def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder: str) -> None:
     said = (
         "File /a could only be written to 0 of the 1 minReplication nodes. There are 2 datanode(s) running and 2 "
         "node(s) are excluded in this operation."

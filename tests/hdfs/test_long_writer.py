@@ -18,7 +18,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 import hadoop
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
-from bootseer.hdfs.placing import LongWriter
+from bootseer.hdfs.placement import MultiBlockWriter
 from bootseer.store.file import HdfsStore
 from hdfs.whole_files import read_all
 
@@ -34,9 +34,9 @@ LATE = {
 """Longer than hdfs-native waits at the end of a file, 15 s."""
 
 
-def begin(client: HdfsClient, path: str, *, replication: int = 1) -> LongWriter:
+def begin(client: HdfsClient, path: str, *, replication: int = 1) -> MultiBlockWriter:
     writer = client.create(path, block_size=MIB, replication=replication)
-    assert isinstance(writer, LongWriter)
+    assert isinstance(writer, MultiBlockWriter)
     return writer
 
 
@@ -72,7 +72,7 @@ def test_nothing_stays_of_an_aborted_file(client: HdfsClient, folder: str) -> No
             attempt()
 
 
-def test_a_file_that_somebody_removed_cannot_be_written_on(client: HdfsClient, folder: str) -> None:
+def test_a_file_that_was_removed_by_another_client_cannot_be_written(client: HdfsClient, folder: str) -> None:
     writer = begin(client, f"{folder}/a")
     writer.write(DATA[: MIB // 2])
     client.delete(f"{folder}/a")
@@ -129,7 +129,7 @@ class TestLate:
                 writer.close()
 
             def apart(one: HdfsClient, path: str) -> None:
-                (part,) = one.begin_apart([path], block_size=8 * MIB)
+                (part,) = one.create_placed([path], block_size=8 * MIB)
                 part.write(self.data)
                 part.close()
 

@@ -57,7 +57,7 @@ def test_one_connection_serves_many_questions(peer: FakeNameNode) -> None:
     assert peer.num_connections == 1
 
 
-def test_an_answer_in_parts_is_asked_for_to_its_end(peer: FakeNameNode) -> None:
+def test_locations_in_several_answers_are_joined(peer: FakeNameNode) -> None:
     def in_parts(request: Message) -> bytes:
         number = request.number(2) // MIB
         return located(3 * MIB, [block(number * MIB, number, MIB, (1,))])
@@ -118,7 +118,7 @@ def test_a_cluster_that_encrypts_its_data_is_not_supported_without_ciphers(
     assert isinstance(error_of(asked(peer.port)), UnsupportedError)
 
 
-def test_whether_data_are_encrypted_is_asked_once(peer: FakeNameNode) -> None:
+def test_the_encryption_setting_is_requested_once(peer: FakeNameNode) -> None:
     namenode = asked(peer.port)
     for _ in range(3):
         namenode.locate("/f")
@@ -159,9 +159,9 @@ def test_addresses_without_a_server_are_not_waited_for() -> None:
 def test_addresses_without_a_server_are_not_given_to_another_client() -> None:
     namenode = NameNode(Cluster("job", (("127.0.0.1", free_port()),), {}, True, "me"))
     with pytest.raises(UnreachableError):
-        namenode.check_there("/f")
+        namenode.check_reachable("/f")
     with FakeNameNode("secure") as peer:
-        asked(free_port(), peer.port).check_there("/f")
+        asked(free_port(), peer.port).check_reachable("/f")
 
 
 def test_a_login_is_refused_when_all_refuse_it(peer: FakeNameNode) -> None:
@@ -209,7 +209,7 @@ def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None
         assert standby.asked.count("getServerDefaults") == 1
 
 
-def test_one_that_hangs_after_an_answer_is_not_asked_twice(peer: FakeNameNode) -> None:
+def test_a_namenode_that_hangs_after_an_answer_is_not_asked_twice(peer: FakeNameNode) -> None:
     with FakeNameNode() as hung:
         hung.answers["getBlockLocations"] = answer
         namenode = asked(hung.port, peer.port, call_timeout_s=1.0)
@@ -246,14 +246,14 @@ def test_an_error_names_all_that_were_asked() -> None:
     assert f"127.0.0.1:{gone} cannot be reached" in str(error)
 
 
-def test_a_login_that_is_refused_is_told_at_once_beside_one_that_is_gone(peer: FakeNameNode) -> None:
+def test_a_refused_login_fails_at_once_beside_an_unreachable_namenode(peer: FakeNameNode) -> None:
     kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
     peer.answers["getServerDefaults"] = lambda _: (kind, "token (token for me) can't be found in cache")
     assert isinstance(error_of(asked(peer.port, free_port()), timeout_s=2.0), AccessError)
 
 
 @pytest.mark.parametrize("by_router", [False, True])
-def test_a_rename_that_a_router_has_asked_for_twice_is_done(peer: FakeNameNode, by_router: bool) -> None:
+def test_a_rename_that_a_router_has_repeated_succeeds(peer: FakeNameNode, by_router: bool) -> None:
     missing = "java.io.FileNotFoundException", "rename source /a is not found."
     kind = (
         "java.lang.UnsupportedOperationException" if by_router else "org.apache.hadoop.security.AccessControlException"

@@ -6,15 +6,16 @@ import pytest
 
 from bootseer.errors import (
     AccessError,
+    AlreadyExistsError,
     BootseerError,
     CorruptError,
     NoSpaceError,
+    NotEmptyError,
     NotFoundError,
-    PermanentError,
     TransientError,
     UsageError,
 )
-from bootseer.hdfs.errors import AlreadyExistsError, NotReadyError
+from bootseer.hdfs.errors import NotReadyError
 
 native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 
@@ -35,7 +36,7 @@ class PanicException(BaseException):
         ),
         (
             RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
-            PermanentError,
+            NotEmptyError,
         ),
         (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
         (
@@ -47,7 +48,7 @@ class PanicException(BaseException):
         (CorruptError("one of ours"), CorruptError),
     ],
 )
-def test_an_error_is_one_of_ours_and_says_what_it_is_about(error: BaseException, kind: type[BootseerError]) -> None:
+def test_errors_are_mapped_and_name_the_file(error: BaseException, kind: type[BootseerError]) -> None:
     with pytest.raises(BootseerError) as raised, native.mapping("hdfs://host/a"):
         raise error
     assert type(raised.value) is kind

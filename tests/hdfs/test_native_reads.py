@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.errors import IsFolderError, NotFoundError, PermanentError, TransientError
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
@@ -49,9 +49,9 @@ def test_ranges_are_exactly_these_bytes(reads: NativeReads, path: str) -> None:
     for (start, length), (data, outcome) in zip(ranges, read_ranges(file, ranges), strict=True):
         assert outcome == (None, "")
         assert data == DATA[start : start + length]
-    facts: Any = reads.facts()
-    assert facts["nodes"][""]["bytes"] == sum(length for _, length in ranges)
-    assert facts["retries"] == 0
+    nodes, num_retries = reads.facts()
+    assert nodes[""]["bytes"] == sum(length for _, length in ranges)
+    assert num_retries == 0
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, len(DATA) + 1), (len(DATA), 1), (-1, 1)])
@@ -63,7 +63,7 @@ def test_a_range_outside_of_the_file_is_an_error(reads: NativeReads, path: str, 
 def test_what_is_not_there_is_not_found(reads: NativeReads, folder: str) -> None:
     with pytest.raises(NotFoundError):
         reads.open(f"{folder}/nothing")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(IsFolderError):
         reads.open(folder)
 
 
@@ -126,7 +126,7 @@ def test_a_read_without_an_answer_ends_with_its_deadline_and_leaves_the_buffer_a
     assert len(outcomes) == 1
 
 
-def test_what_was_cancelled_ends_and_what_is_hurried_comes(reads: NativeReads, path: str) -> None:
+def test_cancelled_reads_end_and_prioritized_ones_succeed(reads: NativeReads, path: str) -> None:
     file = reads.open(path)
     outcomes: dict[int, Any] = {}
     left = threading.Semaphore(0)
@@ -140,7 +140,7 @@ def test_what_was_cancelled_ends_and_what_is_hurried_comes(reads: NativeReads, p
         file.read_into(0, memoryview(buffer), lambda outcome, number=number: ended(number, outcome), urgent=False)
         for number, buffer in enumerate(buffers)
     ]
-    tickets[-1].hurry()
+    tickets[-1].prioritize()
     for ticket in tickets[1:-1]:
         ticket.cancel()
     for _ in tickets:

@@ -17,7 +17,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from hdfs_native import Client, WriteOptions
 
-from bootseer.errors import NotFoundError, PermanentError
+from bootseer.errors import IsFolderError, NotFoundError, PermanentError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
@@ -114,7 +114,7 @@ def test_a_small_range_is_read_by_the_thread_that_asks(reads: HdfsReads, path: s
 
     for number in range(20):
         into = memoryview(bytearray(1000))
-        file.read_into(number * 1000, into, note, here=True)
+        file.read_into(number * 1000, into, note, inline=True)
         assert done.wait(number + 1)[-1].error is None
         assert bytes(into) == DATA[number * 1000 : number * 1000 + 1000]
     assert threading.get_ident() in told  # others help when a node is late
@@ -139,7 +139,9 @@ def test_many_threads_read_one_file(reads: HdfsReads, path: str) -> None:
     assert wrong == []
 
 
-def test_who_has_a_byte_and_who_gave_it_are_told(cluster: HdfsCluster, reads: HdfsReads, path: str) -> None:
+def test_the_nodes_that_store_a_byte_and_the_one_that_served_it_are_known(
+    cluster: HdfsCluster, reads: HdfsReads, path: str
+) -> None:
     file = reads.open(path)
     where = cluster.where(path)
     assert [file.nodes(number * MIB) for number in range(6)] == [block.nodes for block in where]
@@ -160,8 +162,8 @@ def test_how_long_a_range_will_take_is_estimated(reads: HdfsReads, path: str) ->
 
 
 def test_names_without_a_file_are_errors(reads: HdfsReads) -> None:
-    for path in ("/reads/nothing", "/reads"):
-        with pytest.raises(NotFoundError, match=path):
+    for path, kind in (("/reads/nothing", NotFoundError), ("/reads", IsFolderError)):
+        with pytest.raises(kind, match=path):
             reads.open(path)
 
 

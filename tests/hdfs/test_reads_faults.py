@@ -113,7 +113,7 @@ class TestFaults:
 
         def read_small(number: int) -> None:
             into, done = bytearray(1000), Waiting()
-            file.read_into(number * MIB, memoryview(into), done, here=True)
+            file.read_into(number * MIB, memoryview(into), done, inline=True)
             assert done.wait()[0].error is None
             assert into == DATA[number * MIB :][:1000]
 
@@ -256,7 +256,7 @@ class TestFaults:
         assert read(reads.open(path), avoid=frozenset({second})) == DATA[: 4 * MIB]
         assert failures(reads)[first]
 
-    def test_what_has_checksums_nowhere_is_read_counted_and_told(
+    def test_blocks_without_checksums_anywhere_are_read_and_counted(
         self, faulty: HdfsCluster, reads: HdfsReads, tmp_path: Path
     ) -> None:
         put(faulty.uri, "/unchecked", DATA[: 4 * MIB], block_size=MIB, replication=2)

@@ -23,8 +23,8 @@ from hdfs.peers import ODD, SPOILED, WRONG, FakeDataNode, FakeNameNode, block, l
 DATA = random.Random(5).randbytes(3 * 1024 * 1024 + 777)
 BLOCK = 1 << 21
 BLOCKS = {1: DATA[:BLOCK], 2: DATA[BLOCK:]}
-QUICK = ReadSettings(silent_s=0.2, reconnect_s=0.4, least_late_s=0.1)
-PATIENT = ReadSettings(silent_s=50.0, reconnect_s=50.0, least_late_s=50.0)
+QUICK = ReadSettings(silent_s=0.2, reconnect_s=0.4, min_late_s=0.1)
+PATIENT = ReadSettings(silent_s=50.0, reconnect_s=50.0, min_late_s=50.0)
 """Of these, a healthy node is not late on a machine that is busy with other things."""
 
 
@@ -131,7 +131,7 @@ def test_small_packets_are_read_in_a_row_and_checked_as_others(spoil: str, check
         assert bool(failures(small.reads)[f"127.0.0.1:{small.nodes[0].port}"]) is (spoil not in ("", *ODD))
 
 
-def test_a_node_that_drips_is_hedged_and_nobody_writes_after_the_end() -> None:
+def test_a_dripping_node_is_hedged_and_no_thread_writes_after_the_end() -> None:
     with Small("drips", "") as small:
         file = small.reads.open("/f")
         for _ in range(3):
@@ -202,7 +202,7 @@ def test_a_file_that_was_removed_is_an_error(well: Small) -> None:
     assert "was removed while it was read" in str(error)
 
 
-def test_a_block_without_any_node_is_an_error_that_says_so() -> None:
+def test_a_block_without_replicas_is_a_clear_error() -> None:
     with Small() as small:
         error = error_of(small.reads.open("/f"))
         assert isinstance(error, TransientError)

@@ -49,17 +49,17 @@ def test_no_node_has_more_requests_than_it_may() -> None:
     assert [played.take() is not None for _ in range(3)] == [True, True, False]
 
 
-def test_what_somebody_waits_for_comes_first() -> None:
+def test_urgent_pieces_come_first() -> None:
     played = Played(("a:1",))
     played.read(0, 100, urgent=False)
     prefetched = played.read(200, 100, urgent=False)
     urgent = played.read(400, 100)
     assert played.must_take("a:1").pieces[0].ticket is urgent
-    played.schedule.hurry(prefetched)
+    played.schedule.prioritize(prefetched)
     assert played.must_take("a:1").pieces[0].ticket is prefetched
 
 
-def test_a_request_that_nobody_waits_for_makes_room_at_its_next_piece() -> None:
+def test_a_run_without_urgent_pieces_yields_at_its_next_piece() -> None:
     played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=400, connections_per_node=1))
     played.read(0, 1000, urgent=False)
     run = played.must_take("a:1")
@@ -84,7 +84,7 @@ def test_a_piece_that_one_node_cannot_give_is_taken_by_another(error: DataNodeEr
     assert ticket.error is None
 
 
-def test_a_node_to_avoid_is_asked_when_there_is_no_other() -> None:
+def test_an_avoided_node_is_used_if_there_is_no_other() -> None:
     played = Played(("a:1", "b:1"), ("a:1",))
     played.read(0, 100, avoid=("a:1",))
     played.serve(played.must_take("b:1"))
@@ -98,21 +98,21 @@ def refused_everywhere(played: Played) -> None:
         played.finish(run, RefusedError("no such block", token=False))
 
 
-def test_when_nobody_has_it_the_namenode_is_asked_once() -> None:
+def test_when_no_replica_is_left_the_namenode_is_asked_once() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 100)
     refused_everywhere(played)
-    assert played.schedule.asking.popleft() is played.source
+    assert played.schedule.to_locate.popleft() is played.source
     played.schedule.located(played.source, located([("c:1",)]), 0.0)
     played.serve(played.must_take("c:1"))
     assert played.ended[0].error is None
 
 
-def test_when_nobody_has_it_after_that_the_error_says_who_was_asked() -> None:
+def test_the_error_of_a_lost_block_names_the_nodes_tried() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 100)
     refused_everywhere(played)
-    played.schedule.located(played.schedule.asking.popleft(), located([("a:1", "b:1")]), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), 0.0)
     refused_everywhere(played)
     played.look()
     assert isinstance(played.error(), TransientError)
@@ -126,8 +126,8 @@ def test_wrong_bytes_everywhere_are_corrupt() -> None:
         while (run := played.take()) is not None:
             played.claim(run, 100)
             played.finish(run, WrongBytesError("wrong bytes at 0"))
-        if played.schedule.asking:
-            played.schedule.located(played.schedule.asking.popleft(), located([("a:1", "b:1")]), 0.0)
+        if played.schedule.to_locate:
+            played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), 0.0)
     assert isinstance(played.error(), CorruptError)
 
 
@@ -140,7 +140,7 @@ def without_checksums(played: Played, *nodes: str) -> None:
             played.serve(run)
 
 
-def test_bytes_without_checksums_are_taken_from_nobody_while_somebody_has_some() -> None:
+def test_bytes_without_checksums_are_not_used_while_a_replica_has_some() -> None:
     played = Played(("a:1", "b:1"))
     for number in range(9):
         ticket = played.read(number * 100, 100)
@@ -149,11 +149,11 @@ def test_bytes_without_checksums_are_taken_from_nobody_while_somebody_has_some()
     assert not played.schedule.counts["unchecked"]
 
 
-def test_bytes_without_checksums_are_taken_where_nobody_has_any() -> None:
+def test_bytes_without_checksums_are_used_where_no_replica_has_any() -> None:
     played = Played(("a:1", "b:1"))
     tickets = [played.read(0, 100)]
     without_checksums(played, "a:1", "b:1")
-    played.schedule.located(played.schedule.asking.popleft(), located([("a:1", "b:1")]), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), 0.0)
     without_checksums(played, "a:1", "b:1")
     tickets.append(played.read(300, 100))
     assert not played.take().pieces[0].strict  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ def test_bytes_without_checksums_are_taken_where_nobody_has_any() -> None:
     assert played.schedule.counts["unchecked"] == 1
 
 
-def test_who_has_wrong_bytes_is_not_asked_again_where_the_other_has_no_checksums() -> None:
+def test_a_corrupt_replica_is_not_retried_where_the_other_has_no_checksums() -> None:
     played = Played(("a:1", "b:1"))
     for number in range(2):
         ticket = played.read(number * 100, 100)
@@ -169,7 +169,7 @@ def test_who_has_wrong_bytes_is_not_asked_again_where_the_other_has_no_checksums
         while ticket not in played.ended:
             run = played.take()
             if run is None:
-                played.schedule.located(played.schedule.asking.popleft(), located([("a:1", "b:1")]), played.now_s)
+                played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), played.now_s)
             elif run.queue.name == "a:1":
                 played.claim(run, 100)
                 played.receive(run, right=False)
@@ -187,7 +187,7 @@ def test_another_version_is_never_mixed_in() -> None:
     run = played.must_take("a:1")
     played.serve(run)
     refused_everywhere(played)
-    played.schedule.located(played.schedule.asking.popleft(), located([("a:1",)] * 2, generation=2), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1",)] * 2, generation=2), 0.0)
     played.look()
     assert isinstance(played.error(), PermanentError)
     assert "was replaced while it was read" in str(played.error())
@@ -234,7 +234,7 @@ def test_one_silence_keeps_all_others_away_from_a_node() -> None:
     played.read(0, 100)
     run = played.must_take("a:1")
     played.claim(run, 100)
-    assert played.schedule.silent(run, 1.0)
+    assert played.schedule.should_give_up(run, 1.0)
     played.finish(run, SilentError("silent"))
     for number in range(10):
         played.read(1000 + number * 100, 100)
@@ -249,10 +249,10 @@ def test_a_silent_node_that_is_alone_is_waited_for_and_connected_to_anew() -> No
     played.read(0, 100)
     run = played.must_take("a:1")
     played.claim(run, 100)
-    assert not played.schedule.silent(run, 1.0)
-    assert played.schedule.silent(run, 5.0)
+    assert not played.schedule.should_give_up(run, 1.0)
+    assert played.schedule.should_give_up(run, 5.0)
     played.finish(run, SilentError("silent"))
-    played.schedule.located(played.schedule.asking.popleft(), TransientError("no NameNode"), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), TransientError("no NameNode"), 0.0)
     played.serve(played.must_take("a:1"))
     assert played.ended[0].error is None
 
@@ -260,7 +260,7 @@ def test_a_silent_node_that_is_alone_is_waited_for_and_connected_to_anew() -> No
 def test_what_was_called_off_ends_at_once_unless_it_is_being_written() -> None:
     played = Played(("a:1",))
     ticket, held = played.read(0, 100), played.read(500, 100)
-    played.schedule.hurry(held)
+    played.schedule.prioritize(held)
     run = played.must_take("a:1")
     played.claim(run, 100)
     for one in (held, ticket):
@@ -278,7 +278,7 @@ def test_a_read_that_fails_with_several_pieces_of_one_request_ends_once() -> Non
     run = played.must_take("a:1")
     assert len(run.pieces) == 3
     played.finish(run, RefusedError("no such block", token=False))
-    played.schedule.located(played.schedule.asking.popleft(), located([("a:1",)]), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1",)]), 0.0)
     while played.ended == []:
         run = played.must_take("a:1")
         if run.pieces[0].ticket is failed:
@@ -303,7 +303,7 @@ def test_what_was_called_off_between_two_receptions_is_not_written_to_any_more()
     assert played.ended == [ticket]
 
 
-def test_what_a_hedge_is_underway_for_is_not_asked_a_third_time() -> None:
+def test_a_hedged_piece_is_not_requested_a_third_time() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 100)
     late = played.must_take("a:1")
@@ -331,7 +331,7 @@ def test_a_hedge_that_is_late_itself_does_not_go_to_the_node_that_it_stands_in_f
     assert [ticket.error for ticket in played.ended] == [None]
 
 
-def test_what_fails_while_its_hedge_fails_too_is_asked_of_the_others() -> None:
+def test_a_piece_whose_hedge_fails_too_goes_to_the_other_replicas() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 100)
     late = played.must_take("a:1")
@@ -347,10 +347,10 @@ def test_what_fails_while_its_hedge_fails_too_is_asked_of_the_others() -> None:
     assert played.ended[0].error is None
 
 
-def test_a_node_with_nothing_to_do_is_asked_sooner_for_what_is_late() -> None:
+def test_an_idle_node_gets_hedges_sooner() -> None:
     played = Played(("a:1", "b:1"))
     for _ in range(32):
-        played.schedule.choice.took(0.2)
+        played.schedule.choice.note_latency(0.2)
     played.read(0, 100)
     run = played.must_take("a:1")
     played.claim(run, 100)
@@ -364,12 +364,12 @@ def test_a_node_that_is_left_alone_has_one_request_at_a_time() -> None:
     played = Played(("a:1",))
     for number in range(9):
         played.read(number * 100, 100)
-    played.schedule.choice.failed("a:1", 0.0, at_once=True)
+    played.schedule.choice.note_failure("a:1", 0.0, at_once=True)
     assert played.take() is not None
     assert played.take() is None
 
 
-def test_packets_that_cannot_be_foretold_are_nobodys_fault() -> None:
+def test_unpredictable_packets_are_not_a_failure_of_the_node() -> None:
     played = Played(("a:1",))
     played.read(0, 100)
     run = played.must_take("a:1")
@@ -412,8 +412,8 @@ def test_a_node_that_was_silent_until_its_read_was_called_off_is_left_alone() ->
     assert played.ended == [ticket]
     assert played.schedule.delay_s(played.source, 0, 100, played.now_s) == inf
     assert played.schedule.delay_s(played.source, 1000, 100, played.now_s) < inf
-    assert played.schedule.left_s(other, played.now_s) == inf
-    played.schedule.choice.works("a:1")
+    assert played.schedule.remaining_s(other, played.now_s) == inf
+    played.schedule.choice.probe_succeeded("a:1")
     assert played.schedule.delay_s(played.source, 0, 100, played.now_s) < inf
 
 
@@ -433,11 +433,11 @@ def test_a_node_that_serves_is_not_to_blame_for_what_is_called_off() -> None:
     assert played.ended == [ticket]
 
 
-def test_of_blocks_that_nobody_has_nothing_is_expected_once_that_was_asked() -> None:
+def test_a_block_without_replicas_has_an_infinite_delay_after_a_refresh() -> None:
     played = Played(())
     assert played.schedule.delay_s(played.source, 0, 100, 0.0) == 0.0, "a read asks who has it by now"
     played.read(0, 100)
-    played.schedule.located(played.schedule.asking.popleft(), located([()]), 0.0)
+    played.schedule.located(played.schedule.to_locate.popleft(), located([()]), 0.0)
     played.look()
     assert played.schedule.delay_s(played.source, 0, 100, 1.0) == inf
     assert played.schedule.delay_s(played.source, 0, 100, 100.0) == 0.0
@@ -469,10 +469,10 @@ def test_how_long_a_read_will_take_follows_what_its_node_shows_by_now() -> None:
     run = played.must_take("a:1")
     played.claim(run, 10)
     played.now_s = 1.0
-    assert played.schedule.left_s(first, played.now_s) == 0.0
-    early_s = played.schedule.left_s(last, 1.0)
+    assert played.schedule.remaining_s(first, played.now_s) == 0.0
+    early_s = played.schedule.remaining_s(last, 1.0)
     played.now_s = 2.0
-    assert played.schedule.left_s(last, 2.0) > early_s > 5.0
+    assert played.schedule.remaining_s(last, 2.0) > early_s > 5.0
 
 
 def test_a_node_takes_what_others_would_come_to_last() -> None:
@@ -484,13 +484,13 @@ def test_a_node_takes_what_others_would_come_to_last() -> None:
     assert run.pieces[0].block.id == 2
 
 
-def test_who_gave_wrong_bytes_is_told_when_the_others_were_asked() -> None:
+def test_corrupt_replicas_are_reported_after_all_were_tried() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 100)
     run = played.must_take("a:1")
     played.claim(run, 100)
     played.finish(run, WrongBytesError("wrong bytes at 0"))
-    assert played.schedule.wrong == []
+    assert played.schedule.corrupt == []
     played.serve(played.must_take("b:1"))
-    ((block, nodes),) = played.schedule.wrong
+    ((block, nodes),) = played.schedule.corrupt
     assert (block.id, nodes) == (1, {"a:1"})

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.hdfs.block_locations import LocatedFile
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
-from bootseer.hdfs.located import LocatedFile
 from bootseer.hdfs.requests import Run, Ticket
 from hdfs.played import NODES, Played, located
 
@@ -60,15 +60,15 @@ def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR09
         elif step == 10 and tickets:
             ticket = data.draw(st.sampled_from(tickets))
             if data.draw(st.booleans()):
-                played.schedule.hurry(ticket)
+                played.schedule.prioritize(ticket)
             else:
                 played.schedule.fail(ticket, PermanentError("called off"), at_once=data.draw(st.booleans()))
                 played.look()
-        elif step == 11 and played.schedule.asking:
+        elif step == 11 and played.schedule.to_locate:
             answer: LocatedFile | BootseerError = located(replicas)
             if data.draw(st.booleans()):
                 answer = TransientError("no NameNode")
-            played.schedule.located(played.schedule.asking.popleft(), answer, played.now_s)
+            played.schedule.located(played.schedule.to_locate.popleft(), answer, played.now_s)
             played.look()
     snapshots = {ticket: bytes(played.memory[ticket]) for ticket in played.ended}
     for run in runs:
@@ -79,8 +79,8 @@ def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR09
         if len(played.ended) == len(tickets):
             break
         played.serve_all()
-        while played.schedule.asking:
-            played.schedule.located(played.schedule.asking.popleft(), located(replicas), played.now_s)
+        while played.schedule.to_locate:
+            played.schedule.located(played.schedule.to_locate.popleft(), located(replicas), played.now_s)
         played.tick(0.5)
     assert set(played.ended) == set(tickets)
     played.serve_all()

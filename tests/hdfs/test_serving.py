@@ -25,7 +25,7 @@ from hdfs.peers import PACKET, FakeDataNode, FakeNameNode, block, located
 DATA = random.Random(5).randbytes(4 * MIB)
 PIECE = 10 * PACKET
 """Three receptions of a node that is not known yet, and one request has two pieces."""
-SETTINGS = ReadSettings(silent_s=50.0, reconnect_s=50.0, least_late_s=50.0, connections_per_node=1, piece_bytes=PIECE)
+SETTINGS = ReadSettings(silent_s=50.0, reconnect_s=50.0, min_late_s=50.0, connections_per_node=1, piece_bytes=PIECE)
 PATIENCE_S = 120.0
 
 
@@ -113,7 +113,7 @@ def test_a_question_never_tells_a_caller_that_its_read_has_ended(gated: Gated) -
     until = time.monotonic() + PATIENCE_S
     while not told_in and time.monotonic() < until:
         file.delay_s(0, MIB)
-        ticket.left_s()
+        ticket.remaining_s()
         gated.reads.delay_s(file.nodes(0), MIB)
         gated.reads.facts()
     assert told_in
@@ -174,9 +174,7 @@ def test_a_read_for_which_no_thread_can_be_started_is_refused_and_the_next_one_g
     assert len(told.outcomes) == 1
 
 
-def test_a_callback_that_raises_keeps_nobody_else_from_being_told(
-    gated: Gated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_that_raises_does_not_stop_others(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[type[BaseException]] = []
     both = threading.Semaphore(0)
 
@@ -201,9 +199,7 @@ def test_a_callback_that_raises_keeps_nobody_else_from_being_told(
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), Interrupted(15, "SIGTERM")])
-def test_a_signal_while_this_thread_is_told_of_its_read_is_not_swallowed(
-    gated: Gated, interrupt: BaseException
-) -> None:
+def test_a_signal_during_a_callback_in_this_thread_is_not_swallowed(gated: Gated, interrupt: BaseException) -> None:
     def interrupted(outcome: object) -> None:
         raise interrupt
 
@@ -211,7 +207,7 @@ def test_a_signal_while_this_thread_is_told_of_its_read_is_not_swallowed(
     gated.let(0, len(DATA))
     gated.connect()
     with pytest.raises(type(interrupt)):
-        file.read_into(0, memoryview(bytearray(PACKET)), interrupted, here=True)
+        file.read_into(0, memoryview(bytearray(PACKET)), interrupted, inline=True)
     told = Waiting()
     file.read_into(0, memoryview(bytearray(PACKET)), told)
     assert told.wait()[0].error is None
@@ -235,7 +231,7 @@ def test_a_signal_before_a_read_was_begun_leaves_the_datanode_to_others(
     assert first.outcomes == []
 
 
-def test_a_small_read_in_this_thread_is_told_of_the_close(gated: Gated) -> None:
+def test_an_inline_read_ends_when_the_reads_are_closed(gated: Gated) -> None:
     file = gated.reads.open("/gated")
     gated.let(0, len(DATA))
     told = Waiting()
@@ -245,7 +241,7 @@ def test_a_small_read_in_this_thread_is_told_of_the_close(gated: Gated) -> None:
 
     def read() -> None:
         try:
-            file.read_into(2 * PACKET, memoryview(bytearray(PACKET)), told, here=True)
+            file.read_into(2 * PACKET, memoryview(bytearray(PACKET)), told, inline=True)
         except BootseerError as error:
             failed.append(error)
 

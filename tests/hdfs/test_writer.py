@@ -81,7 +81,9 @@ def test_nothing_stays_of_an_aborted_file_not_even_a_connection(
         begun.write(b"x")
 
 
-def test_a_file_that_somebody_removed_cannot_be_closed(native: Native, client: HdfsClient, folder: str) -> None:
+def test_a_file_that_was_removed_by_another_client_cannot_be_closed(
+    native: Native, client: HdfsClient, folder: str
+) -> None:
     writer = NativeWriter(native, f"{folder}/a")
     writer.write(DATA)
     client.delete(f"{folder}/a")

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bootseer.errors import PermanentError
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import SilentError
-from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.reads import HdfsFile
 from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run
 from bootseer.hdfs.requests import Ticket as Asked
@@ -100,8 +100,8 @@ class Links:
     def _begin(self) -> None:
         while len(self._transfers) < self.settings.max_threads:
             with self.locked() as schedule:
-                while schedule.asking:
-                    source = schedule.asking.popleft()
+                while schedule.to_locate:
+                    source = schedule.to_locate.popleft()
                     schedule.located(source, source.located, self.now_s)
                 run = schedule.take(self.now_s)
             if run is None:
@@ -167,14 +167,14 @@ class Links:
     def _tick(self) -> None:
         with self.locked() as schedule:
             schedule.tick(self.now_s)
-            for name in schedule.choice.due(self.now_s):
+            for name in schedule.choice.due_probes(self.now_s):
                 if self.rates[name]:
-                    schedule.choice.works(name)
+                    schedule.choice.probe_succeeded(name)
         for one in list(self._transfers):
             if self.now_s - one.judged_s >= self.settings.silent_s:
                 one.judged_s = self.now_s
                 with self.locked() as schedule:
-                    gives_up = schedule.silent(one.run, self.now_s - one.progress_s)
+                    gives_up = schedule.should_give_up(one.run, self.now_s - one.progress_s)
                 if gives_up:
                     self._end(one, SilentError("it said nothing"))
 
@@ -203,7 +203,7 @@ class File:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
-        here: bool = False,
+        inline: bool = False,
     ) -> Ticket:
         asked = Asked(self._source, offset, into, done, check, urgent, avoid, deadline_s)
         with self._links.locked() as schedule:
@@ -234,12 +234,12 @@ class Ticket:
         with self._links.locked() as schedule:
             schedule.cancel(self._asked, PermanentError("called off"), self._links.now_s)
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         with self._links.locked() as schedule:
-            schedule.hurry(self._asked)
+            schedule.prioritize(self._asked)
 
-    def left_s(self) -> float:
-        return self._links.schedule.left_s(self._asked, self._links.now_s)
+    def remaining_s(self) -> float:
+        return self._links.schedule.remaining_s(self._asked, self._links.now_s)
 
 
 def rate(size_bytes: int, seconds: float) -> float:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from bootseer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from bootseer.hdfs.block_locations import FileStatus
     from bootseer.hdfs.client import HdfsClient
-    from bootseer.hdfs.located import FileStatus
 
 _WAIT_S = 150.0
 

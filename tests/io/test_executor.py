@@ -58,11 +58,11 @@ def test_urgent_jobs_go_first_and_a_job_can_become_urgent(gate):
     pool.submit(lambda: gate.wait(120))
     for number, job in enumerate(jobs):
         pool.submit(job, urgent=number == 3)
-    pool.hurry(jobs[2])
+    pool.prioritize(jobs[2])
     gate.set()
     until(lambda: len(done) == 5)
     assert done == [3, 2, 0, 1, 4]
-    pool.hurry(jobs[0])  # it is done already
+    pool.prioritize(jobs[0])  # it is done already
     assert pool.close(120)
     assert done == [3, 2, 0, 1, 4]
 

@@ -17,7 +17,7 @@ from bootseer.checkpoint.head import Part
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.reading.context import LazyPart
 from bootseer.checkpoint.reading.node_cache import CacheWriter
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.checkpoint.writing.lane import Lane, WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import TransientError
@@ -81,14 +81,14 @@ def call_with_a_deadline(tmp_path) -> Iterator[Run]:
 @contextmanager
 def step_of_a_lane(tmp_path) -> Iterator[Run]:
     lane = Lane(Executor("test", 2), 2)
-    yield lambda job: lane.ready(SimpleNamespace(order=(0, 0), step=lambda: bool(job()) and False))
+    yield lambda job: lane.schedule(SimpleNamespace(order=(0, 0), step=lambda: bool(job()) and False))
     assert lane.wait_idle(60)
 
 
 @contextmanager
 def beside_a_lane(tmp_path) -> Iterator[Run]:
     lane = Lane(Executor("test", 2), 2)
-    yield lane.apart
+    yield lane.run_blocking
     assert lane.wait_idle(60)
 
 
@@ -101,7 +101,7 @@ def opening_a_part(tmp_path) -> Iterator[Run]:
 
     def run(job) -> None:
         place.job, before = job, len(answers)
-        part.then(lambda file, problem: answers.append((file, problem)))
+        part.when_open(lambda file, problem: answers.append((file, problem)))
         until(lambda: len(answers) > before)
 
     yield run

@@ -100,7 +100,7 @@ def test_a_file_that_is_written_to_or_cut_while_it_is_read_is_an_error(place: Pl
             read(file, 0, 10)
 
 
-def test_closing_an_open_file_waits_for_nobody_and_ends_no_read(place: Place) -> None:
+def test_closing_a_file_does_not_block_and_reads_in_flight_end(place: Place) -> None:
     data = os.urandom(4 << 20)
     place.write_bytes("file", data)
     file = place.open("file")

@@ -61,8 +61,10 @@ def test_nodes_that_are_spare_are_taken_before_two_parts_share_one(place: Place)
     assert len(set(_nodes_of_parts(place, "again", 3, nodes[:2]))) == 3
 
 
-def _nodes_of_parts(place: Place, folder: str, count: int, spare: Sequence[str] = ()) -> list[str]:
-    writers = place.begin_parts([f"{folder}/{number}" for number in range(count)], part_bytes=1 << 20, spare=spare)
+def _nodes_of_parts(place: Place, folder: str, count: int, last_resort: Sequence[str] = ()) -> list[str]:
+    writers = place.begin_parts(
+        [f"{folder}/{number}" for number in range(count)], part_bytes=1 << 20, last_resort=last_resort
+    )
     for writer in writers:
         writer.write(bytes(1000))
     return [writer.close()[0] for writer in writers]
@@ -109,15 +111,15 @@ def test_a_small_file_has_copies_also_where_its_policy_wants_one_of_each_part(
 
 
 def test_names_that_hdfs_cannot_have_are_known_before_and_never_found(place: Place) -> None:
-    assert place.refusal("step-1_12:30") != ""
-    assert place.refusal("bad\udcff") != ""
-    assert place.refusal("schön=1.ckpt") == ""
+    assert place.name_problem("step-1_12:30") != ""
+    assert place.name_problem("bad\udcff") != ""
+    assert place.name_problem("schön=1.ckpt") == ""
     for ask in (place.stat, place.open, place.delete, place.make_folder):
         with pytest.raises(NotFoundError):
             ask("bad\udcff")
 
 
-def test_contents_of_the_same_length_and_time_are_told_apart(place: Place) -> None:
+def test_versions_of_the_same_length_and_time_differ(place: Place) -> None:
     versions = set()
     for number in range(8):
         place.write_bytes("head", b"%d" % number)

@@ -37,7 +37,7 @@ from bootseer.errors import (
 )
 from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
-from bootseer.places.place import TEMPORARY, Place
+from bootseer.places.place import TEMPORARY_PREFIX, Place
 from bootseer.places.uploads import Uploads
 from fault_proxy import Fault, FaultProxy, Plan, once
 from places.contract import PlaceContract, names, opened, read
@@ -175,7 +175,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
         other.delete("old", recursive=True) if "old" in names(other, "") else None
         if "new" in there or "new" in names(other, ""):
             assert content(other, "new") == wanted
-            assert {name for name in names(other, "") if not name.startswith(TEMPORARY)} == {"new"}
+            assert {name for name in names(other, "") if not name.startswith(TEMPORARY_PREFIX)} == {"new"}
 
 
 def test_of_many_that_rename_to_one_name_one_gets_it_and_the_others_keep_theirs(place: Place, uri: str) -> None:

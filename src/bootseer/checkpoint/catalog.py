@@ -1,10 +1,10 @@
-"""The checkpoints of a job: which there are, whether they are whole, and their removal.
+"""The checkpoints of a job: listing, completeness, removal, retention; and the layout of one file (`anatomy`).
 
-A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses, with none at all,
-or that `latest` names. Trees that were written without BootSeer are listed as well.
+A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses, with no ending, or
+that `latest` names. Trees written without BootSeer are listed as well.
 
-`anatomy`: what one file consists of. A head says where its parts were put; HDFS moves blocks when nodes come and go.
-Both are shown, for they explain the speed of reading.
+`anatomy` shows both where a head says that parts were put and where they are now: HDFS moves blocks when nodes come and
+go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.places.place import join, make_alike
+from bootseer.places.place import join, make_folder_like_parent
 
 _ENDINGS = (
     ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras",
@@ -32,7 +32,7 @@ _ENDINGS = (
 _OTHERS = ("README", "LICENSE", "NOTICE", "Makefile", "Dockerfile")
 _NUMBER = re.compile(r"\d+")
 _AT_ONCE = 4
-"""Checkpoints that are looked at side by side; each asks for its own files side by side."""
+"""Checkpoints that are measured in parallel; the files of each are, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Checkpoint:
     path: str
     is_folder: bool
     step: int | None
-    """The number at the end of its name."""
+    """The number at the end of its name; None without one."""
     size_bytes: int
     num_files: int
     num_striped: int
-    """Files of it that are striped."""
+    """Number of striped files."""
     mtime_ns: int
-    """When it or the newest of its files was last changed."""
+    """The latest modification time of its files."""
     is_latest: bool
 
 
 def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lambda name: None) -> list[Checkpoint]:
-    """The checkpoints in a folder that may be read, the newest last: by step, and without steps by time.
+    """The readable checkpoints in a folder, newest last: by step, and those without a step by time.
 
-    `refused` is called with the names of the others.
+    `refused` is called with the names of unreadable ones.
     """
     latest = _latest(files, folder)
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
@@ -78,14 +78,14 @@ def walk(files: Files, path: str) -> Iterator[FileInfo]:
 
 
 def missing_parts(files: Files, path: str) -> list[str]:
-    """Paths of the parts of a checkpoint that are not there or not as long as they were; by lists, not by reading."""
+    """Paths of a checkpoint's parts that are missing or of the wrong length, by listings alone."""
     striped = [info.path for info in walk(files, path) if info.is_striped]
     with Tasks("bootseer-parts", _AT_ONCE) as threads:
         return [part for parts in threads.map(lambda one: _missing_of(files, one), striped) for part in parts]
 
 
 def newest_whole(files: Files, folder: str, *, without: str | None = None) -> str | None:
-    """The name of the newest checkpoint that has all its parts; None when there is none."""
+    """The name of the newest checkpoint with all its parts; None if there is none."""
     for found in reversed(checkpoints(files, folder)):
         if found.name != without and found.num_files:
             with contextlib.suppress(CorruptError, NotFoundError):
@@ -95,10 +95,10 @@ def newest_whole(files: Files, folder: str, *, without: str | None = None) -> st
 
 
 def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
-    """Remove a checkpoint, hidden first, so that no reader gets a half. Returns the bytes that it had.
+    """Remove a checkpoint, hidden first, so that no reader gets a part of it. Returns its size in bytes.
 
-    Refuses the one that `latest` names, and a folder that checkpoints are put into: raises `UsageError`. With `force`
-    they go, and `latest` names the newest whole one of the others afterwards.
+    Raises `UsageError` for the one that `latest` names, and for a job's folder. With `force` they are removed, and
+    `latest` names the newest complete one of the others.
     """
     path = join(folder, name)
     check_visible(path)
@@ -120,9 +120,9 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     if found.is_folder:
         attempts = join(folder, ATTEMPTS)
         hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
-        make_alike(files.place, attempts)
+        make_folder_like_parent(files.place, attempts)
         files.place.rename(path, hidden, replace=False)
-        # Another one may collect what is gone, too.
+        # A collector may be deleting it too.
         with contextlib.suppress(NotFoundError):
             files.place.delete(hidden, recursive=True)
     else:
@@ -132,10 +132,10 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
 
 
 def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoint]:
-    """The checkpoints that are older than the `keep` newest ones, of which `name` is or will be one; the oldest first.
+    """The checkpoints beyond the `keep` newest ones, among which `name` is counted, oldest first.
 
-    Only those whose names differ from it in their numbers alone, and have a lower step: other things in the folder are
-    none of its kind. Not what `latest` names, nor a job, and none at all for a name without a step.
+    Only those whose names differ from `name` in their numbers alone, and have a lower step. Never what `latest` names,
+    nor a job; none for a name without a step.
     """
     step, kind = step_of(name), _NUMBER.sub("#", name)
     if step is None:
@@ -151,7 +151,7 @@ def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoi
 
 
 def is_job(files: Files, path: str) -> bool:
-    """Whether checkpoints are put into a folder."""
+    """Whether a folder is a job: checkpoints are put into it."""
     return any(entry.path.endswith(f"/{ATTEMPTS}") for entry in files.place.list(path))
 
 
@@ -215,7 +215,7 @@ def _missing_of(files: Files, path: str) -> list[str]:
 
 
 def lost_parts(files: Files, path: str, head: Head) -> list[str]:
-    """Names of the parts of a striped file that are not there or not as long as they were."""
+    """Names of a striped file's parts that are missing or of the wrong length."""
     try:
         entries = list(files.place.list(parts_folder(path, head.id)))
     except NotFoundError:
@@ -236,9 +236,9 @@ class PartFound:
     kind: str
     """`data` or `parity`."""
     nodes: tuple[str, ...]
-    """Where it lies now; empty where unknown."""
+    """The nodes that store it now; empty if unknown."""
     problem: str
-    """"" when it is there and as long as it was."""
+    """"" if it is there and of the right length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +256,15 @@ class Anatomy:
 
     info: FileInfo
     id: str
-    """Of a striped file; "" of an ordinary one."""
+    """Of a striped file; "" for an ordinary one."""
     segments: Sequence[SegmentFound]
     """Empty for an ordinary file."""
     bytes_by_node: Mapping[str, int]
-    """Bytes of the file and its parity that each node has; with several copies, each counts."""
+    """Bytes of the file and its parity on each node, counting each replica."""
 
 
 def anatomy(files: Files, path: str) -> Anatomy:
-    """Look at one file. Raises `NotFoundError`, `IsFolderError`, and `CorruptError` for a damaged head."""
+    """The layout of one file. Raises `NotFoundError`, `IsFolderError`, and `CorruptError` for a damaged head."""
     info = files.stat(path)
     if info.is_folder:
         raise IsFolderError(f"{files.place.uri}/{path} is a folder; name one of its files")
@@ -295,7 +295,7 @@ def anatomy(files: Files, path: str) -> Anatomy:
 
 def _part_found(files: Files, path: str, head: Head, part: Part, kind: str, is_lost: bool) -> PartFound:
     if is_lost:
-        return PartFound(part, kind, (), "not there, or not as long as it was")
+        return PartFound(part, kind, (), "missing, or of the wrong length")
     try:
         with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
             return PartFound(part, kind, file.nodes(0), "")
@@ -306,7 +306,7 @@ def _part_found(files: Files, path: str, head: Head, part: Part, kind: str, is_l
 def _ordinary_nodes(files: Files, path: str) -> Mapping[str, int]:
     by_node: Counter[str] = Counter()
     with contextlib.closing(files.place.open(path)) as file:
-        # Blocks end at whole MiB everywhere but at the end of a file.
+        # Blocks end at multiples of 1 MiB, except at the end of a file.
         for offset in range(0, file.size_bytes, CHUNK_BYTES):
             by_node.update(dict.fromkeys(file.nodes(offset), min(CHUNK_BYTES, file.size_bytes - offset)))
     return by_node

@@ -1,10 +1,10 @@
-"""Copying a checkpoint to a local disk: all of it under its name, or nothing.
+"""Downloading a checkpoint to a local disk: all of it under its name, or nothing.
 
-It is written beside its name and renamed when every byte of it has been verified as far as it can be, and is on the
-disk. A name that is taken is taken away only then.
+It is written into a staging folder beside the target, and renamed when every byte is verified, as far as that is
+possible, and synced. An existing target is replaced only then.
 
-A copy that was interrupted is gone on with: of files of the same version, chunks of striped ones that match their
-digests, and ordinary ones that were complete. A file gets its time of change when all of it is on the disk.
+An interrupted download is resumed: chunks of striped files that match their digests, and complete ordinary files, of
+the same versions. A file gets its modification time when all of it is synced.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ from bootseer.errors import BootseerError, Interrupted, NotFoundError, Permanent
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
 
-FRONT = ".bootseer-get-"
+PREFIX = ".bootseer-get-"
 OLD = "old"
-"""In the folder: what had the name, until it is replaced. A folder that has one is left to people."""
+"""In the staging folder: the previous target until it is replaced. A staging folder that contains one is left to
+people."""
 
 _NEW = ".bootseer-new-"
 _WHAT = "what"
-"""In the folder: what is made there."""
+"""In the staging folder: the key of its download."""
 
 
 @contextlib.contextmanager
 def staging_folder(target: Path, key: str) -> Iterator[Path]:
-    """Such a folder, in that of `target`, for download `key`: the one that an interrupted process left, or a new one.
+    """A staging folder beside `target` for the download `key`: one that an interrupted process left, or a new one.
 
-    Removed at the end, but left for another try after an interrupt and after a `TransientError`. Raises `OSError`.
+    Removed at the end, but kept for a retry after an interrupt or a `TransientError`. Raises `OSError`.
     """
-    prefix = f"{FRONT}{platform.node()}-"
-    folder, lock = _left(target.parent, prefix, key) or _made(target.with_name(f"{prefix}{secrets.token_hex(8)}"), key)
+    prefix = f"{PREFIX}{platform.node()}-"
+    folder, lock = _find_abandoned(target.parent, prefix, key) or _create(
+        target.with_name(f"{prefix}{secrets.token_hex(8)}"), key
+    )
     try:
         yield folder
     except (TransientError, Interrupted):
@@ -67,13 +70,13 @@ def staging_folder(target: Path, key: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _made(folder: Path, key: str) -> tuple[Path, int]:
-    """A new folder, and its lock. It gets its name when it is locked: without a lock others would remove it."""
+def _create(folder: Path, key: str) -> tuple[Path, int]:
+    """Create a staging folder and lock it. It gets its name when it is locked: unlocked ones are removed by others."""
     new = folder.with_name(f"{_NEW}{secrets.token_hex(8)}")
     new.mkdir(mode=0o700)
     lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _take(lock)
+        _try_lock(lock)
         (new / _WHAT).write_text(key)
         new.rename(folder)
     except BaseException:
@@ -89,7 +92,7 @@ def _remove_unless_old(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, as far as that can be."""
+    """Remove a file or folder, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -97,8 +100,8 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _left(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
-    """A folder for `what` that is not in use any more, and its lock. All others that are not are removed."""
+def _find_abandoned(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
+    """A staging folder of the download `key` that is not in use, and its lock. All other unused ones are removed."""
     found = None
     # What cannot be listed or opened belongs to another user.
     with contextlib.suppress(OSError):
@@ -107,9 +110,9 @@ def _left(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
         for path in paths:
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                if not _take(lock) or os.path.lexists(path / OLD):
+                if not _try_lock(lock) or os.path.lexists(path / OLD):
                     os.close(lock)
-                elif found is None and _says(path, key):
+                elif found is None and _has_key(path, key):
                     found = path, lock
                 else:
                     remove(path)
@@ -117,15 +120,15 @@ def _left(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
     return found
 
 
-def _says(folder: Path, key: str) -> bool:
+def _has_key(folder: Path, key: str) -> bool:
     try:
         return folder.stat().st_uid == os.geteuid() and (folder / _WHAT).read_text() == key
     except (OSError, ValueError):
         return False
 
 
-def _take(lock: int) -> bool:
-    """Whether no other process has it. Where there are no such locks, that is not known."""
+def _try_lock(lock: int) -> bool:
+    """Lock; returns False if another process holds it, or if the file system has no such locks."""
     with contextlib.suppress(OSError):
         return try_flock(lock)
     return False
@@ -133,19 +136,19 @@ def _take(lock: int) -> bool:
 
 _PIECE_BYTES = 16 << 20
 _NEAR = 3
-"""File names that are suggested in place of one that is not there."""
+"""File names suggested in place of one that does not exist."""
 _AT_ONCE = 4
-"""Pieces, or small files, that are read at the same time; `reading` reads each from several nodes."""
+"""Pieces, or small files, that are read concurrently; `reading` reads each from several nodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Got:
-    """What was copied."""
+class DownloadResult:
+    """What was downloaded."""
 
     size_bytes: int
     num_files: int
     kept_bytes: int = 0
-    """Of these, what an earlier copy that was interrupted had brought."""
+    """Bytes of it that an interrupted download had left."""
 
 
 def get_checkpoint(
@@ -157,13 +160,13 @@ def get_checkpoint(
     only: Sequence[str] = (),
     replace: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Got:
-    """Copy a checkpoint, or one file, to `target`; with `only`, those of its files that one of these patterns matches.
+) -> DownloadResult:
+    """Download a checkpoint or one file to `target`; with `only`, those of its files that match one of these patterns.
 
-    Raises `UsageError` for a name that is taken, unless `replace`, and for a pattern that matches nothing, and
-    `TransientError` when the checkpoint changes meanwhile.
+    Raises `UsageError` if the target exists, unless `replace`, and for a pattern without a match; `TransientError` if
+    the checkpoint changes meanwhile.
     """
-    target = _full(target)
+    target = _absolute(target)
     _check_free(target, replace)
     if replace and target.is_dir():
         _check_harmless(files, target)
@@ -187,19 +190,19 @@ def get_checkpoint(
                 kept_bytes = _copy_all(files, reading, path, infos, copy, progress)
             except PermanentError as error:
                 failed = error
-            # Each file is one version, but some may be of another checkpoint than others, or gone meanwhile.
+            # Each file is one version, but files of another checkpoint may be among them.
             if not _is_still(files, path, infos, all_of_it=not only):
                 raise TransientError(
                     f"{files.place.uri}/{path} was changed while it was copied; get it again"
                 ) from failed
             if failed is not None:
                 raise failed
-            _take_place(copy, target, replace)
-    return Got(sum(info.size_bytes for info in infos), len(infos), kept_bytes)
+            _move_into_place(copy, target, replace)
+    return DownloadResult(sum(info.size_bytes for info in infos), len(infos), kept_bytes)
 
 
 def _drop_others(own: Path, copy: Path, path: str, infos: Iterable[FileInfo], *, is_folder: bool) -> None:
-    """Remove what an earlier copy has of other versions, and note which versions this one is of."""
+    """Remove what an earlier download left of other versions, and record the versions of this one."""
     noted, now = own / "versions", {_below(path, info.path): info.entry.version for info in infos}
     try:
         before = json.loads(noted.read_bytes())
@@ -222,7 +225,7 @@ def _below(path: str, one: str) -> str:
 
 
 def _chosen(infos: list[FileInfo], path: str, patterns: Sequence[str]) -> list[FileInfo]:
-    """The files that a pattern matches, or a folder that they lie in. Raises `UsageError` for one that matches none."""
+    """The files that match a pattern, or whose folder does. Raises `UsageError` for a pattern without a match."""
     names = {_below(path, info.path): info for info in infos}
     chosen: set[str] = set()
     for pattern in patterns:
@@ -238,15 +241,15 @@ def _chosen(infos: list[FileInfo], path: str, patterns: Sequence[str]) -> list[F
     return [names[name] for name in sorted(chosen)]
 
 
-def _full(target: Path) -> Path:
-    """A path that stays what it is when its last name is renamed. Raises `UsageError` when it has none."""
+def _absolute(target: Path) -> Path:
+    """The target's path with its parent resolved. Raises `UsageError` if it has no name."""
     if target.name in ("", "..") and target != Path():
         raise UsageError(f"{target} cannot be the name of a copy", hint="give the new folder's or file's own name")
     return Path(os.path.realpath(target.absolute().parent), target.absolute().name)
 
 
 def _check_harmless(files: Files, target: Path) -> None:
-    """Replacing a folder removes all that it has: never what is read from, or what the user stands in."""
+    """Refuse to replace a folder that contains the place itself or the working directory."""
     scheme, _, root = files.place.uri.partition("://")
     inside = [Path.cwd(), *([Path(root or "/")] if scheme == "file" else [])]
     for one in inside:
@@ -263,10 +266,10 @@ def _folders(files: Files, path: str) -> Iterator[str]:
 
 
 def _is_still(files: Files, path: str, infos: Iterable[FileInfo], *, all_of_it: bool) -> bool:
-    """Whether these are the files of a checkpoint as they were listed, or with `all_of_it` all that it has."""
+    """Whether the files have not changed since they were listed; with `all_of_it`, whether none was added either."""
     try:
         now = _versions(walk(files, path))
-    except NotFoundError:  # at this moment it is being replaced
+    except NotFoundError:  # it is being replaced just now
         return False
     then = _versions(infos)
     return now == then if all_of_it else then.items() <= now.items()
@@ -284,7 +287,7 @@ def _copy_all(
     temporary: Path,
     progress: Callable[[int, int], None] | None,
 ) -> int:
-    """Returns how many bytes were there already."""
+    """Copy all files; returns the bytes that were there already."""
     total = sum(info.size_bytes for info in infos)
     done, kept = Count(total, progress), Count(total, None)
     stopped = threading.Event()
@@ -293,7 +296,7 @@ def _copy_all(
     def copy(file: CheckpointFile, head: Head | None, descriptor: int, offset: int, length: int) -> None:
         if stopped.is_set():
             return
-        if not hasattr(own, "buffer"):  # used again: what is freed in such pieces is not given back to the system
+        if not hasattr(own, "buffer"):  # reused: freed buffers of this size are not returned to the system
             own.buffer = bytearray(_PIECE_BYTES)
         view = memoryview(own.buffer)[:length]
         if head is not None and os.preadv(descriptor, [view], offset) == length and _is_right(head, offset, view):
@@ -328,7 +331,7 @@ def _copy_all(
 
 
 def _is_complete(info: FileInfo, local: Path) -> bool:
-    """Whether an earlier copy has come to the end of an ordinary file of this version."""
+    """Whether an earlier download has completed this version of an ordinary file."""
     try:
         found = local.stat()
     except FileNotFoundError:
@@ -337,7 +340,7 @@ def _is_complete(info: FileInfo, local: Path) -> bool:
 
 
 def _is_right(head: Head, offset: int, data: memoryview) -> bool:
-    """Whether these are the bytes of a striped file from the beginning of a chunk on, by their digests."""
+    """Whether the bytes from a chunk boundary on match the digests of a striped file."""
     while data:
         segment = head.segments[head.segment_at(offset)]
         chunk = (offset - segment.start) // CHUNK_BYTES
@@ -356,7 +359,7 @@ def _copy_file(
     threads: Tasks | None,
     copy: Callable[[CheckpointFile, Head | None, int, int, int], None],
 ) -> None:
-    """Copy a file, by these threads or in this one."""
+    """Download a file, by these threads or in this one."""
     head = files.head(info.path) if info.is_striped and local.exists() else None
     if head is None:
         local.unlink(missing_ok=True)
@@ -382,9 +385,9 @@ def _copy_file(
 
 
 def _wait_for(pieces: list[Future[None]]) -> None:
-    """Wait until no thread uses the file any more; the first error is raised.
+    """Wait until no thread uses the file any more, and raise the first error.
 
-    No deadline of its own: each piece reads with one, and writes to the local disk.
+    Has no deadline of its own: each piece is read with one.
     """
     try:
         wait(pieces, return_when=FIRST_EXCEPTION)
@@ -397,7 +400,7 @@ def _wait_for(pieces: list[Future[None]]) -> None:
             piece.result()
 
 
-def _take_place(temporary: Path, target: Path, replace: bool) -> None:
+def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
     if replace and os.path.lexists(target):
         if not temporary.is_dir() and (target.is_symlink() or not target.is_dir()):
             temporary.replace(target)
@@ -417,7 +420,7 @@ def _take_place(temporary: Path, target: Path, replace: bool) -> None:
 
 def _check_free(target: Path, replace: bool) -> None:
     if os.path.lexists(target) and not replace:
-        raise UsageError(f"{target} is there already", hint="give another name, or --replace")
+        raise UsageError(f"{target} already exists", hint="give another name, or --replace")
 
 
 @contextlib.contextmanager

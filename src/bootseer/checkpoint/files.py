@@ -1,8 +1,8 @@
-"""A place as users see it: striped files are files like others, and what they are made of is not shown.
+"""The visible tree of a place: striped files look like ordinary files, and their parts are hidden.
 
-The mount, the command line and the adapters for Python ask this, and not the place, for names and sizes; `reading` and
-`writing` move the bytes. Everything that belongs to a striped file lies below its own folder, so that renaming and
-removing folders needs no care; moving one striped file into another folder is refused, as between file systems.
+The mount, the command line and the Python adapters use this instead of the place for names and sizes; `reading` and
+`writing` move the bytes. Everything that belongs to a striped file lies below its own folder, so that folders can be
+renamed and removed without care. Moving a striped file into another folder is refused, as between file systems.
 
 Safe to use from many threads, as the place is.
 """
@@ -41,31 +41,31 @@ from bootseer.errors import (
 )
 from bootseer.io.tasks import Tasks
 from bootseer.places import open_place
-from bootseer.places.place import TEMPORARY, Entry, Place, folder_of, join, make_alike, name_of
+from bootseer.places.place import TEMPORARY_PREFIX, Entry, Place, folder_of, join, make_folder_like_parent, name_of
 
 GONE = ".gone"
-"""Hidden names of what is being deleted end so: any process may go on with it."""
+"""Suffix of hidden names that are being deleted: any process may continue the deletion."""
 _AT_ONCE = 16
-"""Small questions that are asked at the same time: enough to hide the round trips of 10,000 files."""
+"""Concurrent small requests: enough to hide the round trips of 10,000 files."""
 _MAX_SIZES = 1 << 17
 
 
 class OtherFolderError(PermanentError):
-    """A striped file cannot be renamed into another folder (EXDEV); copying it there works."""
+    """A striped file cannot be renamed into another folder (EXDEV); it can be copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file or folder as users see it."""
+    """A visible file or folder."""
 
     entry: Entry
     size_bytes: int
-    """Of the file's content, wherever it lies; 0 for folders."""
+    """Length of the file's content; 0 for folders."""
     is_striped: bool
 
     @property
     def path(self) -> str:
-        """Below the root of the place."""
+        """Relative to the root of the place."""
         return self.entry.path
 
     @property
@@ -74,14 +74,14 @@ class FileInfo:
 
 
 def maybe_head(entry: Entry) -> bool:
-    """Whether this can be the head of a striped file, by its length; its first bytes decide."""
+    """Whether this may be the head of a striped file, by its length; its first bytes tell for certain."""
     return not entry.is_folder and is_head_size(entry.size_bytes)
 
 
 class Files:
     """The visible tree of a place.
 
-    `within`: a hidden folder whose content counts as visible, for a writer that makes something in it.
+    `within`: a hidden folder whose content counts as visible, for a writer in it.
     """
 
     def __init__(self, place: Place, *, within: str = "") -> None:
@@ -89,7 +89,7 @@ class Files:
         self._within = f"{within}/" if within else ""
         self._lock = threading.Lock()
         self._sizes: OrderedDict[tuple[str, str], int | None] = OrderedDict()
-        """Of heads, by path and version; None for files that only have the length of one."""
+        """Sizes from heads, by path and version; None for files that only have a head's length."""
         self._policies = FolderPolicies(place)
 
     def stat(self, path: str) -> FileInfo:
@@ -97,7 +97,7 @@ class Files:
         return self._info(self.place.stat(path))
 
     def list(self, path: str) -> Iterator[FileInfo]:
-        """What lies in a folder, in any order. Files that vanish meanwhile are left out."""
+        """The entries of a folder, in any order. Files that vanish meanwhile are left out."""
         entries = list(self.names(path))
         self._peek_all(entry for entry in entries if maybe_head(entry))
         for entry in entries:
@@ -105,7 +105,7 @@ class Files:
                 yield self._info(entry)
 
     def names(self, path: str) -> Iterator[Entry]:
-        """What lies in a folder, as the place says it: sizes may be those of heads."""
+        """The entries of a folder as the place reports them: sizes may be those of heads."""
         self._check_visible(path)
         return (entry for entry in self.place.list(path) if not is_hidden(name_of(entry.path)))
 
@@ -114,41 +114,41 @@ class Files:
         self._check_visible(path)
         entry = self.place.stat(path)
         if entry.is_folder:
-            raise IsFolderError(f"{self._what(path)} is a folder")
+            raise IsFolderError(f"{self._uri_of(path)} is a folder")
         return self._head(entry)
 
     def remove(self, path: str, entry: Entry | None = None) -> None:
-        """Remove a file: first what makes it visible, then its parts. `entry`: what it was a moment ago, if known."""
+        """Remove a file: its visible part first, then its parts. `entry`: its attributes, if known."""
         self._check_visible(path)
         entry = entry or self.place.stat(path)
         if entry.is_folder:
-            raise IsFolderError(f"{self._what(path)} is a folder")
+            raise IsFolderError(f"{self._uri_of(path)} is a folder")
         head = self._head_to_drop(entry)
         self.place.delete(path, is_file=True)
         self.drop_parts(path, head)
 
     def remove_folder(self, path: str, *, recursive: bool = False) -> None:
-        """Remove a folder that shows nothing, or with all that it has. Others see all of it or nothing."""
+        """Remove a folder that shows nothing, or `recursive`ly. Others see all of it or nothing."""
         self._check_visible(path)
         if not path:
             raise PermanentError(f"{self.place.uri} is the root and cannot be removed")
         if not self.place.stat(path).is_folder:
-            raise NotFolderError(f"{self._what(path)} is not a folder")
-        if not recursive and not self._has_only_rests(path):
+            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
+        if not recursive and not self._has_only_hidden(path):
             self.place.delete(path)
             return
-        hidden = join(folder_of(path), f"{TEMPORARY}{secrets.token_hex(8)}{GONE if recursive else ''}")
+        hidden = join(folder_of(path), f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{GONE if recursive else ''}")
         self.place.rename(path, hidden)
-        # Looked at again where no writer can add to it: a file that came meanwhile must not be lost.
+        # Checked again where no writer can add to it: a file that was added meanwhile must not be lost.
         if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
-            raise NotEmptyError(f"{self._what(path)} is not empty")
+            raise NotEmptyError(f"{self._uri_of(path)} is not empty")
         self.place.delete(hidden, recursive=True)
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file or folder another name. A file replaces a file, a folder one that shows nothing.
+        """Rename a file or folder. A file replaces a file, a folder one that shows nothing.
 
-        Raises `OtherFolderError` for a striped file and a name in another folder.
+        Raises `OtherFolderError` for a striped file and a target in another folder.
         """
         self._check_visible(source)
         self._check_name(target)
@@ -158,14 +158,14 @@ class Files:
         entry = self.place.stat(source)
         if not entry.is_folder and folder_of(source) != folder_of(target) and self._info(entry).is_striped:
             raise OtherFolderError(
-                f"{self._what(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
+                f"{self._uri_of(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
             )
         replaced: Head | None = None
         with contextlib.suppress(NotFoundError):
             existing = self.place.stat(target)
             if not existing.is_folder and not entry.is_folder:
                 replaced = self._head_to_drop(existing)
-            elif existing.is_folder and entry.is_folder and self._has_only_rests(target):
+            elif existing.is_folder and entry.is_folder and self._has_only_hidden(target):
                 self.remove_folder(target)
         self.place.rename(source, target)
         self.drop_parts(target, replaced)
@@ -175,12 +175,12 @@ class Files:
         self.place.make_folder(path, mode=mode, parents=parents)
 
     def set_mode(self, path: str, mode: int) -> None:
-        """Set the permission bits, of a striped file's parts too: a user who cannot read it must not read those."""
-        self._to_all(path, lambda one: self.place.set_mode(one, mode))
+        """Set the permission bits of a file and its parts: a user who cannot read the file must not read its parts."""
+        self._apply_to_parts(path, lambda one: self.place.set_mode(one, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        head = self._to_all(path, lambda one: self.place.set_owner(one, owner, group))
-        if head is not None:  # the file's owner removes its parts one day
+        head = self._apply_to_parts(path, lambda one: self.place.set_owner(one, owner, group))
+        if head is not None:  # the file's owner must be able to remove its parts
             self.place.set_owner(parts_folder(path, head.id), owner, group)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
@@ -188,11 +188,11 @@ class Files:
         self.place.set_mtime(path, mtime_ns)
 
     def policy(self, path: str) -> Policy:
-        """What holds for new files in a folder."""
+        """The policy for new files in a folder."""
         return self.policy_and_folder(path)[0]
 
     def policy_and_folder(self, path: str) -> tuple[Policy, str | None]:
-        """What holds for new files in a folder, and the address of the folder that says so; None when none does.
+        """The policy for new files in a folder, and the address of the folder that sets it; None for the default.
 
         Folders above the root of the place count too: a policy does not depend on what was mounted.
         """
@@ -200,14 +200,14 @@ class Files:
         return self._policies.find(path)
 
     def set_policy(self, path: str, policy: Policy | None) -> None:
-        """Say how new files in a folder and below are striped; None takes back what was said for this folder."""
+        """Set the policy for new files in a folder and below; None removes the folder's own policy."""
         self._check_visible(path)
         if not self.place.stat(path).is_folder:
-            raise NotFolderError(f"{self._what(path)} is not a folder")
+            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
         self._policies.set(path, policy)
 
     def drop_parts(self, path: str, head: Head | None) -> None:
-        """Remove the parts of a striped file that is gone or was replaced. What is missing is missing."""
+        """Remove the parts of a striped file that was removed or replaced, if they exist."""
         if head is not None:
             with contextlib.suppress(NotFoundError):
                 self.place.delete(parts_folder(path, head.id), recursive=True)
@@ -220,7 +220,7 @@ class Files:
 
     def _info(self, entry: Entry) -> FileInfo:
         size_bytes = None
-        with contextlib.suppress(CorruptError):  # as long as its head is; reading it is an error
+        with contextlib.suppress(CorruptError):  # shown with its head's length; reading it is an error
             size_bytes = self._size(entry) if maybe_head(entry) else None
         if size_bytes is None:
             return FileInfo(entry, entry.size_bytes, is_striped=False)
@@ -235,7 +235,7 @@ class Files:
         try:
             size_bytes = peek(self.place.read_first(entry.path, PEEK_BYTES))
         except AccessError:
-            return None  # a folder with a file that we may not read can be listed all the same
+            return None  # a folder with an unreadable file can still be listed
         with self._lock:
             self._sizes[key] = size_bytes
             if len(self._sizes) > _MAX_SIZES:
@@ -243,7 +243,7 @@ class Files:
         return size_bytes
 
     def _peek_all(self, entries: Iterable[Entry]) -> None:
-        """Ask for the sizes of many heads at once; those that fail are asked again, one by one."""
+        """Read the sizes from many heads concurrently; failed ones are read again one by one."""
         with self._lock:
             unknown = [entry for entry in entries if (entry.path, entry.version) not in self._sizes]
         if len(unknown) > 1:
@@ -257,25 +257,25 @@ class Files:
         try:
             return parse_head(self.place.read_bytes(entry.path, MAX_HEAD_BYTES))
         except CorruptError as error:
-            raise CorruptError(f"{self._what(entry.path)}: {error}") from error
+            raise CorruptError(f"{self._uri_of(entry.path)}: {error}") from error
 
     def _head_to_drop(self, entry: Entry) -> Head | None:
-        """The head of a file that is about to go: one that cannot be read any more goes without its parts."""
+        """The head of a file that is about to be removed; None if it is damaged: then its parts stay."""
         with contextlib.suppress(CorruptError):
             return self._head(entry)
         return None
 
-    def _has_only_rests(self, path: str) -> bool:
-        """Whether a folder shows nothing and is not empty. Raises `NotEmptyError` when it shows something."""
+    def _has_only_hidden(self, path: str) -> bool:
+        """Whether a folder has hidden entries only. Raises `NotEmptyError` if it has visible ones."""
         hidden = 0
         for entry in self.place.list(path):
             if not is_hidden(name_of(entry.path)):
-                raise NotEmptyError(f"{self._what(path)} is not empty")
+                raise NotEmptyError(f"{self._uri_of(path)} is not empty")
             hidden += 1
         return hidden > 0
 
-    def _to_all(self, path: str, change: Callable[[str], None]) -> Head | None:
-        """Change the parts of a file, if it is striped, and then the file."""
+    def _apply_to_parts(self, path: str, change: Callable[[str], None]) -> Head | None:
+        """Apply a change to the parts of a striped file and then to the file."""
         self._check_visible(path)
         entry = self.place.stat(path)
         head = None if entry.is_folder else self._head(entry)
@@ -287,31 +287,31 @@ class Files:
         change(path)
         return head
 
-    def _what(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"{self.place.uri}/{path}" if path else self.place.uri
 
 
 def check_visible(path: str) -> None:
-    """Raise `NotFoundError` for a path that users do not see."""
+    """Raise `NotFoundError` for a hidden path."""
     if any(is_hidden(name) for name in path.split("/")):
         raise NotFoundError(f"there is no {path.rstrip('/')}")
 
 
 def check_name(path: str) -> None:
-    """Raise `PermanentError` for a path that users cannot make."""
+    """Raise `PermanentError` for a path that users cannot create."""
     if any(is_hidden(name) for name in path.split("/")):
         raise PermanentError(f"{path}: names that begin with .stripes or .attempts are BootSeer's own; choose another")
 
 
-_BELIEVED_S = 5.0
-"""So long may another machine's change go unnoticed."""
+_CACHE_S = 5.0
+"""How long a policy is cached, and another machine's change may go unnoticed."""
 
 PolicyAndFolder = tuple[Policy, str | None]
-"""What holds, and the address of the folder that says so; None when none does."""
+"""A policy, and the address of the folder that sets it; None for the default."""
 
 
 class FolderPolicies:
-    """The policies of a place, and of the folders above it. Safe to use from many threads."""
+    """The policies of a place and of the folders above it. Safe to use from many threads."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -323,9 +323,9 @@ class FolderPolicies:
     def find(self, folder: str) -> PolicyAndFolder:
         """What holds for new files in a folder. Raises `PermanentError` for a policy that cannot be read."""
         while True:
-            found = self._said_by(folder)
+            found = self._own_policy(folder)
             if found is not None:
-                return found, self._what(folder)
+                return found, self._uri_of(folder)
             if not folder:
                 return self._find_above()
             folder = folder.rpartition("/")[0]
@@ -336,16 +336,16 @@ class FolderPolicies:
             with contextlib.suppress(NotFoundError):
                 self._place.delete(_path(folder))
         else:
-            make_alike(self._place, join(folder, STRIPES))
+            make_folder_like_parent(self._place, join(folder, STRIPES))
             self._place.write_bytes(_path(folder), encode_policy(policy))
         with self._lock:
             self._own.clear()
 
-    def _said_by(self, folder: str) -> Policy | None:
+    def _own_policy(self, folder: str) -> Policy | None:
         now_s = time.monotonic()
         with self._lock:
-            read_s, policy = self._own.get(folder, (-_BELIEVED_S, None))
-            if now_s - read_s < _BELIEVED_S:
+            read_s, policy = self._own.get(folder, (-_CACHE_S, None))
+            if now_s - read_s < _CACHE_S:
                 return policy
         try:
             policy = parse_policy(self._place.read_bytes(_path(folder), MAX_POLICY_BYTES))
@@ -353,8 +353,8 @@ class FolderPolicies:
             policy = None
         except PermanentError as error:
             raise type(error)(
-                f"{self._what(_path(folder))}: {error}; "
-                f"`bootseer ckpt policy {self._what(folder)} --inherit` removes it"
+                f"{self._uri_of(_path(folder))}: {error}; "
+                f"`bootseer ckpt policy {self._uri_of(folder)} --inherit` removes it"
             ) from error
         with self._lock:
             self._own[folder] = (now_s, policy)
@@ -364,7 +364,7 @@ class FolderPolicies:
         now_s = time.monotonic()
         with self._lock:
             above = self._above
-        if above is not None and now_s - above[0] < _BELIEVED_S:
+        if above is not None and now_s - above[0] < _CACHE_S:
             return above[1]
         scheme, _, rest = self._place.uri.partition("://")
         authority, _, root = rest.partition("/")
@@ -376,7 +376,7 @@ class FolderPolicies:
             self._above = (now_s, found)
         return found
 
-    def _what(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"{self._place.uri}/{path}" if path else self._place.uri
 
 

@@ -1,11 +1,11 @@
-"""The head of a striped file: the small file at the file's own path that says of what parts it consists.
+"""The head of a striped file: the small file at the file's own path that lists its parts.
 
-`parse_head` takes only what `encode_head` could have written. Whatever follows from the arithmetic of `layout` is not
-stored but computed, so that no forged head can point outside of its parts: a head holds sizes of segments, names and
-digests of parts, where they were put, and digests of chunks. The format is docs/formats/striped-file.md.
+`parse_head` accepts only what `encode_head` could have written. What follows from the arithmetic of `layout` is
+computed, not stored, so that no forged head can point outside of its parts: a head stores sizes of segments, names and
+digests of parts, their nodes, and digests of chunks. The format is docs/formats/striped-file.md.
 
 A head's length tells a listing that it may be one (`is_head_size`), on every file system and after every copy; its
-first `PEEK_BYTES` tell the size of the file. Decides and touches nothing.
+first `PEEK_BYTES` contain the file's size. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from bootseer.errors import CorruptError, PermanentError
 MAGIC = b"BSSTRIPE"
 VERSION = 1
 STRIPES = ".stripes"
-"""The folder, beside the files, in which the parts of each lie in a folder of their own."""
+"""The folder beside the files that contains one folder of parts per file."""
 ATTEMPTS = ".attempts"
-"""The folder in which checkpoints lie that are not published yet."""
+"""The folder of unpublished checkpoints."""
 PEEK_BYTES = 64
-"""So much of a head tells the size of the file."""
+"""The first bytes of a head, which contain the file's size and id."""
 MAX_HEAD_BYTES = 256 << 20
-"""For files of up to 7 TiB."""
+"""Enough for files of up to 7 TiB."""
 
 _HEADER = struct.Struct("<8sIIQ16sQII")  # magic, version, zero, size, id, length of the body, segments, zero
 _MARK = MAGIC + struct.pack("<II", VERSION, 0)
 _SEGMENT = struct.Struct("<QHBB")  # size, stripes, parity parts, zero
 _CHECK_BYTES = PEEK_BYTES - _HEADER.size
-# One of 4096 other files has a length like this: those are peeked into for nothing.
+# One of 4096 other files has such a length by chance, and is peeked into for nothing.
 _LENGTH_STEP = 4096
 _LENGTH_REST = 4083
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -48,23 +48,23 @@ _MAX_NODES = 64
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file that holds every S-th chunk of a segment, or their parity."""
+    """One file with every S-th chunk of a segment, or with their parity."""
 
     name: str
-    """In the file's own folder of parts."""
+    """Name in the file's folder of parts."""
     size_bytes: int
     sha256: str
     """64 hexadecimal digits."""
     nodes: tuple[str, ...]
-    """Where it was put when it was written, `host:port` each; it may have moved."""
+    """The nodes it was written to, `host:port` each; it may have moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of a file that is a block file of its own."""
+    """A section of a file, which is a block file of its own."""
 
     start: int
-    """In the file."""
+    """Offset in the file."""
     index: Index
     parts: tuple[Part, ...]
     """In the order of the stripes."""
@@ -72,31 +72,31 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file that it holds."""
+        """Bytes of the file in it."""
         return self.index.size_bytes
 
     @property
     def stripes(self) -> int:
-        """Parts without the parity."""
+        """Number of parts without the parity."""
         return len(self.parts)
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """The parts, and behind them the parity if there is one."""
+        """The parts, the parity last if there is one."""
         return self.parts if self.parity is None else (*self.parts, self.parity)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A striped file. Its segments follow each other without a gap; all but the last end at a whole chunk."""
+    """A striped file. Its segments are contiguous; all but the last end at a whole chunk."""
 
     id: str
-    """32 hexadecimal digits, the name of its folder of parts."""
+    """32 hexadecimal digits: the name of its folder of parts."""
     size_bytes: int
     segments: tuple[Segment, ...]
 
     def segment_at(self, offset: int) -> int:
-        """The number of the segment that holds the byte at `offset`. Raises `IndexError`."""
+        """The index of the segment with the byte at `offset`. Raises `IndexError`."""
         if not 0 <= offset < self.size_bytes:
             raise IndexError(f"byte {offset} of {self.size_bytes}")
         return bisect_right(self.segments, offset, key=lambda segment: segment.start) - 1
@@ -105,7 +105,7 @@ class Head:
 def make_segment(
     start: int, size_bytes: int, digests: bytes | bytearray, parts: tuple[Part, ...], parity: Part | None = None
 ) -> Segment:
-    """A segment of a file whose parts were written; `digests` are the BLAKE3 of its chunks, one behind the other."""
+    """A segment whose parts were written; `digests` are the concatenated BLAKE3 digests of its chunks."""
     return Segment(start, index_of(size_bytes, tuple(part.sha256 for part in parts), digests), parts, parity)
 
 
@@ -115,7 +115,7 @@ def is_head_size(size_bytes: int) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is the file system's own business: parts, attempts, files on their way."""
+    """Whether a name is reserved: parts, attempts, temporary files."""
     return name.startswith((STRIPES, ATTEMPTS))
 
 
@@ -129,7 +129,7 @@ def part_path(path: str, head_id: str, part: str) -> str:
 
 
 def encode_head(head: Head) -> bytes:
-    """The bytes of a head. Raises `ValueError` for what is not a striped file, `PermanentError` for one too large."""
+    """Encode a head. Raises `ValueError` for an inconsistent one, `PermanentError` for one too large."""
     _check_head(head)
     body = [bytes(PEEK_BYTES)]
     for segment in head.segments:
@@ -147,9 +147,9 @@ def encode_head(head: Head) -> bytes:
 
 
 def peek(first: bytes) -> int | None:
-    """The size of the striped file whose head begins so; None when this is not a head. Of every version.
+    """The file's size from the first bytes of a head of any version; None if this is not a head.
 
-    Raises `CorruptError` for a head that was damaged here: taken for a file of its own, it would be shown as content.
+    Raises `CorruptError` for a head with a damaged beginning: as an ordinary file it would be shown as content.
     """
     if len(first) < PEEK_BYTES:
         return None
@@ -162,12 +162,12 @@ def peek(first: bytes) -> int | None:
 
 
 def peek_id(first: bytes) -> str | None:
-    """The id of the striped file whose head begins so; None when this is not a head."""
+    """The file's id from the first bytes of a head; None if this is not a head."""
     return None if peek(first) is None else _HEADER.unpack_from(first)[4].hex()
 
 
 def parse_head(data: bytes) -> Head:
-    """Read a head. Raises `CorruptError`, or `PermanentError` for a version that this program does not know."""
+    """Decode a head. Raises `CorruptError`, or `PermanentError` for an unknown version."""
     size_bytes = peek(data[:PEEK_BYTES])
     if size_bytes is None:
         raise CorruptError("this is not the head of a striped file")
@@ -189,7 +189,7 @@ def parse_head(data: bytes) -> Head:
 
 
 class _Parser:
-    """Reads the body from front to back; every length is compared with what is left before it is used."""
+    """Parses the body front to back; every length is checked against what is left before it is used."""
 
     def __init__(self, data: bytes, end: int) -> None:
         self._data = data
@@ -234,7 +234,7 @@ class _Parser:
 
 
 def _check_head(head: Head) -> None:
-    """What `encode_head` refuses, `parse_head` refuses too. Raises `ValueError`."""
+    """The checks of both `encode_head` and `parse_head`. Raises `ValueError`."""
     if len(head.id) != 32 or not _HEX.fullmatch(head.id):
         raise ValueError("the id is not of 32 hexadecimal digits")
     names: set[str] = set()
@@ -268,7 +268,7 @@ def _encoded_part(part: Part) -> bytes:
 
 
 def _digests(segment: Segment) -> bytes:
-    """The digests of the chunks. Raises `ValueError` for an index that does not follow from the parts."""
+    """The digests of the chunks. Raises `ValueError` if the index does not follow from the parts."""
     index = segment.index
     digests = b"".join(index.digest(chunk) for chunk in range(index.num_blocks))
     expected = index_of(index.size_bytes, tuple(part.sha256 for part in segment.parts), digests)
@@ -278,7 +278,7 @@ def _digests(segment: Segment) -> bytes:
 
 
 def _padded(length: int) -> int:
-    """The length of a head whose content is so long."""
+    """The length of a head with `length` bytes of content."""
     return length + (_LENGTH_REST - length) % _LENGTH_STEP
 
 

@@ -1,10 +1,10 @@
-"""The file `latest` of a job: one line, the name of the checkpoint to resume from.
+"""The file `latest` of a job: one line with the name of the checkpoint to resume from.
 
-Training code that keeps such a file itself reads and writes the same. It moves when a checkpoint is published, never
-before, and never backwards: of two writers, the higher step wins. People may set it to any published checkpoint.
+Its format is that of training code that keeps such a file itself. It is moved when a checkpoint is published, never
+before, and never backwards: of two writers, the higher step wins. Users may set it to any published checkpoint.
 
-Moving is reading, comparing and writing, which no place does in one step: a lock file in the folder's `.attempts` makes
-them one. A lock of a dead process is taken away after a minute.
+Moving it means reading, comparing and writing, which no place does atomically: a lock file in the folder's `.attempts`
+serializes it. The lock of a dead process is broken after a minute.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.logs import logger
-from bootseer.places.place import Place, join, make_alike
+from bootseer.places.place import Place, join, make_folder_like_parent
 
 _LOG = logger(__name__)
 
 LATEST = "latest"
 LOCK_S = 60.0
-"""A lock is held for a few small operations; one of this age is stale."""
+"""A lock is held for a few small requests; an older one is stale."""
 _MAX_BYTES = 4096
 _MAX_NAME_BYTES = 255
-"""What file systems take."""
+"""The limit of file systems."""
 _POLL_S = 0.1
 # step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz. Not hf2, v2 or llama3.pt: there the
 # number is a part of the word.
@@ -46,24 +46,24 @@ _STEP = re.compile(rf"(?:^|[-_=]|(?<![a-z])(?:{_STEP_WORDS}))\d*?(\d{{1,18}})(?:
 
 
 def step_of(name: str) -> int | None:
-    """The number at the end of a checkpoint's name, before the endings of a file; None without one.
+    """The number at the end of a checkpoint's name, before file endings; None without one.
 
-    It stands alone, behind one of `-_=` or behind a word for it, as in `step100`.
+    It stands alone: after one of `-_=` or after a word for it, as in `step100`.
     """
     found = _STEP.search(name)
     return int(found[1]) if found else None
 
 
 def can_be_checkpoint(name: str) -> bool:
-    """Whether a checkpoint may have this name: `latest` says it in one line, which must be read as it was written."""
+    """Whether a checkpoint may have this name: it must be readable from the one line of `latest`."""
     fits = name == name.strip() and name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_NAME_BYTES
     return fits and name not in ("", ".", "..", LATEST) and not is_hidden(name)
 
 
 def read_latest(place: Place, folder: str) -> str | None:
-    """The name that `latest` says; None when there is no such file, but perhaps a user's own folder.
+    """The name in `latest`; None if there is no such file, or a user's folder of this name.
 
-    Raises `CorruptError` when it says no name.
+    Raises `CorruptError` if it contains no valid name.
     """
     path = join(folder, LATEST)
     try:
@@ -77,7 +77,8 @@ def read_latest(place: Place, folder: str) -> str | None:
 
 
 def move_latest(files: Files, folder: str, name: str) -> str:
-    """Let `latest` name a checkpoint that was just published, unless it names a later one. Returns what it names."""
+    """Let `latest` name a checkpoint that was just published, unless it names a later one. Returns the name it holds
+    now."""
     _check_published(files, folder, name)
     with _locked(files.place, folder):
         try:
@@ -91,14 +92,14 @@ def move_latest(files: Files, folder: str, name: str) -> str:
 
 
 def set_latest(files: Files, folder: str, name: str) -> None:
-    """Let `latest` name any published checkpoint. Raises `NotFoundError` when there is none of this name."""
+    """Let `latest` name any published checkpoint. Raises `NotFoundError`."""
     _check_published(files, folder, name)
     with _locked(files.place, folder):
         _write(files.place, folder, name)
 
 
 def drop_latest(files: Files, folder: str, name: str, other: str | None) -> None:
-    """A checkpoint is about to go: if `latest` names it, let it name another one, or nothing when there is none."""
+    """Before a checkpoint is removed: if `latest` names it, let it name `other`, or remove it for None."""
     with _locked(files.place, folder):
         if read_latest(files.place, folder) != name:
             return
@@ -115,7 +116,7 @@ def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
     try:
         return files.stat(join(folder, name)).entry.mtime_ns >= files.stat(join(folder, current)).entry.mtime_ns
     except NotFoundError:
-        return True  # the current one is not there any more
+        return True  # the current one does not exist any more
 
 
 def _check_published(files: Files, folder: str, name: str) -> None:
@@ -134,12 +135,12 @@ def _locked(place: Place, folder: str) -> Iterator[None]:
     attempts = join(folder, ATTEMPTS)
     lock = f"{attempts}/{LATEST}.lock"
     mark = lease_bytes(secrets.token_hex(8))
-    make_alike(place, attempts)
+    make_folder_like_parent(place, attempts)
     until = time.monotonic() + 2 * LOCK_S
     while not place.create_bytes(lock, mark):
         with contextlib.suppress(NotFoundError, AlreadyExistsError):
             if _is_old(place, lock):
-                _take_away(place, lock)
+                _break_lock(place, lock)
                 continue
         if time.monotonic() > until:
             raise TransientError(f"{place.uri}/{folder}: another process keeps moving `latest`; try again")
@@ -147,7 +148,7 @@ def _locked(place: Place, folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # One that cannot be given back is taken away when it is old.
+        # A lock that cannot be removed is broken when it is stale.
         with contextlib.suppress(BootseerError):
             if place.read_bytes(lock, _MAX_BYTES) == mark:
                 place.delete(lock)
@@ -157,8 +158,8 @@ def _is_old(place: Place, lock: str) -> bool:
     return place.now_s() - place.stat(lock).mtime_ns / 1e9 > LOCK_S
 
 
-def _take_away(place: Place, lock: str) -> None:
-    """Remove an old lock. Another process may have been faster, and this be the new one: that is put back."""
+def _break_lock(place: Place, lock: str) -> None:
+    """Break a stale lock. If another process was faster and this is its new lock, it is put back."""
     aside = f"{lock}-{secrets.token_hex(8)}"
     place.rename(lock, aside, replace=False)
     if _is_old(place, aside):

@@ -1,15 +1,11 @@
-"""Stripe arithmetic: which bytes of a file lie in which part, and where.
+"""Stripe arithmetic: which bytes of a file lie in which part, at which offset; and the stripe policy of a folder.
 
 A file is cut into segments, a segment into chunks of 1 MiB. Chunk i of a segment of S stripes lies in part i % S at
-offset (i // S) chunks; the S chunks of one such turn are a row. The last chunk of a file may be short. A parity part
-holds the byte-wise XOR of each row, short chunks filled up with zeros: it is as long as the first part.
+offset (i // S) chunks; S consecutive chunks from a multiple of S on are a row. The last chunk of a file may be short. A
+parity part contains the byte-wise XOR of each row, short chunks padded with zeros: it is as long as the first part.
 
-Decides and touches nothing.
-
-How the files of a folder are striped: set for a folder by `bootseer ckpt policy`, and for all folders below it.
-
-It decides about files that are written from then on; those that are there stay as they are. Kept as JSON in the
-folder's `.stripes/policy.json`; `files` finds the one that holds. Decides and touches nothing.
+A policy says how new files of a folder and below are striped; existing files stay as they are. It is stored as JSON in
+the folder's `.stripes/policy.json`; `files` finds the one that applies. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def num_chunks(size_bytes: int) -> int:
-    """Chunks that so many bytes of a segment need."""
+    """Number of chunks of a segment."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
@@ -43,20 +39,21 @@ def part_size(segment_bytes: int, stripes: int, part: int) -> int:
 
 
 def chunk_place(chunk: int, stripes: int) -> tuple[int, int]:
-    """Part of a chunk, and its offset there."""
+    """The part with a chunk, and its offset in the part."""
     return chunk % stripes, chunk // stripes * CHUNK_BYTES
 
 
 def row_of(chunk: int, chunks: int, stripes: int) -> range:
-    """The chunks of the same row, of a segment that has so many: they and the parity give each other."""
+    """The chunks of a chunk's row, in a segment of `chunks`: with the parity, any one follows from the others."""
     first = chunk // stripes * stripes
     return range(first, min(first + stripes, chunks))
 
 
 def index_of(segment_bytes: int, sha256_of_parts: tuple[str, ...], digests: bytes | bytearray) -> Index:
-    """The index of a segment as a block file: nodes keep and check its chunks as they do all blocks.
+    """The index of a segment as a block file, so that the node's cache stores and verifies its chunks.
 
-    `sha256_of_parts`: 64 hexadecimal digits each, in the order of the stripes. `digests`: BLAKE3 of each chunk.
+    `sha256_of_parts`: 64 hexadecimal digits each, in the order of the stripes. `digests`: concatenated BLAKE3 of the
+    chunks.
     """
     stripes = len(sha256_of_parts)
     chunks = num_chunks(segment_bytes)
@@ -100,12 +97,12 @@ def _numpy() -> ModuleType | None:
 
 
 def make_ready() -> None:
-    """Import numpy now: at the first rebuild it would hold up a thread that receives from DataNodes."""
+    """Import numpy now: at the first rebuild it would delay a thread that receives from DataNodes."""
     _numpy()
 
 
 def xor_into(target: bytearray | memoryview, *others: Buffer) -> None:
-    """Change `target` to its XOR with the others, none of which may be longer than it. All are bytes."""
+    """XOR the others into `target`; none may be longer than it. All are bytes."""
     numpy = _numpy()
     view = memoryview(target)
     for other in others:
@@ -121,7 +118,7 @@ def xor_into(target: bytearray | memoryview, *others: Buffer) -> None:
 
 
 def parity_chunk(chunks: Iterable[Buffer], chunk_bytes: int) -> bytearray:
-    """What the parity part holds for a row of chunks: `chunk_bytes` bytes, whatever the chunks' lengths."""
+    """The parity of a row of chunks, `chunk_bytes` long whatever the chunks' lengths."""
     parity = bytearray(chunk_bytes)
     xor_into(parity, *chunks)
     return parity
@@ -136,18 +133,18 @@ MAX_REPLICATION = 32
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Raises `UsageError` for values that cannot be."""
+    """A stripe policy. Raises `UsageError` for invalid values."""
 
     stripes: int = 4
-    """Most parts per segment: the nodes that one file is read from at once. 1 stripes nothing."""
+    """Maximum parts per segment: the nodes from which one file is read in parallel. 1: no striping."""
     parity: bool = False
-    """One more part per segment, so that any part may be missing or slow."""
+    """One more part per segment, so that any one part may be missing or slow."""
     replication: int | None = None
-    """Copies that the place keeps of each part; None for as many as it always keeps."""
+    """Replicas of each part; None for the place's default."""
     part_bytes: int = 64 << 20
-    """Most bytes of a part: a segment has up to `stripes` times as many. A multiple of a chunk."""
+    """Maximum bytes of a part: a segment has up to `stripes` times as many. A multiple of a chunk."""
     min_bytes_per_stripe: int = 4 << 20
-    """A smaller file has fewer stripes: opening one more part must pay."""
+    """A smaller file has fewer stripes: opening one more part must pay off."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.stripes <= MAX_STRIPES:
@@ -161,33 +158,33 @@ class Policy:
 
     @property
     def segment_bytes(self) -> int:
-        """Most bytes of a segment."""
+        """Maximum bytes of a segment."""
         return self.stripes * self.part_bytes
 
     def stripes_for(self, size_bytes: int) -> int:
-        """Parts of a segment of so many bytes."""
+        """Number of stripes of a segment of this size."""
         needed = -(-size_bytes // self.part_bytes)
         return min(self.stripes, max(1, needed, size_bytes // self.min_bytes_per_stripe))
 
     def segments_of(self, size_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Start, bytes and stripes of each segment of a file whose size is known before it is written."""
+        """Start, size and stripes of each segment of a file of known size."""
         for start in range(0, size_bytes, self.segment_bytes):
             length = min(self.segment_bytes, size_bytes - start)
             yield start, length, self.stripes_for(length)
 
     def is_striped(self, size_bytes: int) -> bool:
-        """Whether a file of this size becomes parts: one chunk, or one part without parity, would gain nothing."""
+        """Whether a file of this size is striped: with one chunk, or one part without parity, there is no gain."""
         stripes = self.stripes_for(min(size_bytes, self.segment_bytes))
         return size_bytes > CHUNK_BYTES and (stripes > 1 or self.parity)
 
 
 def encode_policy(policy: Policy) -> bytes:
-    """A policy as a file."""
+    """Encode a policy."""
     return json.dumps({"schema": SCHEMA, **asdict(policy)}, indent=1).encode() + b"\n"
 
 
 def parse_policy(data: bytes) -> Policy:
-    """Read a policy. Raises `CorruptError`, or `PermanentError` for a schema that this program does not know."""
+    """Decode a policy. Raises `CorruptError`, or `PermanentError` for an unknown schema."""
     try:
         values: Any = json.loads(data)
     except (ValueError, RecursionError):

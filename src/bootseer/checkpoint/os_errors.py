@@ -1,6 +1,6 @@
-"""From our errors to the error numbers and `OSError`s that programs know.
+"""From BootSeer's errors to errno values and `OSError`s.
 
-The text of an error is for the log; a program behind a mount sees a number only.
+An error's text goes to the log; a program behind a mount sees the number alone.
 """
 
 from __future__ import annotations
@@ -37,39 +37,29 @@ _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (NotFoundError, errno.ENOENT),
     (AccessError, errno.EACCES),
 )
-"""The first that fits counts."""
+"""In order: the first match counts."""
 
 
 def number_of(error: BootseerError) -> int:
-    """The error number that says most of what an error says; EIO for all that has none of its own."""
+    """The errno of an error; EIO if none fits better."""
     return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)
 
 
-def refusal(number: int) -> OSError:
-    """An error that is answered with `number`."""
+def os_error(number: int) -> OSError:
+    """The `OSError` of an errno."""
     return OSError(number, os.strerror(number))
 
 
-def stale() -> OSError:
-    """A node's name leads elsewhere by now; the kernel looks it up again where it can."""
-    return refusal(errno.ESTALE)
-
-
-def bad_handle() -> OSError:
-    """Not the number of an open file."""
-    return refusal(errno.EBADF)
-
-
 class LoggedOsErrors:
-    """For a mount. Turn our errors into `OSError`s; what a program cannot know from a number goes to the log.
+    """For mounts: turns BootSeer's errors into `OSError`s, and logs what an errno cannot say.
 
-    A class, as it stands around each request: a generator would take four times as long.
+    A class, because it wraps every request: a generator would take four times as long.
     """
 
-    __slots__ = ("_on_error", "_what")
+    __slots__ = ("_on_error", "_operation")
 
     def __init__(self, operation: str, on_error: Callable[[str], None]) -> None:
-        self._what = operation
+        self._operation = operation
         self._on_error = on_error
 
     def __enter__(self) -> None:
@@ -79,14 +69,13 @@ class LoggedOsErrors:
         if isinstance(error, BootseerError):
             number = number_of(error)
             if number in (errno.EIO, errno.EACCES, errno.ENOSPC):
-                self._on_error(f"{self._what}: {error}")
+                self._on_error(f"{self._operation}: {error}")
             raise OSError(number, str(error)) from error
 
 
 @contextlib.contextmanager
 def os_errors(path: str) -> Iterator[None]:
-    """For callers of fsspec. Raise what fits best: `FileNotFoundError`, `PermissionError`, …, else an input/output
-    error."""
+    """For callers of fsspec: raise the best-fitting `OSError`: `FileNotFoundError`, `PermissionError`, …, or EIO."""
     try:
         yield
     except BootseerError as error:

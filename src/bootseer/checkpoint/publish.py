@@ -1,8 +1,8 @@
-"""Putting a checkpoint from a local disk into a place: hidden until it is whole, then shown at once.
+"""Putting a checkpoint from a local disk into a place: hidden until it is complete, then published in one step.
 
-Killed at any step, it harms nothing that is published, and readers see nothing of it. The next put of the same name
-goes on with the striped files that were complete, if they have what the source has now; another later put into the same
-folder removes the rests. `latest` moves last.
+A process that is killed at any step leaves published checkpoints as they are. The next put of the same name reuses the
+striped files that were complete, if they match the source; any other put into the same folder removes the leftovers.
+`latest` moves last.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.io.tasks import Count, Tasks
-from bootseer.places.place import Place, join, make_alike
+from bootseer.places.place import Place, join, make_folder_like_parent
 from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4
-"""Files that are written side by side; their parts share the threads of the `Writing`."""
+"""Files that are written concurrently; their parts share the threads of the `Writing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class PutSettings:
     """How a checkpoint is put."""
 
     replace: bool = False
-    """Take the place of what has its name."""
+    """Replace an existing checkpoint."""
     policy: Policy | None = None
-    """How its files are striped; None: as the folder's policy says."""
+    """How its files are striped; None: by the folder's policy."""
     move_latest: bool = True
     keep_last: int | None = None
-    """Remove older checkpoints than so many of the same kind afterwards, see `catalog.superseded`; None: none."""
+    """Afterwards remove older checkpoints of the same kind beyond this number, see `catalog.superseded`; None: none."""
     dry_run: bool = False
-    """Check what can be checked, and write and remove nothing."""
+    """Check what can be checked; write and remove nothing."""
     read_back: bool = False
-    """Read all that was written before it is shown, not only its lengths."""
+    """Read everything back before it is published, instead of comparing lengths alone."""
     lease_s: float = LEASE_S
     writing: WritingSettings | None = None
 
@@ -74,11 +74,11 @@ class Put:
     num_files: int
     num_striped: int
     latest: str | None
-    """What `latest` names now: another one when that has a higher step; None when it was not to be moved."""
+    """What `latest` names now, which may be a higher step; None if it was not to be moved."""
     removed: Sequence[tuple[str, int]]
     """Names and bytes of the older checkpoints that were removed."""
     kept_bytes: int = 0
-    """What an earlier put that was interrupted had written."""
+    """Bytes that an interrupted put had written."""
 
 
 def put_checkpoint(
@@ -104,29 +104,29 @@ def put_checkpoint(
         raise UsageError(
             f"{name!r} ends with no step: which checkpoints are older is not known", hint="--name step-100"
         )
-    _check_apart(place, source)
+    _check_not_inside(place, source)
     found = _files_of(source, name)
     _check_names(place, name, found)
     if settings.dry_run:
-        return _planned(files, folder, name, found, settings.policy or files.policy(folder), settings)
+        return _dry_run(files, folder, name, found, settings.policy or files.policy(folder), settings)
     place.make_folder(folder, parents=True)
     policy = settings.policy or files.policy(folder)
     how = encode_policy(policy).decode()
     needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
     message = f"{place.uri}/{target} needs {format_bytes(needed)}"
-    with _telling_room(message), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
-        left = attempt.take_over()
+    with _with_needed_space(message), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
+        leftovers = attempt.take_over()
         collect(place, folder, lease_s=settings.lease_s)
         _check_free(files, target, found, settings.replace)
-        # What cannot fit is not begun. Local file systems may compress what they store.
-        if not left and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
+        # Fail early if it cannot fit. Local file systems may compress, so their free space does not tell.
+        if not leftovers and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
             raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
-        kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, left)
-        for rest in left:
-            with suppress(NotFoundError):  # it lay in another one
+        kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, leftovers)
+        for rest in leftovers:
+            with suppress(NotFoundError):  # it was in another one
                 place.delete(rest, recursive=True)
-        num_striped = _compare(inside, attempt.path, found)
+        num_striped = _check_written(inside, attempt.path, found)
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
@@ -151,12 +151,12 @@ def put_checkpoint(
     return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed, kept_bytes)
 
 
-def _planned(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:
+def _dry_run(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:
     target = join(folder, name)
     _check_free(files, target, source, settings.replace)
     try:
         old = superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []
-    except NotFoundError:  # the job is not there yet
+    except NotFoundError:  # the job does not exist yet
         old = []
     num_striped = sum(policy.is_striped(file.size_bytes) for file in source.files)
     removed = [(one.name, one.size_bytes) for one in old]
@@ -166,7 +166,7 @@ def _planned(files: Files, folder: str, name: str, source: _LocalSource, policy:
 @dataclass(frozen=True, slots=True)
 class _File:
     name: str
-    """Path below the source."""
+    """Path relative to the source."""
     local: Path
     size_bytes: int
     mode: int
@@ -179,7 +179,7 @@ class _LocalSource:
     is_file: bool
     files: Sequence[_File]
     folders: Sequence[tuple[str, int]]
-    """Paths below the source and their modes, parents first."""
+    """Paths relative to the source and their modes, parents first."""
 
     @property
     def size_bytes(self) -> int:
@@ -187,25 +187,24 @@ class _LocalSource:
 
 
 @contextmanager
-def _telling_room(message: str) -> Iterator[None]:
-    """Errors of places without room say how much is needed."""
+def _with_needed_space(message: str) -> Iterator[None]:
+    """Add the needed space to errors of a full place."""
     try:
         yield
     except (NoSpaceError, NoSpaceNowError) as error:
         raise type(error)(f"{message}: {error}") from error
 
 
-def _check_apart(place: Place, source: Path) -> None:
-    """Refuse a place inside the source: its own files would become a part of the next checkpoint."""
+def _check_not_inside(place: Place, source: Path) -> None:
+    """Refuse a place inside the source: its own files would be part of the next checkpoint."""
     scheme, _, root = place.uri.partition("://")
     if scheme == "file" and Path(root or "/").is_relative_to(os.path.realpath(source)):
         raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 
 def _files_of(source: Path, name: str) -> _LocalSource:
-    """What is to be written; `name` is what a single file is to be called. Links to files are followed, as model hubs
-    make them; other special things are refused.
-    """
+    """The files to be written; `name` is the name for a single file. Links to files are followed, as model hubs create
+    them; other special files are refused."""
     try:
         status = source.stat()
     except OSError as error:
@@ -239,10 +238,10 @@ def _files_of(source: Path, name: str) -> _LocalSource:
 
 
 def _check_names(place: Place, name: str, source: _LocalSource) -> None:
-    """What a place cannot store, it would refuse after hours of writing."""
+    """Refuse invalid names now: the place would refuse them after hours of writing."""
     paths = [name, *(file.name for file in source.files), *(folder for folder, _ in source.folders)]
     for one in sorted({one for path in paths for one in path.split("/")}):
-        if reason := place.refusal(one):
+        if reason := place.name_problem(one):
             raise UsageError(f"{one!r} cannot be a name in {place.uri}: {reason}", hint="rename it")
 
 
@@ -268,14 +267,14 @@ def _file(name: str, local: Path) -> _File:
 
 
 def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) -> None:
-    """Before hours of writing; what counts is the renaming at the end."""
+    """Fail early if the name is taken; the rename at the end decides."""
     try:
         existing = files.stat(target)
     except NotFoundError:
         return
     uri = f"{files.place.uri}/{target}"
     if not replace:
-        raise AlreadyExistsError(f"{uri} is there already; give another name, or replace it")
+        raise AlreadyExistsError(f"{uri} already exists; give another name, or replace it")
     if existing.is_folder and source.is_file:
         raise IsFolderError(f"{uri} is a folder, which a file does not replace; give another name, or remove it")
     if existing.is_folder and is_job(files, target):
@@ -293,12 +292,12 @@ def _write_all(
     policy: Policy,
     settings: PutSettings,
     progress: Callable[[int, int], None] | None,
-    left: Sequence[str],
+    leftovers: Sequence[str],
 ) -> int:
-    """Returns how many bytes were there already, in what is left of other attempts."""
+    """Write all files; returns the bytes that were reused from leftovers of other attempts."""
     root = attempt.path
     for path, mode in source.folders:
-        # Not what the owner may not write into yet: modes of folders come last.
+        # Writable for the owner until everything is written: the folders' modes are set last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
     done, kept = Count(source.size_bytes, progress), Count(source.size_bytes, None)
     stopped = threading.Event()
@@ -309,7 +308,7 @@ def _write_all(
 
         def on_progress(count: int, _: int) -> None:
             nonlocal before
-            if stopped.is_set():  # by an error elsewhere or a signal: what is half done ends here
+            if stopped.is_set():  # an error elsewhere, or a signal: stop here
                 raise PermanentError(f"{file.local}: no longer written")
             done.add(count - before)
             before = count
@@ -319,8 +318,8 @@ def _write_all(
                 raise PermanentError(
                     f"{file.local} is the head of a striped file, not its content; bootseer ckpt get reads that"
                 )
-            # What is to be read back is written now.
-            if not settings.read_back and any(_moved(files, rest, root, file, opened) for rest in left):
+            # What is to be read back is written anew.
+            if not settings.read_back and any(_reuse(files, rest, root, file, opened) for rest in leftovers):
                 on_progress(file.size_bytes, file.size_bytes)
                 attempt.has_whole_files = True
                 kept.add(file.size_bytes)
@@ -339,7 +338,7 @@ def _write_all(
     ):
         tasks = [threads.submit(write, file) for file in source.files]
         try:
-            # Each ends: a file for which no request to the storage ends for minutes fails (`writing.lane`).
+            # Each ends: a file without progress in the storage for minutes fails (`writing.lane`).
             wait(tasks, return_when=FIRST_EXCEPTION)
             for task in tasks:
                 if task.done():
@@ -355,8 +354,8 @@ def _write_all(
     return kept.done
 
 
-def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) -> bool:
-    """Move a file from what is left of another attempt, if it is striped, whole and has the bytes of the source."""
+def _reuse(files: Files, rest: str, root: str, file: _File, source: FileSource) -> bool:
+    """Move a file from another attempt's leftovers, if it is striped, complete, and matches the source."""
     old, new = f"{rest}/{file.name}", f"{root}/{file.name}"
     target_files = Files(files.place, within=rest)
     try:
@@ -370,7 +369,7 @@ def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) 
                 if digest_of(data) != index.digest(chunk):
                     return False
         target_files.set_mode(old, file.mode)
-        make_alike(files.place, parts_folder(new, head.id).rpartition("/")[0])
+        make_folder_like_parent(files.place, parts_folder(new, head.id).rpartition("/")[0])
         files.place.rename(parts_folder(old, head.id), parts_folder(new, head.id), replace=False)
         files.place.rename(old, new, replace=False)
     except (NotFoundError, CorruptError, AccessError):
@@ -378,8 +377,8 @@ def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) 
     return True
 
 
-def _compare(files: Files, root: str, source: _LocalSource) -> int:
-    """What is there is what was to be written, as far as names and lengths tell. Returns how many are striped."""
+def _check_written(files: Files, root: str, source: _LocalSource) -> int:
+    """Check names and lengths of everything that was written. Returns the number of striped files."""
     infos = {info.path[len(root) + 1 :]: info for info in walk(files, root)}
     existing = {name: info.size_bytes for name, info in infos.items()}
     wanted = {file.name: file.size_bytes for file in source.files}

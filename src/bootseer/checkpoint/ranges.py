@@ -1,5 +1,5 @@
-"""Ranges of files: joined to spans over small gaps, cut where they overlap, collected in sets. Decides and touches
-nothing."""
+"""Byte ranges of files: joined into spans over small gaps, split where they overlap, collected in sets. Decides and
+touches nothing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 GAP_BYTES = 1 << 20
-"""Reading so many unwanted bytes costs about as much as one more request."""
+"""Reading so many unwanted bytes costs about as much as another request."""
 _STRETCH_BYTES = 64 << 20
-"""Within so much of a file the next span is probably on the same disk as the last."""
+"""Spans within so many bytes of a file are probably on the same disk."""
 _STRETCHES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Range(Generic[T]):
-    """Bytes `start` to `end` of a file, and what they are wanted for."""
+    """Bytes `start` to `end` of a file, and what they are for."""
 
     start: int
     end: int
-    what: T
+    item: T
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Span(Generic[T]):
 
 
 def join(ranges: Iterable[Range[T]], *, max_bytes: int, gap_bytes: int = GAP_BYTES) -> list[Span[T]]:
-    """Ranges of one file as spans, in order. A range of more than `max_bytes` is a span of its own."""
+    """Join ranges of one file into spans, in order. A range of more than `max_bytes` is a span of its own."""
     spans: list[Span[T]] = []
     joined: list[Range[T]] = []
     for one in sorted(ranges, key=lambda one: (one.start, one.end)):
@@ -53,8 +53,8 @@ def join(ranges: Iterable[Range[T]], *, max_bytes: int, gap_bytes: int = GAP_BYT
 def spread(spans: Mapping[str, Iterable[Span[T]]]) -> Iterator[tuple[str, Span[T]]]:
     """The spans of many files, in an order in which neighbours tend to lie on different disks.
 
-    A file without stripes has its blocks one after the other, each on one disk: read in order, one disk would work
-    while all others wait.
+    The blocks of an ordinary file follow each other, each on one disk: read in order, one disk would work while the
+    others idle.
     """
     stretches: dict[tuple[int, str], list[Span[T]]] = {}
     for file, of_file in spans.items():
@@ -68,7 +68,7 @@ def spread(spans: Mapping[str, Iterable[Span[T]]]) -> Iterator[tuple[str, Span[T
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `end` of the file, to be read for range number `number`."""
+    """Bytes `start` to `end` of the file, to be read into range `number`."""
 
     start: int
     end: int
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes `start` to `end` of the file, which range `number` has in common with range `source`."""
+    """Bytes `start` to `end` of the file, which range `number` shares with range `source`."""
 
     start: int
     end: int
@@ -84,13 +84,14 @@ class Copy(NamedTuple):
     source: int
 
 
-def apart(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
-    """Ranges (start, end) as pieces that do not overlap, in the order of the file, and what is copied between them."""
+def split_overlaps(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
+    """Split ranges (start, end) into pieces that do not overlap, in the order of the file, and the copies between
+    them."""
     pieces: list[Piece] = []
     copies: list[Copy] = []
     for number in sorted(range(len(ranges)), key=lambda number: (ranges[number][0], -ranges[number][1])):
         start, end = ranges[number]
-        # Ranges come in the order of their starts: what overlaps this one is the end of what was read so far.
+        # Ranges are visited in the order of their starts: overlaps are at the end of what was visited so far.
         for piece in reversed(pieces):
             if piece.end <= start:
                 break
@@ -104,7 +105,7 @@ def apart(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
 
 
 class Ranges:
-    """A set of offsets, kept as half-open ranges."""
+    """A set of integers, stored as half-open ranges."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -114,10 +115,10 @@ class Ranges:
         return iter(list(zip(self._starts, self._ends, strict=True)))
 
     def add(self, start: int, end: int) -> int:
-        """Put a range in: how many offsets are new."""
+        """Add a range; returns how many integers were added."""
         if end <= start:
             return 0
-        # What touches it becomes one with it.
+        # Ranges that touch it are merged with it.
         first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
         known = 0
         for at in range(first, last):
@@ -130,7 +131,7 @@ class Ranges:
         return fresh
 
     def remove(self, start: int, end: int) -> int:
-        """Take a range out: how many offsets were in."""
+        """Remove a range; returns how many integers were removed."""
         if end <= start:
             return 0
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
@@ -144,13 +145,13 @@ class Ranges:
         return count
 
     def missing(self, start: int, end: int) -> int:
-        """How many offsets of a range are not in."""
+        """How many integers of a range are not in the set."""
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
         known = sum(min(self._ends[at], end) - max(self._starts[at], start) for at in range(first, last))
         return max(end - start, 0) - known
 
     def end_from(self, start: int) -> int:
-        """Where the range that `start` lies in ends; `start` itself when it is not in."""
+        """The end of the stored range that contains `start`; `start` itself if none does."""
         at = bisect_right(self._starts, start) - 1
         return max(self._ends[at], start) if at >= 0 else start
 

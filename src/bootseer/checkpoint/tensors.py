@@ -21,7 +21,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def arena(length: int) -> torch.Tensor:
+def empty_bytes(length: int) -> torch.Tensor:
     """`length` bytes, not cleared, aligned for all kinds of numbers."""
     return torch.empty(length, dtype=torch.uint8)
 

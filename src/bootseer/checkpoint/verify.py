@@ -138,7 +138,7 @@ class _Striped:
     ) -> OpenFile | BootseerError:
         path = part_path(self._path, self._head.id, part.name)
         if part.name in self._lost:
-            return CorruptError(f"{self._place.uri}/{path} is not there, or not of {part.size_bytes} bytes")
+            return CorruptError(f"{self._place.uri}/{path} is missing, or not of {part.size_bytes} bytes")
         try:
             return stack.enter_context(contextlib.closing(self._place.open(path)))
         except BootseerError as error:

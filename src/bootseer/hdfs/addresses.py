@@ -1,8 +1,8 @@
-"""Where the NameNodes of a cluster are, and with which settings: from a URI and Hadoop's own configuration files.
+"""The NameNodes of a cluster, and their settings: from an address and Hadoop's configuration files.
 
-`hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml`, which lie in
-`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system. A `viewfs://`
-address is led to the file system that the mount table there names for it.
+`hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml` in
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is their default file system. A `viewfs://` address is
+resolved by their mount table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bootseer.errors import UsageError
 DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _MAX_FILE_BYTES = 8 << 20
-_OWN_CLASSES = (
+_CUSTOM_RESOLVERS = (
     "hadoop.security.saslproperties.resolver.class",
     "dfs.data.transfer.saslproperties.resolver.class",
     "dfs.trustedchannel.resolver.class",
@@ -29,18 +29,18 @@ _OWN_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The NameNodes that answer for one authority."""
+    """The NameNodes of one authority."""
 
     authority: str
     namenodes: tuple[tuple[str, int], ...]
     settings: Mapping[str, str]
     kerberos: bool
-    """Whether the servers want a login, by a ticket or a token."""
+    """Whether servers require a login, by a Kerberos ticket or a token."""
     user: str
 
     @classmethod
     def of(cls, authority: str, conf_dir: str | None = None) -> Cluster:
-        """The cluster behind `hdfs://<authority>`. Raises `UsageError`."""
+        """The cluster of `hdfs://<authority>`. Raises `UsageError`."""
         settings = _settings(conf_dir or _conf_dir())
         found = tuple(_host_port(address) for address in _addresses(authority, settings))
         if not found:
@@ -50,20 +50,19 @@ class Cluster:
 
     @property
     def unsupported(self) -> str:
-        """Why our own client cannot be used, "" when it can."""
-        # Classes of the site's own, which say for each server how it is talked to.
-        named = [name for name in _OWN_CLASSES if self.settings.get(name)]
+        """Why BootSeer's own client cannot be used, "" if it can."""
+        # Classes of the site's own that choose the protection of each connection.
+        named = [name for name in _CUSTOM_RESOLVERS if self.settings.get(name)]
         return f"the configuration sets {', '.join(named)}" if named else ""
 
     @property
     def by_hostname(self) -> bool:
-        """Whether DataNodes are called by their names instead of their addresses."""
+        """Whether DataNodes are addressed by hostname instead of IP address."""
         return self.settings.get("dfs.client.use.datanode.hostname", "").lower() == "true"
 
 
 def default_authority(uri: str) -> str:
-    """What an address without one stands for: the authority of `fs.defaultFS`. Raises `UsageError` where that is no
-    HDFS."""
+    """The authority of `fs.defaultFS`, for an address without one. Raises `UsageError` if that is not HDFS."""
     named = _settings(_conf_dir()).get("fs.defaultFS", "")
     scheme, _, rest = named.partition("://")
     authority = rest.partition("/")[0]
@@ -79,10 +78,10 @@ def default_authority(uri: str) -> str:
 
 
 def behind_mount_table(uri: str) -> str:
-    """Where a `viewfs://` address leads by the mount table of Hadoop's configuration; others are returned as they are.
+    """Resolve a `viewfs://` address by the mount table of Hadoop's configuration; others are returned unchanged.
 
-    Of several links the longest that covers the path counts, as in Hadoop. Raises `UsageError` where none does, or the
-    table has links of kinds that only Hadoop's own client follows.
+    The longest link that covers the path applies, as in Hadoop. Raises `UsageError` if there is none, or if the table
+    has kinds of links that only Hadoop's own client follows.
     """
     scheme, _, rest = uri.partition("://")
     if scheme != "viewfs":
@@ -99,7 +98,7 @@ def behind_mount_table(uri: str) -> str:
     names = [name for name in path.split("/") if name]
     for number in range(len(names), -1, -1):
         link = f"link./{'/'.join(names[:number])}" if number else "linkFallback"
-        if (target := links.get(link, "viewfs:")).startswith("viewfs:"):  # none, or one that leads back here
+        if (target := links.get(link, "viewfs:")).startswith("viewfs:"):  # no link, or one that leads back here
             continue
         return "/".join([target.rstrip("/"), *names[number:]])
     raise UsageError(f"no link of the mount table {table or 'default'} covers {uri}",
@@ -120,7 +119,7 @@ def _settings(conf_dir: str | None) -> dict[str, str]:
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise UsageError(f"{path} is not a Hadoop configuration: it is too long", hint="check HADOOP_CONF_DIR")
-            # A file of the host's own administrator, of bounded size.
+            # Written by the machine's administrator, and of bounded size.
             root = ElementTree.parse(path).getroot()  # noqa: S314
         except FileNotFoundError:
             continue
@@ -162,5 +161,5 @@ def _user() -> str:
         return user
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in many containers
+    except (KeyError, OSError):  # a uid without a name, as in many containers
         return str(os.getuid())

@@ -1,11 +1,11 @@
-"""Telling the NameNode which replicas have wrong bytes, so that it replaces them; until then every reader meets them.
+"""Reports corrupt replicas to the NameNode, so that it replaces them; until then every reader meets them.
 
-DataNodes check what they keep once in three weeks, and do not pass on a reader's complaint about a checksum. Reported
-as Hadoop's own client does it: when another replica may be right, or when there is no other. A client that finds all
-of several replicas wrong more likely has bad memory of its own, and reports none.
+DataNodes check their blocks every three weeks only, and do not pass on a reader's complaint. The rules are those of
+Hadoop's own client: report if another replica may be right, or if there is no other. A client that finds all of several
+replicas corrupt more likely has bad memory itself, and reports none.
 
-No reader waits for this: reports go out from a thread that ends when there are none, and are dropped when there are
-many. Safe to use from many threads, and in the child of a fork.
+Reports are sent in the background, and dropped when many are queued. Safe to use from many threads, and in the child of
+a fork.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import partial
 from typing import Final
 
 from bootseer.errors import BootseerError, TransientError
+from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.lease import identity
-from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import field
 from bootseer.io.executor import Executor
@@ -33,7 +33,7 @@ _REPORT_S: Final = 10.0
 
 
 class BadBlockReports:
-    """Reports that wait to be sent, and those that were sent already."""
+    """Reports that are queued or were sent."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
@@ -47,9 +47,10 @@ class BadBlockReports:
         self._is_closed = False
 
     def report(self, block: Block, wrong: Iterable[str]) -> None:
-        """These nodes (`host:port`) gave bytes of the block that do not match HDFS's checksums. Never waits or raises.
+        """These nodes (`host:port`) returned bytes of the block that do not match HDFS's checksums. Never blocks or
+        raises.
 
-        To be called when all nodes that will be asked have been asked.
+        To be called when all nodes that will be tried were tried.
         """
         named = frozenset(wrong)
         bad = tuple(node for node in block.nodes if node.host_port in named)
@@ -78,19 +79,19 @@ class BadBlockReports:
             if self._is_closed:
                 return
         _LOG.info("%s is corrupt on %s: reported to the NameNode", block, ", ".join(node.host_port for node in nodes))
-        # When this report is lost, another reader will send one.
+        # If this report is lost, another reader will send one.
         with contextlib.suppress(BootseerError):
             self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
 
 
 def _located(block: Block, nodes: Iterable[Node]) -> bytes:
-    """A `LocatedBlockProto` that names these nodes."""
+    """A `LocatedBlockProto` with these nodes."""
     nodes_field = b"".join(field(3, field(1, _node(node))) for node in nodes)
     return field(1, identity(block)) + field(2, block.start) + nodes_field + field(4, True) + field(5, block.token)
 
 
 def _node(node: Node) -> bytes:
-    """A `DatanodeIDProto`. The NameNode knows nodes by identity and port; of the page's port nothing depends."""
+    """A `DatanodeIDProto`. The NameNode identifies nodes by uuid and port; the info port is not used."""
     address, _, port = node.host_port.rpartition(":")
     name = field(1, address.strip("[]")) + field(2, node.hostname) + field(3, node.uuid)
     return name + field(4, int(port)) + field(5, 0) + field(6, node.ipc_port)

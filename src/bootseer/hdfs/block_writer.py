@@ -1,10 +1,10 @@
-"""One block on its way to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
+"""Writing one block to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
 
-The first DataNode passes the packets on to the second, and so on; each packet is confirmed by all of them. Nothing is
-repaired here: when a node fails, the block has failed, and the caller begins it on other nodes (`begin_block`). A node
-that hangs or is dead counts as live with the NameNode for minutes; `ExcludedNodes` keeps writers off it meanwhile.
+The first DataNode forwards the packets to the second, and so on; all of them acknowledge each packet. There is no
+pipeline recovery: when a node fails, the block fails, and the caller starts it on other nodes (`begin_block`). The
+NameNode takes minutes to notice a hung or dead node; `ExcludedNodes` keeps writers off it meanwhile.
 
-A node that neither takes nor confirms anything for `stall_s` has failed. Belongs to one thread at a time.
+A node that neither accepts nor acknowledges anything for `stall_s` has failed. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import google_crc32c
 import numpy as np
 
 from bootseer.errors import TransientError
+from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.checksums import CRC32
 from bootseer.hdfs.errors import DataNodeError, SilentError
 from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
-from bootseer.hdfs.located import Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protection import Channel, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
@@ -34,25 +34,25 @@ from bootseer.logs import logger
 _LOG = logger(__name__)
 
 PACKET_BYTES: Final = 256 * 1024
-"""What the nodes pass on at once; a multiple of all that one checksum can cover."""
+"""A multiple of all supported checksum sizes."""
 _MAX_ANSWER_BYTES: Final = 64 * 1024
 _WRITE_BLOCK: Final = struct.pack(">hB", 28, 80)  # version of the protocol, operation
 _READ_BLOCK: Final = struct.pack(">hB", 28, 81)
 _PROBE_S: Final = 1.0
 _CREATE_STAGE: Final = 6
-# Length of all behind it but for 4, length of the header; then the header's four fields, each behind its tag.
+# Length of what follows minus 4, length of the header; then the header's four fields, each after its tag.
 _HEADER: Final = struct.Struct(">IH")
 _FIELDS: Final = struct.Struct("<BqBqBBBi")
 _SUCCESS: Final = 0
 
 
 class PipelineError(DataNodeError):
-    """One of the nodes did not do its part: which one, as far as they tell."""
+    """A node of the pipeline has failed; `node` says which, if known."""
 
     def __init__(self, message: str, node: str) -> None:
         super().__init__(message)
         self.node = node
-        """`host:port`; "" where that is not known."""
+        """`host:port`; "" if unknown."""
 
 
 class BlockWriter:
@@ -69,11 +69,11 @@ class BlockWriter:
         stall_s: float,
         protection: Protection | None = None,
     ) -> None:
-        """Connect the nodes, each step of which takes `setup_s` at most. Raises `PipelineError`."""
+        """Connect to the pipeline; each step takes at most `setup_s`. Raises `PipelineError`."""
         self.size_bytes = 0
-        """What was given to the nodes."""
-        self._rest = bytearray()
-        """What does not fill a packet yet: only the last one of a block may be cut, as checksums are."""
+        """Bytes sent."""
+        self._pending = bytearray()
+        """Bytes that do not fill a packet yet: checksums require all packets but the last to be full."""
         self._new = new
         self._nodes = new.block.nodes
         self._holder = holder
@@ -95,7 +95,7 @@ class BlockWriter:
             self._socket.setblocking(False)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._send([memoryview(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))])
-            self._begin()
+            self._await_setup()
         except BaseException:
             self.close()
             raise
@@ -103,24 +103,24 @@ class BlockWriter:
 
     def write(self, data: memoryview) -> None:
         """Append bytes. Blocks while the nodes are slower."""
-        if self._rest:
-            missing = PACKET_BYTES - len(self._rest)
-            self._rest += data[:missing]
+        if self._pending:
+            missing = PACKET_BYTES - len(self._pending)
+            self._pending += data[:missing]
             data = data[missing:]
-            if len(self._rest) == PACKET_BYTES:
-                full, self._rest = self._rest, bytearray()
+            if len(self._pending) == PACKET_BYTES:
+                full, self._pending = self._pending, bytearray()
                 self._send_packet(memoryview(full))
         whole = len(data) - len(data) % PACKET_BYTES
         for start in range(0, whole, PACKET_BYTES):
             self._send_packet(data[start : start + PACKET_BYTES])
-        self._rest += data[whole:]
+        self._pending += data[whole:]
         self._take_acks()
 
     def finish(self) -> None:
-        """Wait until all nodes have confirmed all bytes, and that these are all."""
-        if self._rest:
-            self._send_packet(memoryview(self._rest))
-        self._send(self._head(0, b"", last=True))
+        """Wait until all nodes have acknowledged all bytes and the end of the block."""
+        if self._pending:
+            self._send_packet(memoryview(self._pending))
+        self._send(self._packet_header(0, b"", last=True))
         acked_s = time.monotonic()
         while (confirmed := self._confirmed) < self._sequence:
             self._take_acks(acked_s)
@@ -128,7 +128,7 @@ class BlockWriter:
                 acked_s = time.monotonic()
 
     def close(self) -> None:
-        """End the connection. Before `finish`, the nodes drop what they have."""
+        """Close the connection. Before `finish`, the nodes discard the block."""
         self._socket.close()
 
     def _log_in(self, protection: Protection, first: Node) -> Channel | None:
@@ -147,11 +147,11 @@ class BlockWriter:
             raise PipelineError(f"{first.host_port}: {error}", first.host_port) from error
 
     def _send_packet(self, packet: memoryview) -> None:
-        self._send([*self._head(len(packet), self._sums(packet)), packet])
+        self._send([*self._packet_header(len(packet), self._sums(packet)), packet])
         self.size_bytes += len(packet)
 
-    def _begin(self) -> None:
-        """The answer of the first node, given when all are connected."""
+    def _await_setup(self) -> None:
+        """Receive the first node's answer, which it gives when the whole pipeline is connected."""
         asked_s = time.monotonic()
         while True:
             try:
@@ -160,7 +160,7 @@ class BlockWriter:
             except MalformedError:
                 if len(self._answers) > _MAX_ANSWER_BYTES:
                     raise PipelineError(
-                        f"{self._nodes[0].host_port} gives no answer", self._nodes[0].host_port
+                        f"{self._nodes[0].host_port} does not answer", self._nodes[0].host_port
                     ) from None
             self._receive(asked_s)
         del self._answers[:at]
@@ -170,21 +170,23 @@ class BlockWriter:
         except MalformedError as error:
             raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
         if status != _SUCCESS or bad:
-            raise PipelineError(message or f"{bad or self._nodes[0].host_port}: status {status}", self._failed(bad))
+            raise PipelineError(
+                message or f"{bad or self._nodes[0].host_port}: status {status}", self._failed_node(bad)
+            )
 
-    def _failed(self, bad: str) -> str:
-        """The node that another one complains of; the first when it says nothing of others."""
+    def _failed_node(self, bad: str) -> str:
+        """The node that another one reports as failed; the first one if it reports none."""
         known = {name: node.host_port for node in self._nodes for name in _names(node)}
         return known.get(bad, self._nodes[0].host_port if not bad else "")
 
-    def _head(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
+    def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
         fields = _FIELDS.pack(0x09, self.size_bytes, 0x11, self._sequence, 0x18, last, 0x25, length)
         self._sequence += 1
         return [memoryview(_HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums)]
 
     def _sums(self, packet: memoryview) -> bytes:
         chunk = self._defaults.chunk_bytes
-        # google_crc32c refuses memory that others can write to, unless it is numpy's.
+        # google_crc32c refuses writable memory, unless it is numpy's.
         array = np.frombuffer(packet, np.uint8)
         crc: Callable[[Any], int] = zlib.crc32 if self._defaults.checksum_kind == CRC32 else google_crc32c.value
         sums = [crc(array[at : at + chunk]) for at in range(0, len(array), chunk)]
@@ -217,11 +219,13 @@ class BlockWriter:
         ready = poll.poll(max(left_s, 0) * 1000)
         if not ready:
             names = ", ".join(node.host_port for node in self._nodes)
-            raise SilentPipelineError(f"{names}: no sign of life for {self._stall_s:.0f} s", self._silent_node())
+            raise SilentPipelineError(
+                f"{names}: nothing was received for {self._stall_s:.0f} s", self._find_silent_node()
+            )
         return ready[0][1]
 
-    def _silent_node(self) -> str:
-        """The node that does not answer any question; "" when all do, and the first does not pass on what it gets."""
+    def _find_silent_node(self) -> str:
+        """Find the node that answers no request; "" if all answer, and the first one does not forward."""
         if len(self._nodes) == 1:
             return self._nodes[0].host_port
         base = field(1, identity(self._new.block)) + field(2, self._new.block.token)
@@ -230,7 +234,7 @@ class BlockWriter:
             try:
                 with socket.create_connection(self._address(node), timeout=_PROBE_S) as probe:
                     probe.sendall(_READ_BLOCK + delimited(question))
-                    # Whatever it says of a block that is being written.
+                    # Any answer will do: the block is being written.
                     probe.recv(1)
             except OSError:
                 return node.host_port
@@ -241,7 +245,7 @@ class BlockWriter:
         return node.hostname if self._by_hostname else host.strip("[]"), int(port)
 
     def _take_acks(self, since_s: float | None = None) -> None:
-        """Take what the nodes have confirmed; None: if there is anything."""
+        """Receive acknowledgements; waits only with `since_s`."""
         self._receive(since_s)
         answers = bytes(self._answers)
         at = 0
@@ -250,14 +254,14 @@ class BlockWriter:
                 try:
                     reply, end = read_delimited(answers, at)
                 except MalformedError:
-                    break  # the rest of it has not come yet
+                    break  # the rest has not arrived yet
                 self._confirm(Message(reply))
                 at = end
         except MalformedError as error:
             raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
         del self._answers[:at]
         if len(self._answers) > _MAX_ANSWER_BYTES:
-            raise PipelineError(f"{self._nodes[0].host_port} confirms nothing", self._nodes[0].host_port)
+            raise PipelineError(f"{self._nodes[0].host_port} sends no acknowledgement", self._nodes[0].host_port)
 
     def _confirm(self, answer: Message) -> None:
         raw = answer.number(1)
@@ -266,16 +270,18 @@ class BlockWriter:
         for number, status in enumerate(statuses):
             if status != _SUCCESS:
                 node = self._nodes[min(number, len(self._nodes) - 1)].host_port
-                raise PipelineError(f"{node} fails with status {status}", node)
+                raise PipelineError(f"{node} failed with status {status}", node)
         if len(statuses) != len(self._nodes):
-            raise MalformedError(f"{len(statuses)} of {len(self._nodes)} nodes confirm packet {sequence}")
-        # Heartbeats would have numbers of their own, but are only answered, and none is sent.
+            raise MalformedError(f"{len(statuses)} of {len(self._nodes)} nodes acknowledge packet {sequence}")
+        # Heartbeat acknowledgements would have other numbers, but only answer heartbeats, and none is sent.
         if sequence != self._confirmed or sequence == self._sequence:
-            raise MalformedError(f"packet {sequence} is confirmed where {self._confirmed} had to be, if it was sent")
+            raise MalformedError(
+                f"packet {sequence} is acknowledged where {self._confirmed} was expected, if it was sent"
+            )
         self._confirmed += 1
 
     def _receive(self, since_s: float | None) -> None:
-        """Take what has come; with `since_s`, wait for something, until `stall_s` after that."""
+        """Receive available bytes; with `since_s`, wait for some until `stall_s` after it."""
         while True:
             try:
                 data = self._socket.recv(64 * 1024)
@@ -300,7 +306,7 @@ class BlockWriter:
 
 
 class SilentPipelineError(PipelineError, SilentError):
-    """The nodes say nothing for too long."""
+    """The pipeline has been silent for too long."""
 
 
 def _names(node: Node) -> tuple[str, str]:
@@ -329,55 +335,55 @@ Nodes = frozenset[str]
 
 SETUP_S: Final = 3.0
 STALL_S: Final = 8.0
-"""Longer than disks that are busy writing back, which make their readers wait for seconds."""
+"""Longer than busy disks block their readers during write-back."""
 MAX_FAILURES: Final = 4
-"""Blocks that may find no node in a row before the cluster counts as unable to write."""
+"""Failed attempts in a row before the cluster counts as unable to write."""
 _BAD_S = 60.0
 _MAX_KNOWN = 10_000
 
 
 class ExcludedNodes:
-    """DataNodes that failed to take a block lately (replica exclusion). Safe to use from many threads."""
+    """DataNodes that recently failed to take a block. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._excluded: dict[str, float] = {}
-        self._known: dict[str, bytes] = {}
-        self._in_vain_until_s = 0.0
+        self._ids: dict[str, bytes] = {}
+        self._no_busy_wait_until_s = 0.0
 
     @property
-    def may_wait(self) -> bool:
-        """Whether no writer has waited in vain lately for nodes that the NameNode does not choose."""
-        return time.monotonic() >= self._in_vain_until_s
+    def may_wait_for_busy(self) -> bool:
+        """Whether to wait for nodes that the NameNode does not choose: no such wait was in vain recently."""
+        return time.monotonic() >= self._no_busy_wait_until_s
 
-    def waited_in_vain(self) -> None:
-        """Such nodes, as full ones, are not waited for again for a while."""
-        self._in_vain_until_s = time.monotonic() + _BAD_S
+    def suspend_busy_wait(self) -> None:
+        """Do not wait for such nodes for a while: they may be full."""
+        self._no_busy_wait_until_s = time.monotonic() + _BAD_S
 
     def remember(self, new: NewBlock) -> None:
-        """The NameNode has named these nodes."""
+        """Remember the NameNode's ids of the block's nodes."""
         with self._lock:
-            if len(self._known) > _MAX_KNOWN:
-                self._known.clear()
-            self._known.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
+            if len(self._ids) > _MAX_KNOWN:
+                self._ids.clear()
+            self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
 
     def exclude(self, node: str) -> None:
-        """This one did not take a block; "" is none."""
+        """Exclude a node for a minute; "" has no effect."""
         if node:
             with self._lock:
                 self._excluded[node] = time.monotonic() + _BAD_S
 
     def names(self) -> Nodes:
-        """Those that failed within the last minute."""
+        """The nodes that are excluded now."""
         with self._lock:
             now_s = time.monotonic()
             self._excluded = {node: until_s for node, until_s in self._excluded.items() if until_s > now_s}
             return frozenset(self._excluded)
 
-    def known(self, names: Iterable[str]) -> list[bytes]:
-        """What the NameNode calls these nodes; those that it has not named yet cannot be excluded."""
+    def ids_of(self, names: Iterable[str]) -> list[bytes]:
+        """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
         with self._lock:
-            return [self._known[name] for name in names if name in self._known]
+            return [self._ids[name] for name in names if name in self._ids]
 
 
 def begin_block(
@@ -385,13 +391,13 @@ def begin_block(
     lease: Lease,
     defaults: WriteDefaults,
     excluded: ExcludedNodes,
-    draw: Callable[[Nodes], NewBlock],
+    allocate: Callable[[Nodes], NewBlock],
 ) -> tuple[NewBlock, BlockWriter]:
-    """A block on nodes that take it. `draw` gets one from the NameNode, if it can on none of the nodes that failed."""
+    """Start a block on nodes that accept it. `allocate` gets one from the NameNode, avoiding the failed nodes."""
     failed: set[str] = set()
     failures = 0
     while True:
-        new = draw(frozenset(failed))
+        new = allocate(frozenset(failed))
         try:
             by_hostname = namenode.cluster.by_hostname
             return new, BlockWriter(
@@ -399,11 +405,16 @@ def begin_block(
                 protection=namenode.protection,
             )  # fmt: skip
         except PipelineError as error:
-            _LOG.info("%s: DataNode %s takes no block and is excluded: %s", lease.path, error.node or "unknown", error)
+            _LOG.info(
+                "%s: DataNode %s does not accept a block and is excluded: %s",
+                lease.path,
+                error.node or "unknown",
+                error,
+            )
             excluded.exclude(error.node)
             failed.add(error.node)
             failures += 1
             lease.abandon(new.block)
             if failures == MAX_FAILURES:
-                message = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode takes it: {error}"
+                message = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode accepts it: {error}"
                 raise TransientError(message) from error

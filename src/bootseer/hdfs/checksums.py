@@ -1,8 +1,8 @@
-"""Whether bytes match the checksums that HDFS keeps beside them. Needs the extra `hdfs`.
+"""Verification of HDFS's checksums. Needs the extra `hdfs`.
 
-HDFS keeps a CRC of each 512 bytes, two thousand for 1 MiB: comparing one by one costs more than receiving them. A CRC
-is linear, so that the CRC of many chunks together follows from the CRCs of each by looking up tables, which numpy does
-for all at once; what remains is one CRC over the whole, by an instruction of the processor.
+HDFS keeps a CRC of every 512 bytes, two thousand per MiB: computing them one by one would cost more than receiving the
+data. CRCs are linear: the CRC of a group of chunks can be combined from the chunks' CRCs by table lookups, which numpy
+does for the whole group at once. What remains is one CRC over the group, which the processor does by an instruction.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 import numpy.typing as npt
 
 NONE, CRC32, CRC32C = 0, 1, 2
-"""The kinds, by their numbers in the protocol."""
+"""The kinds, as numbered in the protocol."""
 KINDS: Final = (NONE, CRC32, CRC32C)
 SUM_BYTES: Final = 4
 _GROUP: Final = 128
-"""Chunks whose CRCs are looked up together: 64 KiB, a packet, for the usual chunks of 512 bytes."""
+"""Chunks whose CRCs are combined: 64 KiB, a packet, with the usual chunks of 512 bytes."""
 _MAX_TABLE_CHUNK: Final = 8192
-"""For longer chunks, one by one is fast enough."""
+"""Longer chunks are fast enough one by one."""
 _Words = npt.NDArray[np.uint32]
 
 
 def first_wrong(kind: int, chunk_bytes: int, data: Sequence[memoryview], sums: memoryview) -> int | None:
-    """Where the first bytes begin that do not match, counted from the begin of `data`; None when all do.
+    """The offset in `data` of the first wrong chunk; None if all match.
 
-    `data` are pieces of one run that begins with a chunk; only its last chunk may be short. `sums`: a CRC for each.
+    `data` are pieces of one range that starts at a chunk; only its last chunk may be short. `sums`: one CRC per chunk.
     """
     if kind == NONE:
         return None
     at = num_checked = 0
-    begun = b""  # of a chunk that lies in several pieces
+    begun = b""  # of a chunk that spans several pieces
     for piece in data:
         start = min((chunk_bytes - len(begun)) % chunk_bytes, len(piece)) if begun else 0
         if start:
@@ -71,8 +71,8 @@ def _is_right(kind: int, chunk: bytes, sums: memoryview, number: int) -> bool:
 
 
 def _first_wrong_chunk(kind: int, chunk_bytes: int, data: memoryview, sums: memoryview) -> int | None:
-    """For whole chunks: which is the first that is wrong."""
-    # google_crc32c refuses memory that others can write to, unless it is numpy's.
+    """The index of the first wrong one of whole chunks."""
+    # google_crc32c refuses writable memory, unless it is numpy's.
     array = np.frombuffer(data, np.uint8)
     stored = np.frombuffer(sums, ">u4")
     crc: Callable[[Any], int] = zlib.crc32 if kind == CRC32 else google_crc32c.value
@@ -83,7 +83,7 @@ def _first_wrong_chunk(kind: int, chunk_bytes: int, data: memoryview, sums: memo
         for group in range(num_groups):
             if crc(array[group * group_bytes : (group + 1) * group_bytes]) != expected[group]:
                 wrong = _one_by_one(crc, array, stored, chunk_bytes, group * _GROUP, (group + 1) * _GROUP)
-                # The tables would be wrong where each chunk by itself is right; then nothing is believed.
+                # If each chunk by itself is right, the tables must be wrong: nothing is trusted then.
                 return group * _GROUP if wrong is None else wrong
     return _one_by_one(crc, array, stored, chunk_bytes, num_groups * _GROUP, len(stored))
 
@@ -104,7 +104,7 @@ def _one_by_one(
 
 
 def _joined(kind: int, chunk_bytes: int, sums: npt.NDArray[np.uint8]) -> list[int]:
-    """The CRC of each group of chunks, from the CRCs of the chunks."""
+    """Combine the CRCs of each group's chunks."""
     table, places = _tables(kind, chunk_bytes)
     found = table[sums.reshape(-1, _GROUP * SUM_BYTES) + places]
     joined: list[int] = np.bitwise_xor.reduce(found, axis=1).tolist()
@@ -113,13 +113,13 @@ def _joined(kind: int, chunk_bytes: int, sums: npt.NDArray[np.uint8]) -> list[in
 
 @functools.cache
 def _tables(kind: int, chunk_bytes: int) -> tuple[_Words, npt.NDArray[np.intp]]:
-    """What each byte of each stored CRC of a group gives to the group's CRC, and where each byte's table begins."""
+    """The contribution of each byte of each stored CRC to the group's CRC, and the offsets of the bytes' tables."""
     zeros = bytes(chunk_bytes)
 
     def extended(crc: int) -> int:
         return zlib.crc32(zeros, crc) if kind == CRC32 else google_crc32c.extend(crc, zeros)
 
-    # What a chunk more behind it makes of a CRC is linear: it is known when it is known for each bit.
+    # Appending a chunk changes a CRC linearly: knowing the effect on each bit is enough.
     none = extended(0)
     of_bit = [extended(1 << bit) ^ none for bit in range(32)]
     step = np.zeros((SUM_BYTES, 256), np.uint32)
@@ -127,7 +127,7 @@ def _tables(kind: int, chunk_bytes: int) -> tuple[_Words, npt.NDArray[np.intp]]:
     for bit in range(32):
         step[bit // 8] ^= np.where(values >> (bit % 8) & 1, np.uint32(of_bit[bit]), np.uint32(0))
     tables = np.zeros((_GROUP, SUM_BYTES, 256), np.uint32)
-    # Stored CRCs have their highest byte first.
+    # Stored CRCs are big-endian.
     tables[-1] = np.stack([values << np.uint32(8 * byte) for byte in (3, 2, 1, 0)])
     for number in range(_GROUP - 2, -1, -1):
         last = tables[number + 1]

@@ -1,12 +1,12 @@
-"""Which DataNode is asked: estimates of their rates, and the queues of all of them.
+"""The choice of DataNodes for reads: estimates of their rates, and their queues.
 
-A node that fails, or says nothing, is not asked for a while (a circuit breaker): one silence is enough, because
-each further one would cost a reader the same time again. A node that is slow is not: it gets what the fast ones would
-not finish earlier. What was measured long ago counts less and less, so that a node that has recovered is tried.
-What is underway counts too: a request that has brought little in some time shows that its node is no faster than that.
+Circuit breaker: a node that fails repeatedly, or is silent once, is excluded for a while; one silence is enough,
+because each further one would cost a reader the same time. A slow node is not excluded: it gets what faster ones would
+not finish earlier. Old measurements count less and less, so that a recovered node is tried again. Requests in flight
+count too: one that has brought little so far bounds the node's current rate.
 
-A piece waits in the queues of all DataNodes that may give it. Queues take turns, so that no DataNode waits for a
-thread while another one has two. Used under the lock of `schedule`. Decides and touches nothing.
+A piece is queued at all DataNodes that store it. Queues take turns, so that no DataNode waits for a thread while
+another one has two. Used under the lock of `schedule`. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -17,89 +17,89 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bootseer.hdfs.located import Node
+from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.requests import NodeQueue, Piece, State
 
 _MIN_SAMPLE_BYTES: Final = 256 << 10
-"""Less says more about latency than about the rate."""
+"""Smaller requests measure latency rather than the rate."""
 _FAILURES: Final = 2
-"""In a row, then a node is not asked."""
+"""Failures in a row that open a node's circuit."""
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 30.0
 _SLOWER: Final = 3.0
-"""Rates of healthy nodes differ by less, also while they are measured on a busy machine."""
+"""Rates of healthy nodes differ by less, even if measured on a busy machine."""
 _STALE_S: Final = 5.0
 _RUN_S: Final = 0.25
-"""One request takes about so long: the way there and back is little against it, and little is lost with it."""
+"""Target duration of one request: long against the round trip, short enough to lose little with it."""
 _UNKNOWN_RUN_BYTES: Final = 1 << 20
 _RECEPTION_S: Final = 0.05
-"""What is received at once takes about so long: memory that no read wants filled any more is free after it, and a node
-that is slow is distinguished from one that hangs."""
+"""Target duration of one reception: memory that no read wants any more is free after it, and slow nodes can be told
+from hung ones."""
 _PACKET_BYTES: Final = 64 << 10
 _UNKNOWN_PACKETS: Final = 4
 _GUESS_RATE: Final = 100e6
-"""Of nodes while nothing is known of any: what waits for them counts from the beginning."""
+"""Assumed rate while no node is known, so that backlogs count from the beginning."""
 _NUM_TIMES: Final = 256
 _NEW: Final = 0.3
-"""How much a new sample of a rate counts."""
+"""Weight of a new sample of a rate."""
 
 
 @dataclass(slots=True)
-class _Shown:
+class _NodeStats:
     rate: float = 0.0
-    """Bytes in a second, over all its connections; 0 while nothing is known."""
+    """Bytes per second over all its connections; 0 while unknown."""
     measured_s: float = 0.0
     failures: int = 0
     is_open: bool = False
     probe_s: float = 0.0
-    """When it may be probed again, while it is not asked."""
+    """The next probe of an excluded node."""
     pause_s: float = _FIRST_PAUSE_S
 
 
 class NodeChoice:
-    """What is known of the DataNodes that were asked. `least_late_s`, `most_late_s` bound `late_s`."""
+    """Statistics of DataNodes. `min_late_s` and `max_late_s` bound `late_s`."""
 
-    def __init__(self, *, least_late_s: float = 0.25, most_late_s: float = 1.0) -> None:
-        self._least_late_s = least_late_s
-        self._most_late_s = most_late_s
-        self._shown: dict[str, _Shown] = {}
+    def __init__(self, *, min_late_s: float = 0.25, max_late_s: float = 1.0) -> None:
+        self._min_late_s = min_late_s
+        self._max_late_s = max_late_s
+        self._stats: dict[str, _NodeStats] = {}
         self._open: set[str] = set()
         self._mean_rate = 0.0
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_times = 0
-        self._late_s = most_late_s
-        self.at_most: Callable[[str, float], float] = lambda _node, _now_s: math.inf
-        """The rate that what is underway at a node allows for, by now."""
+        self._late_s = max_late_s
+        self.rate_limit: Callable[[str, float], float] = lambda _node, _now_s: math.inf
+        """The upper bound of a node's rate by its requests in flight."""
 
     def is_open(self, node: str) -> bool:
         return node in self._open
 
     def rate(self, node: str, now_s: float) -> float:
-        """Bytes in a second, by estimate; 0 where nothing is known."""
-        at_most = self.at_most(node, now_s)
-        shown = self._shown.get(node)
-        if shown is None or not shown.rate:
-            return at_most if at_most < math.inf else 0.0
-        rate = shown.rate
-        age_s = now_s - shown.measured_s
+        """Estimated bytes per second; 0 if unknown."""
+        rate_limit = self.rate_limit(node, now_s)
+        stats = self._stats.get(node)
+        if stats is None or not stats.rate:
+            return rate_limit if rate_limit < math.inf else 0.0
+        rate = stats.rate
+        age_s = now_s - stats.measured_s
         if rate < self._mean_rate and age_s > _STALE_S:
             rate = min(self._mean_rate, rate * math.pow(2.0, min(age_s / _STALE_S - 1, 60.0)))
-        return min(rate, at_most)
+        return min(rate, rate_limit)
 
     def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
-        """How long this many bytes take, by what is known of the node, or else of others."""
+        """Estimated time for this many bytes, by the rate of the node, or else of others."""
         return num_bytes / (self.rate(node, now_s) or self._mean_rate or _GUESS_RATE)
 
     def order(self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float) -> list[str]:
-        """The node that would finish this first comes first; those that are not asked (circuit open) come last."""
+        """Sort nodes: the one that would finish first comes first, excluded ones last."""
         return sorted(
             nodes, key=lambda node: (self.is_open(node), self.expected_s(node, backlog(node) + num_bytes, now_s))
         )
 
-    def leaves(
+    def leaves_to_others(
         self, node: str, num_bytes: int, others: Iterable[str], backlog: Callable[[str], int], now_s: float
     ) -> bool:
-        """Whether a much faster node with this to do, too, finishes it before `node` would."""
+        """Whether a much faster node would finish this in addition to its backlog before `node` does."""
         rate = self.rate(node, now_s)
         if not rate:
             return False
@@ -110,74 +110,74 @@ class NodeChoice:
         return False
 
     def run_bytes(self, node: str, most: int, now_s: float) -> int:
-        """How much to ask a node for at once."""
+        """How many bytes to request from a node at once."""
         rate = self.rate(node, now_s)
         return min(int(rate * _RUN_S) if rate else _UNKNOWN_RUN_BYTES, most)
 
     def packets(self, node: str, connections: int, most: int, now_s: float) -> int:
-        """How many packets to receive at once from a node that serves several connections."""
+        """How many packets to receive at once from a node with several connections."""
         rate = self.rate(node, now_s)
         wanted = int(rate / connections * _RECEPTION_S) // _PACKET_BYTES if rate else _UNKNOWN_PACKETS
         return max(1, min(wanted, most))
 
     def late_s(self) -> float:
-        """After how long without progress a read is late: four times what nineteen of twenty take."""
+        """A read without progress for so long is late: four times the 95th percentile."""
         return self._late_s
 
-    def took(self, seconds: float) -> None:
-        """What was received at once took this long."""
+    def note_latency(self, seconds: float) -> None:
+        """One reception took this long."""
         self._times.append(seconds)
         self._num_times += 1
         if self._num_times % 32 == 0:
             usual_s = sorted(self._times)[len(self._times) * 19 // 20]
-            self._late_s = min(max(4 * usual_s, self._least_late_s), self._most_late_s)
+            self._late_s = min(max(4 * usual_s, self._min_late_s), self._max_late_s)
 
-    def served(self, node: str, asked_bytes: int, num_bytes: int, seconds: float, now_s: float) -> None:
-        """A request for `asked_bytes` has ended well, perhaps early, during which the node gave `num_bytes` on all its
+    def note_served(self, node: str, asked_bytes: int, num_bytes: int, seconds: float, now_s: float) -> None:
+        """A request for `asked_bytes` has succeeded, maybe ended early; meanwhile the node sent `num_bytes` on all its
         connections."""
-        shown = self._shown.setdefault(node, _Shown())
-        shown.failures = 0
-        # One that is called off early, because it is slow, says how slow.
+        stats = self._stats.setdefault(node, _NodeStats())
+        stats.failures = 0
+        # A request that was ended early, because it is slow, still measures the rate.
         if max(asked_bytes, num_bytes) < _MIN_SAMPLE_BYTES or not num_bytes or seconds <= 0:
             return
-        shown.pause_s = _FIRST_PAUSE_S
+        stats.pause_s = _FIRST_PAUSE_S
         rate = num_bytes / seconds
-        shown.rate = rate if not shown.rate else shown.rate + _NEW * (rate - shown.rate)
-        shown.measured_s = now_s
+        stats.rate = rate if not stats.rate else stats.rate + _NEW * (rate - stats.rate)
+        stats.measured_s = now_s
         self._mean_rate = rate if not self._mean_rate else self._mean_rate + _NEW * (rate - self._mean_rate)
 
-    def failed(self, node: str, now_s: float, *, at_once: bool) -> bool:
-        """It failed; whether its circuit opens. `at_once`: as what it did would cost others as much."""
-        shown = self._shown.setdefault(node, _Shown())
-        shown.failures += 1
-        if shown.is_open or (shown.failures < _FAILURES and not at_once):
+    def note_failure(self, node: str, now_s: float, *, at_once: bool) -> bool:
+        """A request failed. Returns whether the circuit opens. `at_once`: without waiting for a second failure."""
+        stats = self._stats.setdefault(node, _NodeStats())
+        stats.failures += 1
+        if stats.is_open or (stats.failures < _FAILURES and not at_once):
             return False
-        shown.is_open = True
-        shown.probe_s = now_s + shown.pause_s
+        stats.is_open = True
+        stats.probe_s = now_s + stats.pause_s
         self._open.add(node)
         return True
 
-    def due(self, now_s: float) -> list[str]:
-        """Nodes to be probed now. Each is named once until its probe has ended or a pause is over."""
-        due = [node for node in self._open if self._shown[node].probe_s <= now_s]
+    def due_probes(self, now_s: float) -> list[str]:
+        """Excluded nodes to be probed now. Each is returned once per pause."""
+        due = [node for node in self._open if self._stats[node].probe_s <= now_s]
         for node in due:
-            shown = self._shown[node]
-            shown.pause_s = min(2 * shown.pause_s, _MAX_PAUSE_S)
-            shown.probe_s = now_s + shown.pause_s
+            stats = self._stats[node]
+            stats.pause_s = min(2 * stats.pause_s, _MAX_PAUSE_S)
+            stats.probe_s = now_s + stats.pause_s
         return due
 
-    def works(self, node: str) -> None:
-        """A probe has succeeded: it is asked again. How fast it was says nothing of how fast it is now.
+    def probe_succeeded(self, node: str) -> None:
+        """A probe has succeeded: the node is used again, with an unknown rate.
 
-        Its pause stays: a node that answers probes but serves nothing is tried less and less often.
+        Its pause stays: a node that answers probes but serves nothing is retried less and less often.
         """
-        shown = self._shown.setdefault(node, _Shown())
-        self._shown[node] = _Shown(pause_s=shown.pause_s)
+        stats = self._stats.setdefault(node, _NodeStats())
+        self._stats[node] = _NodeStats(pause_s=stats.pause_s)
         self._open.discard(node)
 
 
 _MAX_REPLICAS: Final = 4
-"""A piece stands in the queues of so many DataNodes at once."""
+"""A piece is queued at so many DataNodes at most."""
 
 
 class NodeQueues:
@@ -186,7 +186,7 @@ class NodeQueues:
     def __init__(self, choice: NodeChoice, *, connections_per_node: int, max_run_bytes: int) -> None:
         self.by_node: dict[str, NodeQueue] = {}
         self._choice = choice
-        choice.at_most = self._at_most
+        choice.rate_limit = self._rate_limit
         self._connections_per_node = connections_per_node
         self._max_run_bytes = max_run_bytes
         self._waiting: dict[NodeQueue, None] = {}
@@ -194,12 +194,11 @@ class NodeQueues:
 
     @property
     def num_ready(self) -> int:
-        """How many threads could take something. A piece that was taken from one queue is removed from the queues of
-        all other DataNodes that have it."""
+        """How many threads could take something. A piece that is taken from one queue leaves all others."""
         return sum(queue in self._waiting for queue in self._ready)
 
     def add(self, piece: Piece, nodes: Sequence[Node], now_s: float, *, first: bool = False) -> None:
-        """Queue a piece for these DataNodes; `first`: before all others."""
+        """Queue a piece at these DataNodes; `first`: before all others."""
         if len(nodes) > _MAX_REPLICAS:
             names = [node.host_port for node in nodes]
             best = self._choice.order(names, piece.length, self.backlog_bytes, now_s)[:_MAX_REPLICAS]
@@ -218,63 +217,64 @@ class NodeQueues:
         return queue
 
     def remove(self, piece: Piece, queue: NodeQueue | None = None) -> None:
-        """It does not wait any more: in this queue, or in any."""
+        """Remove a piece from this queue, or from all."""
         for one in list(piece.queues) if queue is None else [queue]:
             one.remove(piece)
             if not one.num_queued:
                 self._waiting.pop(one, None)
 
     def take(self, now_s: float) -> tuple[NodeQueue, list[Piece]] | None:
-        """The pieces that a free thread is to read now, which do not wait any more."""
+        """Dequeue the pieces of the next request for a free thread."""
         for _ in range(len(self._ready)):
             queue = self._ready.popleft()
             queue.is_ready = False
             if not self._has_room(queue):
                 continue
-            # Near the end, a long request would leave the other connection and the other nodes without work.
+            # Near the end of a queue, a long request would leave other connections and nodes idle.
             most = min(self._max_run_bytes, queue.queued_bytes // 3)
             pieces = queue.next_pieces(
                 self._choice.run_bytes(queue.name, most, now_s),
                 lambda piece, queue=queue: self._waits_s(piece, queue, now_s),  # type: ignore[misc]
             )
-            if pieces:  # else `poke_all` looks again
+            if pieces:  # otherwise `poke_all` looks again
                 for piece in pieces:
                     self.remove(piece)
                 return queue, pieces
         return None
 
     def notify(self, queue: NodeQueue) -> None:
-        """It may have become possible to serve this queue."""
+        """The queue may have become servable."""
         if not queue.is_ready and self._has_room(queue):
             queue.is_ready = True
             self._ready.append(queue)
 
     def poke_all(self) -> None:
-        """Look at all queues again: what a slow DataNode has left to a fast one may be for it after all."""
+        """Check all queues again: what a slow DataNode has left to a faster one may be its own after all."""
         for queue in self._waiting:
             self.notify(queue)
 
     def is_full(self, queue: NodeQueue) -> bool:
-        """Whether as many threads talk to this DataNode as may: one, when it hangs, so that many of them leave some."""
+        """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes do not block all
+        threads."""
         return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._connections_per_node)
 
     def backlog_bytes(self, node: str) -> int:
-        """What a DataNode has to send before it could begin with another request."""
+        """Bytes that a DataNode has to send before it could begin another request."""
         queue = self.by_node.get(node)
         return queue.queued_bytes + queue.running_bytes if queue else 0
 
     def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
-        """Seconds until a DataNode would have sent so much more; infinity while it is not asked."""
+        """Estimated seconds until a DataNode would have sent so much more; infinity while it is excluded."""
         if self._choice.is_open(node):
             return math.inf
         return self._choice.expected_s(node, self.backlog_bytes(node) + num_bytes, now_s)
 
-    def left_s(self, piece: Piece, now_s: float) -> float:
-        """Seconds until a piece will be there, by estimate; 0 where nothing is known."""
+    def remaining_s(self, piece: Piece, now_s: float) -> float:
+        """Estimated seconds until a piece arrives; 0 if unknown."""
         run = piece.run
         if run is not None and piece.state in (State.TAKEN, State.HELD):
             queue, num_bytes = run.queue, piece.offset + piece.length - run.pieces[0].offset - run.received
-            # Its other connections have their share of the node.
+            # The node's rate is shared by its connections.
             num_bytes *= len(queue.runs)
             if self._choice.is_open(queue.name):
                 return math.inf
@@ -288,18 +288,20 @@ class NodeQueues:
             return math.inf
         return self._choice.expected_s(queue.name, queue.ahead_bytes(piece) + piece.length, now_s)
 
-    def _at_most(self, node: str, now_s: float) -> float:
+    def _rate_limit(self, node: str, now_s: float) -> float:
         queue = self.by_node.get(node)
-        return math.inf if queue is None else queue.at_most(now_s)
+        return math.inf if queue is None else queue.rate_limit(now_s)
 
     def _has_room(self, queue: NodeQueue) -> bool:
         return queue.num_queued > 0 and not self.is_full(queue)
 
     def _waits_s(self, piece: Piece, queue: NodeQueue, now_s: float) -> float:
-        """When another DataNode would begin with a piece; below zero, when it is better left to that one."""
+        """When another DataNode would begin a piece; negative if the piece is better left to it."""
         others = [other.name for other in piece.queues if other is not queue]
         if not others:
             return math.inf
-        if self._choice.leaves(queue.name, queue.running_bytes + piece.length, others, self.backlog_bytes, now_s):
+        if self._choice.leaves_to_others(
+            queue.name, queue.running_bytes + piece.length, others, self.backlog_bytes, now_s
+        ):
             return -1.0
         return min(self.expected_s(other, 0, now_s) for other in others)

@@ -1,10 +1,10 @@
-"""One HDFS, as the code above needs it: names and folders, writing, reading. The entry point of this package.
+"""The client of one HDFS: names and folders, writing, reading. The entry point of this package.
 
-Names (`namenode`), reading (`reads`) and writing (`placing`) go over our own connections, which know which
-NameNode is active, choose the DataNode and exclude failed ones. What they do not support (encryption zones, erasure
-coding) goes through the library hdfs-native (`native`, `native_reads`), and where blocks lie stays unknown.
+Names (`namenode`), reading (`reads`) and writing (`placement`) use BootSeer's own connections, which know the active
+NameNode, choose DataNodes and exclude failed ones. What they do not support (encryption zones, erasure coding) goes
+through the library hdfs-native (`native`, `native_reads`); then the locations of blocks are unknown.
 
-Paths are whole paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
+Paths are absolute paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
 threads, and after `fork`.
 """
 
@@ -19,13 +19,13 @@ from typing import TypeVar
 
 from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.block_writer import ExcludedNodes
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
-from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeNames, NativeSettings, NativeWriter
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
-from bootseer.hdfs.placing import Apart, FileSettings, LongWriter, PlacedWriter
+from bootseer.hdfs.placement import FileSettings, MultiBlockWriter, PlacedWriter, PlacementGroup
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.logs import logger
@@ -35,19 +35,21 @@ T = TypeVar("T")
 
 _MIB = 1024 * 1024
 _LEAST_BLOCK = re.compile(r"minimum value.*: \d+ < (\d{1,15})\b")
-"""How a NameNode says how large blocks must be, `dfs.namenode.fs-limits.min-block-size`."""
+"""A NameNode's message about too small blocks, `dfs.namenode.fs-limits.min-block-size`."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""DataNodes copy and check whole blocks: larger files have several."""
 _MAX_TRIES = 3
 _MUCH_BYTES = 1 << 50
 _NATIVE_BLOCK_BYTES = 1 << 30
-"""hdfs-native's files end in an error when a DataNode tells late of the last block but one: of blocks that take seconds
-to write, none is so late."""
+"""hdfs-native fails a file when a DataNode reports the last block but one late; blocks that take seconds to write are
+reported in time."""
 
 
 class HdfsClient:
     """A client of the file system `hdfs://AUTHORITY`: host and port of its NameNode, or the name of a service."""
 
     def __init__(self, authority: str, settings: NativeSettings | None = None) -> None:
-        """Connects when it is first used. Raises `UsageError` for an invalid authority."""
+        """Connects on first use. Raises `UsageError` for an invalid authority."""
         if not authority or "@" in authority or "/" in authority:
             raise UsageError(f"hdfs://{authority} names no file system", hint="use hdfs://host:port or hdfs://service")
         self.uri = f"hdfs://{authority}"
@@ -57,10 +59,10 @@ class HdfsClient:
         self._names = Names(self._namenode)
         self._defaults: WriteDefaults | None = None
         self._least_block = 0
-        """Bytes that a block must have here, once the NameNode has refused a smaller one."""
+        """The minimum block size, once the NameNode has refused a smaller one."""
         self._reads = Reads(self._namenode, lambda: self._native)
         self.fallback = ""
-        """Why hdfs-native had to write or to ask for names, "" when it had not; reads tell theirs in their figures."""
+        """Why hdfs-native was used for names or writing, "" if it was not; reads report theirs in their statistics."""
 
     @cached_property
     def _native(self) -> Native:
@@ -91,28 +93,28 @@ class HdfsClient:
         if not parents:
             with contextlib.suppress(NotFoundError):
                 self.stat(path)
-                raise AlreadyExistsError(f"{self.uri}{path} is there already")
+                raise AlreadyExistsError(f"{self.uri}{path} already exists")
         self._ask(lambda names: names.make_folder(path, mode, parents=parents))
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Give a name to what has another, in one step. With `overwrite` a file replaces a file and a folder an empty
-        folder. Raises `AlreadyExistsError`, `PermanentError` for what cannot be replaced, `NotFoundError`."""
+        """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
+        `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
         self._ask(lambda names: names.rename(source, target, overwrite=overwrite))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty."""
+        """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
         if not self._ask(lambda names: names.delete(path, recursive=recursive)):
-            raise NotFoundError(f"{self.uri}{path} is not there")
+            raise NotFoundError(f"{self.uri}{path} does not exist")
 
     def set_permission(self, path: str, mode: int) -> None:
         self._ask(lambda names: names.set_permission(path, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """Set owner and group by name; None leaves one as it is. Only HDFS's superuser may give files away."""
+        """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
         self._ask(lambda names: names.set_owner(path, owner, group))
 
     def set_mtime(self, path: str, mtime_ms: int) -> None:
-        """Set the time of the last change."""
+        """Set the modification time."""
         self._ask(lambda names: names.set_mtime(path, mtime_ms))
 
     def put(
@@ -125,17 +127,17 @@ class HdfsClient:
         replication: int | None = None,
         parents: bool = True,
     ) -> FileStatus:
-        """Write a small file; durable when this returns. Others see it grow: rename it when that matters.
+        """Write a small file durably. It is visible while it grows: rename it where that matters.
 
-        With `parents`, makes its folder when that is missing. Raises `AlreadyExistsError` for a name that is taken.
+        With `parents`, creates a missing folder. Raises `AlreadyExistsError`.
         """
 
-        def begin(size: int | None) -> PlacedWriter | LongWriter | NativeWriter:
-            # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
+        def begin(size: int | None) -> PlacedWriter | MultiBlockWriter | NativeWriter:
+            # hdfs-native waits half a second at the end of most files, and longer for dead DataNodes.
             with contextlib.suppress(UnsupportedError):
                 settings = self._file_settings(size, replication, mode, parents=parents)
                 if len(data) <= settings.block_size:
-                    return Apart(self._namenode, [path], settings).writers[0]
+                    return PlacementGroup(self._namenode, [path], settings).writers[0]
             return self.create(path, mode=mode, block_size=size, replication=replication, parents=parents)
 
         problem: TransientError | None = None
@@ -143,7 +145,7 @@ class HdfsClient:
             try:
                 writer = self._sized(block_size, begin)
             except AlreadyExistsError:
-                # By the try before, which could not be removed.
+                # Left by the previous attempt, which could not be removed.
                 if problem is None:
                     raise
                 raise problem from None
@@ -155,12 +157,12 @@ class HdfsClient:
                 problem = error
                 if number == _MAX_TRIES:
                     raise
-                _LOG.info("writing %s failed, try %d of %d follows: %s", path, number + 1, _MAX_TRIES, error)
+                _LOG.info("writing %s failed, attempt %d of %d follows: %s", path, number + 1, _MAX_TRIES, error)
             else:
                 return writer.status or self.stat(path)
             finally:
                 writer.abort()
-        raise AssertionError  # the last try returns or raises
+        raise AssertionError  # the last attempt returns or raises
 
     def create(
         self,
@@ -170,16 +172,16 @@ class HdfsClient:
         block_size: int | None = None,
         replication: int | None = None,
         parents: bool = True,
-    ) -> LongWriter | NativeWriter:
+    ) -> MultiBlockWriter | NativeWriter:
         """Create a file of any length, and with `parents` its folder. Raises `AlreadyExistsError`.
 
         `block_size` in bytes and `replication` default to the cluster's.
         """
 
-        def begin(size: int | None) -> LongWriter | NativeWriter:
+        def begin(size: int | None) -> MultiBlockWriter | NativeWriter:
             try:
                 settings = self._file_settings(size, replication, mode, parents=parents)
-                return LongWriter(self._namenode, path, settings)
+                return MultiBlockWriter(self._namenode, path, settings)
             except UnsupportedError as error:
                 self._note_fallback(path, error)
                 return NativeWriter(
@@ -189,7 +191,7 @@ class HdfsClient:
 
         return self._sized(block_size, begin)
 
-    def begin_apart(
+    def create_placed(
         self,
         paths: Sequence[str],
         *,
@@ -197,50 +199,59 @@ class HdfsClient:
         mode: int = 0o644,
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
-        spare: Sequence[str] = (),
-    ) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
-        """Begin files of one block of `block_size` bytes each, on different nodes as far as there are any.
+        last_resort: Sequence[str] = (),
+    ) -> Sequence[PlacedWriter | MultiBlockWriter | NativeWriter]:
+        """Create files of one block of `block_size` bytes each, on distinct nodes as far as possible. Files of more
+        than 1 GiB have several blocks of the cluster's size, placed by the NameNode.
 
-        `avoid`: nodes that are not wanted, if there are others; those that failed lately are not wanted either.
-        `spare`: nodes that are taken only before two files would share one, the first of them first.
+        `avoid`: nodes to use only if there are no others; so are those that failed recently. `last_resort`: nodes to
+        use only before two files would share one, in this order.
         """
 
-        def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
+        if block_size > _MAX_BLOCK_BYTES:
+            return self._create_all(paths, mode, None, replication)
+
+        def begin(size: int | None) -> Sequence[PlacedWriter | MultiBlockWriter | NativeWriter]:
             with contextlib.suppress(UnsupportedError):
                 settings = self._file_settings(size, replication, mode, parents=True)
-                return Apart(self._namenode, paths, settings, avoid=avoid, spare=spare).writers
-            writers = []
-            with contextlib.ExitStack() as begun:
-                for path in paths:
-                    writer = self.create(path, mode=mode, block_size=size, replication=replication)
-                    begun.callback(writer.abort)
-                    writers.append(writer)
-                begun.pop_all()
-            return writers
+                return PlacementGroup(self._namenode, paths, settings, avoid=avoid, last_resort=last_resort).writers
+            return self._create_all(paths, mode, size, replication)
 
         return self._sized(-(-block_size // _MIB) * _MIB, begin)
 
+    def _create_all(
+        self, paths: Sequence[str], mode: int, block_size: int | None, replication: int | None
+    ) -> Sequence[MultiBlockWriter | NativeWriter]:
+        with contextlib.ExitStack() as begun:
+            writers = []
+            for path in paths:
+                writer = self.create(path, mode=mode, block_size=block_size, replication=replication)
+                begun.callback(writer.abort)
+                writers.append(writer)
+            begun.pop_all()
+        return writers
+
     @property
     def replication(self) -> int | None:
-        """How many copies a file has by default; None where the NameNode cannot be asked."""
+        """The default replication; None if the NameNode cannot be asked."""
         try:
             return self._write_defaults().replication
         except UnsupportedError:
             return None
 
     def space(self, path: str) -> tuple[int, int]:
-        """Bytes in all, and how many of them are free: of all DataNodes together. Where they cannot be asked, of the
-        folder's quota, or else so many that no writer waits for room."""
+        """Total and free bytes of all DataNodes. If those are unknown, of the folder's quota, or a value so large that
+        no writer waits for space."""
         try:
             return self._namenode.space()
         except UnsupportedError:
-            quota, used = self._native_names.room(path)
+            quota, used = self._native_names.space_quota(path)
         if not 0 < quota < _MUCH_BYTES:
             return _MUCH_BYTES, _MUCH_BYTES
         return quota, max(quota - used, 0)
 
     def reads(self) -> Reads:
-        """Reads of many files, which share what they know of the DataNodes; one for the whole client."""
+        """The reads of this client, which share the statistics of DataNodes."""
         return self._reads
 
     def close(self) -> None:
@@ -250,7 +261,7 @@ class HdfsClient:
             self._native.close()
 
     def _sized(self, block_size: int | None, begin: Callable[[int | None], T]) -> T:
-        """What `begin` makes with blocks of this size, or of the smallest that the NameNode takes; None: its own."""
+        """Call `begin` with this block size, or with the NameNode's minimum; None: the default."""
         if block_size is None:
             return begin(None)
         try:
@@ -265,7 +276,7 @@ class HdfsClient:
     def _file_settings(
         self, block_size: int | None, replication: int | None, mode: int, *, parents: bool
     ) -> FileSettings:
-        """What is None is the cluster's."""
+        """None stands for the cluster's default."""
         defaults = self._write_defaults()
         return FileSettings(
             block_size or defaults.block_size,
@@ -290,9 +301,9 @@ class HdfsClient:
             return function(self._native_names)
 
     def _fall_back(self, path: str, error: UnsupportedError) -> None:
-        """Before hdfs-native is asked, which takes its time where nothing answers."""
+        """Check that a NameNode is reachable before hdfs-native, which needs minutes to fail."""
         self._note_fallback(path, error)
-        self._namenode.check_there(path)
+        self._namenode.check_reachable(path)
 
     def _note_fallback(self, path: str, error: UnsupportedError) -> None:
         if str(error) != self.fallback:
@@ -301,10 +312,10 @@ class HdfsClient:
 
 
 class Reads:
-    """Reads over own connections, and through hdfs-native what those do not support. Safe to use from many threads."""
+    """Reads by own connections, and by hdfs-native where those are not supported. Safe to use from many threads."""
 
     def __init__(self, namenode: NameNode, native: Callable[[], Native]) -> None:
-        """`native` is asked for when something has to be read through it."""
+        """`native` returns hdfs-native's client, on first use."""
         self._own = HdfsReads(namenode)
         self._native = native
         self._reason = ""
@@ -319,19 +330,17 @@ class Reads:
         except UnsupportedError as error:
             if str(error) != self._reason:
                 _LOG.info("%s is read through hdfs-native: %s", path, error)
-            self._reason = self._fallback.reason = str(error)
+            self._reason = str(error)
             return self._fallback.open(path, deadline_s=deadline_s)
 
     def facts(self) -> Mapping[str, object]:
-        """Figures of all reads so far. `fallback` says why hdfs-native read what it read, "" when it read nothing."""
-        facts = dict(self._own.facts())
+        """Statistics of all reads so far. `fallback` says why hdfs-native was used, "" if it was not."""
+        facts = self._own.facts()
         if self._reason:
-            for key, value in self._fallback.facts().items():
-                own = facts.get(key)
-                if isinstance(own, dict) and isinstance(value, dict):
-                    facts[key] = {**own, **value}
-                else:
-                    facts[key] = own + value if isinstance(own, int) and isinstance(value, int) else value
+            nodes, num_retries = self._fallback.facts()
+            facts["nodes"] |= nodes
+            facts["retries"] += num_retries
+            facts["fallback"] = self._reason
         return facts
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
@@ -344,7 +353,7 @@ class Reads:
 
 
 def _server(cluster: Cluster) -> str:
-    """The address as hdfs-native expects it: with a port, unless it is a service of the configuration."""
+    """The address for hdfs-native: with a port, unless it is a nameservice."""
     services = [name.strip() for name in cluster.settings.get("dfs.nameservices", "").split(",")]
     if cluster.authority in services:
         return f"hdfs://{cluster.authority}"

@@ -1,12 +1,11 @@
-"""Blocks read from one DataNode: HDFS's data transfer protocol, straight into the caller's memory.
+"""Reading blocks from one DataNode: HDFS's data transfer protocol, straight into the caller's memory.
 
-A DataNode sends packets of 64 KiB, each behind a header. Once one is known the next ones can be predicted, so that
-sixteen of them are received by one system call, data into the caller's memory and headers beside it; afterwards each
-header is compared with what it had to be. Nothing that a DataNode says is believed before it was checked against what
-was asked.
+A DataNode sends packets of 64 KiB, each after a header. After the first header the next ones are predictable, so that
+one system call receives sixteen packets, data into the caller's memory and headers beside it; then each header is
+compared with the prediction. Nothing from a DataNode is trusted before it was checked against the request.
 
-No call waits longer than the socket's time-out for a byte: Linux's own (`SO_RCVTIMEO`), because Python's would give up
-`MSG_WAITALL`.
+No call waits longer than the socket's timeout for a byte: Linux's own timeout (`SO_RCVTIMEO`), because Python's would
+prevent `MSG_WAITALL`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import Final
 import numpy as np
 
 from bootseer.hdfs import checksums
+from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
-from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.protection import Aes, Channel, Messages, Protection
-from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
+from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, receive_delimited
 from bootseer.hdfs.requests import MAX_PACKETS
 
 _MAX_PACKET_BYTES: Final = 16 << 20
@@ -36,12 +35,12 @@ _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20
 _EARLY_BYTES, _PACKET_BYTES, _MESSAGES_BYTES = 4 << 10, 64 << 10, 256 << 10
 _SMALL_BYTES: Final = 16 << 10
-"""Packets up to this size are received in a row and copied: pieces of memory for each would take longer."""
+"""Packets up to this size are received contiguously and copied: cheaper than an iovec for each."""
 _MAX_VIEWS: Final = 1000
-"""The kernel takes 1,024 pieces of memory at once."""
+"""Linux accepts 1,024 iovecs."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
 _LENGTHS = struct.Struct(">IH")
-# The tags of the four fields stand between them; protocol buffers would allow another order, Hadoop has none.
+# The fields' tags stand between them. Protocol buffers would allow another order, but Hadoop always uses this one.
 _HEADER = struct.Struct("<BqBqBBBi")
 _HEADER_BYTES: Final = _LENGTHS.size + _HEADER.size
 _MAX_HEADER_BYTES: Final = 1024
@@ -50,10 +49,10 @@ _SUCCESS, _TOKEN, _CHECKSUM_OK = 0, 5, 6
 
 
 class DataNodeConnection:
-    """A connection to one DataNode, once `connect` has made it. Belongs to one thread at a time, but for `stop`."""
+    """A connection to one DataNode, usable after `connect`. Used by one thread at a time, except for `stop`."""
 
     def __init__(self, address: tuple[str, int], *, silent_s: float, protection: Protection | None = None) -> None:
-        """`protection`: of a cluster whose DataNodes may want a login."""
+        """`protection`: set for clusters whose DataNodes may require a login."""
         self._protection = protection
         self._channel: Channel | None = None
         try:
@@ -65,14 +64,14 @@ class DataNodeConnection:
         self.silent_s = silent_s
         self.last_used_s = 0.0
         self.sums = bytearray()
-        """Room for checksums, kept for the next read."""
+        """A buffer for checksums, reused by the next read."""
         self.row = np.empty(0, np.uint8)
         self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
         self._early = memoryview(b"")
-        """Received, and not asked for yet."""
+        """Received early, and not consumed yet."""
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, waiting so long for each of its addresses. Raises `DataNodeError`."""
+        """Connect, with this timeout for each of its addresses. Raises `DataNodeError`."""
         problem: OSError = OSError("it has no address")
         for number, (*kind, _, address) in enumerate(self._found):
             try:
@@ -96,17 +95,17 @@ class DataNodeConnection:
         raise error_kind(f"cannot be reached: {problem}") from problem
 
     def stop(self) -> None:
-        """From any thread: what waits for this connection, and what will, fails at once."""
+        """From any thread: fail the current wait and all later ones."""
         self._stopped = True
-        with contextlib.suppress(OSError):  # it may have ended by itself
+        with contextlib.suppress(OSError):  # already closed by the peer
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it. In a child of a fork it goes on for the parent."""
+        """Close the socket. In the child of a fork, the parent's connection stays open."""
         self._socket.close()
 
     def log_in(self, token: bytes, on_silence: Callable[[float], None]) -> None:
-        """Before the first read, with the token of its block. Raises `DataNodeError`."""
+        """Log in before the first read, with the token of its block. Raises `DataNodeError`."""
         protection, self._protection = self._protection, None
         if protection is None:
             return
@@ -120,7 +119,7 @@ class DataNodeConnection:
             raise DataNodeError(f"the connection broke: {error}") from error
 
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
-        """Fill all of `views`. `on_silence` is called with the seconds since the last byte, and raises to end the
+        """Fill all of `views`. `on_silence` is called with the seconds since the last byte; it raises to end the
         wait."""
         left = sum(map(len, views))
         while left:
@@ -129,10 +128,10 @@ class DataNodeConnection:
             got = self._from_early(views) if self._early else self._some(views, socket.MSG_WAITALL, on_silence)
             left -= got
             if left:
-                views = _behind(views, got)
+                views = _skip_bytes(views, got)
 
     def receive_bytes(self, length: int, on_silence: Callable[[float], None]) -> bytes:
-        """The next bytes, for few of them."""
+        """Receive a few bytes."""
         if length <= len(self._early):
             data, self._early = self._early[:length], self._early[length:]
             return bytes(data)
@@ -141,9 +140,10 @@ class DataNodeConnection:
         return bytes(room)
 
     def receive_early(self, on_silence: Callable[[float], None]) -> None:
-        """Wait for the next bytes and take as many as are there, up to a few KiB: `receive` hands them out.
+        """Wait for the next bytes and receive what is available, up to a few KiB, for later calls of `receive`.
 
-        An answer, the header behind it and small data are then one system call, and not one for each."""
+        One system call then receives an answer, the following header and small data together.
+        """
         room = memoryview(bytearray(_EARLY_BYTES))
         if isinstance(self._channel, Messages):
             self._early = self._message(self._channel, on_silence)
@@ -155,7 +155,7 @@ class DataNodeConnection:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(timeout_s * 1000):
-            raise SilentError(f"it said nothing for {timeout_s:.2f} s")
+            raise SilentError(f"it sent nothing for {timeout_s:.2f} s")
 
     def _from_early(self, views: list[memoryview]) -> int:
         got = 0
@@ -185,7 +185,7 @@ class DataNodeConnection:
             return got
 
     def _message(self, channel: Messages, on_silence: Callable[[float], None]) -> memoryview:
-        """The next bytes where they come in messages."""
+        """Receive and unprotect the next bytes of a connection with messages."""
         room = memoryview(bytearray(_MESSAGES_BYTES))
         while True:
             got = self._some([room], 0, on_silence)
@@ -193,13 +193,13 @@ class DataNodeConnection:
                 return memoryview(opened)
 
     def finish(self, status: int) -> None:
-        """The read has ended well: tell it, so that the connection serves another one."""
+        """Report the end of a read, so that the connection can serve another one."""
         self.send(delimited(field(1, status)))
         self.last_used_s = time.monotonic()
 
 
 class BlockRead:
-    """One range of one block on its way. `next_bytes` and `receive` in turn, then `finish`."""
+    """The read of one range of one block: `next_bytes` and `receive` in turn, then `finish`."""
 
     def __init__(
         self,
@@ -214,10 +214,10 @@ class BlockRead:
         on_silence: Callable[[float], None],
         patience_s: float | None = None,
     ) -> None:
-        """Ask for `length` bytes from `offset` of the block on, all of which it has. Raises `DataNodeError`s.
+        """Request `length` bytes from `offset` of the block on. Raises `DataNodeError`s.
 
-        `check`: compare them with HDFS's checksums, where the DataNode has them; `strict`: it must have them.
-        `patience_s`: for the first byte of the answer, where less than the connection's own is enough.
+        `check`: verify HDFS's checksums if the DataNode has them; `strict`: it must have them. `patience_s`: timeout of
+        the answer's first byte, if less than the connection's.
         """
         self._connection = connection
         self._on_silence = on_silence
@@ -233,7 +233,8 @@ class BlockRead:
             connection.wait(patience_s)
         try:
             connection.receive_early(on_silence)
-            self._kind, self._chunk, self._at = _parse_answer(self._delimited())
+            receive = functools.partial(connection.receive_bytes, on_silence=on_silence)
+            self._kind, self._chunk, self._at = _parse_answer(receive_delimited(receive, _MAX_ANSWER_BYTES))
             self._has_sums = check and self._kind != checksums.NONE
             if strict and not self._has_sums:
                 raise UncheckedError
@@ -243,17 +244,17 @@ class BlockRead:
             self._sequence = 0
             self._size = self._checked(memoryview(connection.receive_bytes(_HEADER_BYTES, on_silence)))
         except MalformedError as error:
-            raise DataNodeError(f"its answer is malformed: {error}") from error
+            raise DataNodeError(f"malformed answer: {error}") from error
 
     def next_bytes(self) -> int:
-        """How many of the bytes that are still wanted the next `receive` brings; 0 at the end."""
+        """How many bytes the next `receive` returns; 0 at the end."""
         if not self._left:
             return 0
         first = min(self._size - self._skip, self._left)
         return first + self._num_more(first) * self._size
 
     def receive(self, into: Sequence[memoryview]) -> None:
-        """Fill `into`, which has as much room as `next_bytes` said. Returns when its bytes are checked, too."""
+        """Fill `into`, whose size is that of `next_bytes`. The bytes are verified when this returns."""
         connection = self._connection
         first = min(self._size - self._skip, self._left)
         num_packets = 1 + self._num_more(first)
@@ -268,7 +269,7 @@ class BlockRead:
             connection.sums = bytearray(num_packets * num_sums)
         sums = memoryview(connection.sums)[: num_packets * num_sums]
         headers = memoryview(connection.headers)
-        data = _cut(into, [first] + [self._size] * (num_packets - 1))
+        data = _split_views(into, [first] + [self._size] * (num_packets - 1))
         views: list[memoryview] = []
         for number, pieces in enumerate(data):
             if num_sums:
@@ -290,17 +291,17 @@ class BlockRead:
                 head = headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES]
                 self._size = self._checked(head, predicted=size if number < num_packets - 1 else None)
         except MalformedError as error:
-            raise DataNodeError(f"its answer is malformed: {error}") from error
+            raise DataNodeError(f"malformed answer: {error}") from error
         self._check([piece for piece in (skip, *into, excess) if piece], sums)
 
     def _check(self, data: Sequence[memoryview], sums: memoryview) -> None:
-        """Compare what has come with its checksums, where the DataNode sends them."""
+        """Verify checksums, if the DataNode sends them."""
         wrong = checksums.first_wrong(self._kind, self._chunk, data, sums) if self._has_sums else None
         if wrong is not None:
             raise WrongBytesError(f"wrong bytes at {self._at - sum(map(len, data)) + wrong} of the block")
 
     def _receive_small(self, into: Sequence[memoryview], num_packets: int) -> None:
-        """The same for many whole packets of few bytes, as DataNodes with logins send them (`io.file.buffer.size`)."""
+        """As `receive`, for many small packets: DataNodes with logins send them (`io.file.buffer.size`)."""
         size, num_sums = self._size, self._sums_bytes(self._size)
         num_bytes = num_packets * (num_sums + size + _HEADER_BYTES)
         if len(self._connection.row) < num_bytes:
@@ -322,7 +323,7 @@ class BlockRead:
         try:
             self._size = self._checked(memoryview(heads[-1].tobytes()))
         except MalformedError as error:
-            raise DataNodeError(f"its answer is malformed: {error}") from error
+            raise DataNodeError(f"malformed answer: {error}") from error
         unit = 1 if any(len(view) % size for view in into) else size
         body, at = packets[:, num_sums : num_sums + size].reshape(-1, unit), 0
         for view in into:
@@ -331,11 +332,11 @@ class BlockRead:
         self._check(into, memoryview(packets[:, :num_sums].tobytes()))
 
     def finish(self) -> None:
-        """After the last byte: the connection can serve another read."""
+        """End the read after its last byte: the connection can serve another one."""
         self._connection.finish(_CHECKSUM_OK if self._has_sums else _SUCCESS)
 
     def _num_more(self, first: int) -> int:
-        """How many packets behind the next one can be predicted: as large as it is, and wanted as a whole."""
+        """How many packets after the next one are predictable: of its size, and wanted as a whole."""
         most = self._max_packets
         if most > 1 and first == self._size <= _SMALL_BYTES:
             most = most * _PACKET_BYTES // first
@@ -345,7 +346,7 @@ class BlockRead:
         return -(-size // self._chunk) * checksums.SUM_BYTES if self._has_sums else 0
 
     def _checked(self, head: memoryview, *, predicted: int | None = None) -> int:
-        """How many bytes of data the packet has whose header this is, after comparing all else with what it must be."""
+        """Verify a packet's header; returns the bytes of its data."""
         length, header_bytes = _LENGTHS.unpack_from(head)
         first, at, second, sequence, third, is_last, fourth, size = _HEADER.unpack_from(head, _LENGTHS.size)
         if (first, second, third, fourth) != _TAGS or not _HEADER.size <= header_bytes <= _MAX_HEADER_BYTES:
@@ -353,14 +354,14 @@ class BlockRead:
                 raise UnevenError("its packets differ in size")
             raise MalformedError("a packet without its header")
         if header_bytes > _HEADER.size:
-            # Fields of a newer version, which say nothing about the bytes.
+            # Fields of a newer version, which do not concern the data.
             if predicted is not None:
                 raise UnevenError("its packets have longer headers")
             self._connection.receive([memoryview(bytearray(header_bytes - _HEADER.size))], self._on_silence)
         if predicted is not None and size != predicted:
             raise UnevenError("its packets differ in size")
         if sequence != self._sequence or at != self._at:
-            raise MalformedError(f"packet {sequence} at {at} where {self._sequence} at {self._at} had to be")
+            raise MalformedError(f"packet {sequence} at {at} where {self._sequence} at {self._at} was expected")
         if length != 4 + size + self._sums_bytes(size) or not 0 <= size <= _MAX_PACKET_BYTES:
             raise MalformedError(f"a packet of {length} bytes for {size} of data")
         if self._left:
@@ -373,22 +374,11 @@ class BlockRead:
             raise MalformedError("more data than were asked")
         return int(size)
 
-    def _delimited(self) -> bytes:
-        """A message behind its length. Byte by byte, because what follows it belongs to the next read."""
-        receive, length = self._connection.receive_bytes, b""
-        while not length or length[-1] > 0x7F:
-            if len(length) == MAX_VARINT_BYTES:
-                raise MalformedError("a varint does not end")
-            length += receive(1, self._on_silence)
-        num_bytes, _ = read_varint(length, 0)
-        if num_bytes > _MAX_ANSWER_BYTES:
-            raise MalformedError(f"an answer of {num_bytes} bytes")
-        return receive(num_bytes, self._on_silence)
-
 
 @functools.lru_cache(64)
 def _parse_answer(data: bytes) -> tuple[int, int, int]:
-    """Kind of the checksums, bytes under each, and where the data begin. The same again for nearly all small files."""
+    """Parse the answer: checksum kind, bytes per checksum, offset of the data. Cached: most small files have the same
+    one."""
     answer = Message(data)
     status = answer.number(1)
     if status != _SUCCESS:
@@ -401,8 +391,8 @@ def _parse_answer(data: bytes) -> tuple[int, int, int]:
     return kind, chunk_bytes, info.number(2)
 
 
-def _behind(views: list[memoryview], length: int) -> list[memoryview]:
-    """What is left of `views` behind their first bytes."""
+def _skip_bytes(views: list[memoryview], length: int) -> list[memoryview]:
+    """The views without their first `length` bytes."""
     for number, view in enumerate(views):
         if length < len(view):
             return [view[length:], *views[number + 1 :]]
@@ -410,8 +400,8 @@ def _behind(views: list[memoryview], length: int) -> list[memoryview]:
     return []
 
 
-def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
-    """The memory of `views`, in order, cut into pieces of these lengths."""
+def _split_views(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
+    """Split the memory of `views`, in order, into pieces of these lengths."""
     cut: list[list[memoryview]] = []
     rest = iter(views)
     view = next(rest)
@@ -430,12 +420,12 @@ def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
 
 
 _KEEP_IDLE_S: Final = 3.0
-"""DataNodes close a connection after 4 s without a request, `dfs.datanode.socket.reuse.keepalive`."""
+"""DataNodes close idle connections after 4 s, `dfs.datanode.socket.reuse.keepalive`."""
 _MAX_IDLE: Final = 64
 
 
 class ConnectionPool:
-    """Idle connections. `by_hostname`: DataNodes are called by their names."""
+    """A pool of idle connections. `by_hostname`: connect to hostnames instead of IP addresses."""
 
     def __init__(self, *, silent_s: float, by_hostname: bool, protection: Protection | None = None) -> None:
         self._silent_s = silent_s
@@ -445,7 +435,7 @@ class ConnectionPool:
         self._idle: deque[tuple[str, DataNodeConnection]] = deque()
 
     def take(self, node: Node) -> DataNodeConnection | None:
-        """One that was used a moment ago, if there is one."""
+        """Take a recently used connection, if there is one."""
         self.expire()
         with self._lock:
             for entry in reversed(self._idle):
@@ -455,13 +445,13 @@ class ConnectionPool:
         return None
 
     def new(self, node: Node) -> DataNodeConnection:
-        """One that is to be connected. Raises `DataNodeError` for a name that leads nowhere."""
+        """A new connection, not connected yet. Raises `DataNodeError` if the name does not resolve."""
         host, _, port = node.host_port.rpartition(":")
         address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
         return DataNodeConnection(address, silent_s=self._silent_s, protection=self._protection)
 
     def give(self, node: Node, connection: DataNodeConnection) -> None:
-        """Keep one whose read has come to its end."""
+        """Return a connection whose read has ended."""
         with self._lock:
             self._idle.append((node.host_port, connection))
             extra = self._idle.popleft()[1] if len(self._idle) > _MAX_IDLE else None
@@ -469,11 +459,11 @@ class ConnectionPool:
             extra.close()
 
     def drop(self, node: Node) -> None:
-        """Those to one DataNode are of no more use."""
+        """Close the idle connections to one DataNode."""
         self._close([entry for entry in list(self._idle) if entry[0] == node.host_port])
 
     def expire(self) -> None:
-        """Close those that their DataNodes are about to close."""
+        """Close connections that DataNodes are about to close."""
         oldest_s = time.monotonic() - _KEEP_IDLE_S
         if self._idle:
             self._close([entry for entry in list(self._idle) if entry[1].last_used_s < oldest_s])
@@ -482,7 +472,7 @@ class ConnectionPool:
         self._close(list(self._idle))
 
     def forget(self) -> None:
-        """In the child of a fork: leave them to the parent."""
+        """In the child of a fork: the connections belong to the parent."""
         self._lock = threading.Lock()
         self.close()
 
@@ -490,6 +480,6 @@ class ConnectionPool:
         for entry in entries:
             with self._lock:
                 if entry not in self._idle:
-                    continue  # another thread has taken it
+                    continue  # taken by another thread
                 self._idle.remove(entry)
             entry[1].close()

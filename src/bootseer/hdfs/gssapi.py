@@ -1,7 +1,7 @@
-"""Kerberos logins by the system's own GSSAPI library (MIT's libgssapi_krb5), called through ctypes.
+"""Kerberos logins by the system's GSSAPI library (MIT's libgssapi_krb5), called through ctypes.
 
-The library is asked for a ticket at each login: so one that was renewed meanwhile counts (`$KRB5CCNAME`), and with
-`$KRB5_CLIENT_KTNAME` it gets tickets from a keytab itself. Its calls may wait for a KDC that hangs: callers bound them.
+Each login asks the library for a ticket, so that a renewed one is used (`$KRB5CCNAME`); with `$KRB5_CLIENT_KTNAME` the
+library gets tickets from a keytab itself. Its calls may block on a hung KDC: callers bound them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _HINTS: Final[tuple[tuple[str, str, type[BootseerError]], ...]] = (
     ("decrypt integrity", _KEYTAB, AccessError),
     ("keytab", _KEYTAB, AccessError),
 )
-"""What MIT Kerberos says has no numbers that survive its layers of errors."""
+"""Substrings of Kerberos's messages: MIT's error codes do not survive its error layers."""
 
 
 def login_error(peer: str, text: str) -> BootseerError:
-    """The error for what Kerberos said when it refused a login, with what helps."""
+    """The error for a refused login, with a hint."""
     low = text.lower()
     for part, hint, kind in _HINTS:
         if part in low:
@@ -58,7 +58,7 @@ class _Oid(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    """Raises `PermanentError` where it is not installed."""
+    """Load the library. Raises `PermanentError` if it is not installed."""
     try:
         found = ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -85,20 +85,20 @@ def _library() -> Any:
 
 
 class KerberosContext:
-    """One login to one server. Belongs to one thread at a time. Errors are those of `login_error`."""
+    """One login to one server. Used by one thread at a time. Raises errors of `login_error`."""
 
     def __init__(self, peer: str, target: str) -> None:
-        """`target`: `service@host`, or `service/host@REALM`. `peer` is what errors name."""
+        """`target`: `service@host`, or `service/host@REALM`. `peer` names the server in errors."""
         self._peer = peer
         self._lib = _library()
         self._context = ctypes.c_void_p()
         self._name = ctypes.c_void_p()
         self._minor = ctypes.c_uint32()
         self.is_open = False
-        """Whether both sides have proved who they are."""
+        """Whether both sides are authenticated."""
         self._mechanism = _oid(_KERBEROS)
         kind = _oid(_PRINCIPAL if "/" in target else _HOST_SERVICE)
-        name, _kept = _given(target.encode())
+        name, _alive = _as_buffer(target.encode())
         self._check(
             self._lib.gss_import_name(
                 ctypes.byref(self._minor), ctypes.byref(name), ctypes.byref(kind), ctypes.byref(self._name)
@@ -112,8 +112,8 @@ class KerberosContext:
             self._lib.gss_delete_sec_context(minor, ctypes.byref(self._context), None)
 
     def step(self, challenge: bytes) -> bytes:
-        """What to send for what came; nothing has come before the first step."""
-        asked, _kept = _given(challenge)
+        """The answer to a challenge, which is empty in the first step."""
+        asked, _alive = _as_buffer(challenge)
         answer, flags = _Buffer(), ctypes.c_uint32()
         wanted = _MUTUAL | _REPLAY | _SEQUENCE | _CONFIDENTIAL | _INTEGRITY
         status = self._lib.gss_init_sec_context(
@@ -128,8 +128,8 @@ class KerberosContext:
         return token
 
     def wrap(self, data: bytes, *, seal: bool) -> bytes:
-        """Data with a checksum, `seal`: and encrypted."""
-        given, _kept = _given(data)
+        """Data with a checksum; encrypted with `seal`."""
+        given, _alive = _as_buffer(data)
         out = _Buffer()
         status = self._lib.gss_wrap(
             ctypes.byref(self._minor), self._context, seal, 0, ctypes.byref(given), None, ctypes.byref(out)
@@ -139,7 +139,7 @@ class KerberosContext:
         return wrapped
 
     def unwrap(self, data: bytes) -> bytes:
-        given, _kept = _given(data)
+        given, _alive = _as_buffer(data)
         out = _Buffer()
         status = self._lib.gss_unwrap(
             ctypes.byref(self._minor), self._context, ctypes.byref(given), ctypes.byref(out), None, None
@@ -155,7 +155,7 @@ class KerberosContext:
 
     def _check(self, status: int) -> None:
         if status & _ERRORS:
-            # The second text is Kerberos's own; the first says little more than that there is one.
+            # The mechanism's text comes first: the generic one says little.
             texts = [*self._texts(self._minor.value, 2), *self._texts(status, 1)]
             raise login_error(self._peer, texts[0] if texts else f"status {status:#x}")
 
@@ -172,17 +172,17 @@ class KerberosContext:
         return texts
 
 
-def _given(data: bytes) -> tuple[_Buffer, object]:
-    """A buffer for the library, and what must live as long as it."""
+def _as_buffer(data: bytes) -> tuple[_Buffer, object]:
+    """A buffer for the library, and the object that keeps its memory alive."""
     kept = ctypes.create_string_buffer(data, len(data)) if data else None
     return _Buffer(len(data), ctypes.cast(kept, ctypes.c_void_p) if kept is not None else None), kept
 
 
 @functools.cache
 def _oid(elements: bytes) -> _Oid:
-    return _Oid(len(elements), ctypes.cast(_kept(elements), ctypes.c_void_p))
+    return _Oid(len(elements), ctypes.cast(_static_buffer(elements), ctypes.c_void_p))
 
 
 @functools.cache
-def _kept(elements: bytes) -> ctypes.Array[ctypes.c_char]:
+def _static_buffer(elements: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(elements, len(elements))

@@ -1,10 +1,9 @@
-"""A file that is being written, as the NameNode sees it: begun, given blocks, completed.
+"""The NameNode's side of a file that is being written: created, given blocks, completed.
 
-The right to write a file is a lease; its holder has a name. Each file has a holder of its own here, so that one
-whose writer was lost ends by itself: the NameNode closes it when its lease was not renewed for 20 minutes
-(`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s another writer may take a file over, if it
-wants the same name. So it is enough that a writer renews while it sends: DataNodes give up an idle writer after 60 s
-anyway.
+Writing requires a lease, which belongs to a named holder. Here each file has its own holder, so that a file whose
+writer has died is closed by the NameNode alone: after 20 minutes without a renewal
+(`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s another writer may take over the name. It
+is enough to renew the lease while sending: DataNodes drop idle writers after 60 s anyway.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from bootseer.errors import (
     NoSpaceNowError,
     TransientError,
 )
+from bootseer.hdfs.block_locations import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.checksums import CRC32, CRC32C
-from bootseer.hdfs.located import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError, UnsupportedError
@@ -37,58 +36,58 @@ _RENEW_S: Final = 20.0
 _RENEW_CALL_S: Final = 5.0
 _REMOVE_S: Final = 10.0
 _REPORTED_S: Final = 60.0
-"""So long DataNodes may take to tell the NameNode of a block that they have confirmed to its writer."""
+"""How long DataNodes may take to report a block to the NameNode that they have acknowledged to its writer."""
 _FIRST_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.2
 _MAX_CHUNK_BYTES: Final = 64 * 1024
 _NO_NODES = ("could only be written to", "could only be replicated to", "is out of space")
 _MANY_BLOCKS: Final = 20
-"""The NameNode takes off the room of blocks that are being written, and of failed ones for 20 minutes."""
+"""The NameNode subtracts the space of blocks in flight, and of failed ones for 20 minutes."""
 _MAX_SHOWN: Final = 4
 _RUNNING = re.compile(r"There are (\d{1,9}) datanode\(s\) running")
 _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is trying to recreate")
 
 
 class NoNodesError(TransientError):
-    """The NameNode finds no DataNode for a block, at least none that was not excluded."""
+    """The NameNode finds no DataNode for a block, or none that is not excluded."""
 
     @property
     def num_running(self) -> int:
-        """How many nodes there are; those that were neither excluded nor chosen have no room, or are too busy just now
-        (`considerLoad`). 0 where that is not known."""
+        """Number of live nodes; those neither excluded nor chosen are full, or too busy now (`considerLoad`). 0 if
+        unknown."""
         count = _RUNNING.search(str(self))
         return int(count[1]) if count is not None else 0
 
 
-class _NotReportedError(TransientError):
-    """The NameNode has not heard yet from the DataNodes of an earlier block of the file."""
+class _NotReplicatedYetError(TransientError):
+    """The DataNodes of an earlier block of the file have not reported to the NameNode yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDefaults:
-    """What the cluster's configuration says of new files."""
+    """The cluster's defaults for new files."""
 
     block_size: int
     replication: int
     checksum_kind: int
     chunk_bytes: int
-    """Covered by one checksum."""
+    """Bytes per checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewBlock:
-    """A block that is to be written."""
+    """An allocated block that is to be written."""
 
     block: Block
     node_ids: tuple[bytes, ...]
-    """Its nodes, as the NameNode calls them: handed on to DataNodes, and back to it."""
+    """Its nodes as encoded by the NameNode, to be passed to DataNodes and back to it."""
     storage_kinds: tuple[int, ...]
-    """Of disk, for each of its nodes."""
+    """Kind of disk of each of its nodes."""
     storage_ids: tuple[str, ...]
 
 
 def ask_defaults(namenode: NameNode) -> WriteDefaults:
-    """The NameNode's defaults for new files; the client's `dfs.replication` overrides its own."""
+    """Ask the NameNode for its defaults for new files; the client's `dfs.replication` takes precedence."""
     with namenode.parsing("/"):
         answer = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
         wanted = namenode.cluster.settings.get("dfs.replication", "")
@@ -99,14 +98,14 @@ def ask_defaults(namenode: NameNode) -> WriteDefaults:
             chunk_bytes=answer.number(2),
         )
     if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes & (found.chunk_bytes - 1):
-        # Packets must end where the bytes of a checksum do.
+        # Packets must end at checksum boundaries.
         raise UnsupportedError(f"checksums of {found.chunk_bytes} bytes are not supported by BootSeer's HDFS client")
-    # Files without checksums are nothing that this package writes.
+    # This package always writes checksums.
     return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
 
 
 class Lease:
-    """The right to write one file. Belongs to one thread at a time."""
+    """The right to write one file. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -145,10 +144,11 @@ class Lease:
             )
 
     def add_block(self, exclude: Iterable[bytes], previous: Block | None = None) -> NewBlock:
-        """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
-        nodes. Raises `NoNodesError` when there are no others, and `NoSpaceError` when no node at all has room for it.
+        """Allocate the block after `previous`, which must be acknowledged, or the first one, on none of the nodes
+        `exclude`. Raises `NoNodesError` if there are no others, `NoSpaceError` or `NoSpaceNowError` if no node has
+        space.
 
-        Waits for DataNodes that have not yet reported the blocks before to the NameNode: busy ones report seconds late.
+        Waits while DataNodes have not reported earlier blocks to the NameNode: busy ones are seconds late.
         """
         request = field(1, self.path) + field(2, self.holder) + field(5, self._file_id)
         if previous is not None:
@@ -163,8 +163,8 @@ class Lease:
             except NoNodesError as error:
                 if excluded:
                     raise
-                raise self.explained(error) from error
-            except _NotReportedError:
+                raise self.explain(error) from error
+            except _NotReplicatedYetError:
                 if time.monotonic() + pause_s >= until:
                     raise
                 time.sleep(pause_s)
@@ -184,14 +184,14 @@ class Lease:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
         return NewBlock(block, node_ids, kinds, ids)
 
-    def explained(self, error: NoNodesError) -> BootseerError:
+    def explain(self, error: NoNodesError) -> BootseerError:
         """Why the NameNode has no node: `NoSpaceError` when all are full, `NoSpaceNowError` when blocks in flight may
         need what is left, `error` itself when space is not the reason.
         """
         try:
-            rooms = self._namenode.rooms()
+            rooms = self._namenode.free_bytes_by_node()
             most = max(rooms.values(), default=0)
-        except AccessError:  # of all nodes together: what each has is less
+        except AccessError:  # only the sum is known: use the average
             rooms, most = {}, self._namenode.space()[1] // max(error.num_running, 1)
         except BootseerError:
             return error
@@ -206,32 +206,32 @@ class Lease:
         return NoSpaceNowError(f"{full} beside those that are being written; free: {where}")
 
     def abandon(self, block: Block) -> None:
-        """Give a block back that has no data."""
+        """Give back a block without data."""
         self._ask("abandonBlock", field(1, identity(block)) + field(2, self.path) + field(3, self.holder))
 
     def renew(self) -> None:
-        """Say that the file is still written, if that was not said lately."""
+        """Renew the lease if it is due."""
         now_s = time.monotonic()
         if now_s - self._renewed_s >= _RENEW_S:
             self._renewed_s = now_s
-            # A NameNode that restarts is no reason to end a block that DataNodes take; there is time to try again.
+            # A restarting NameNode must not fail a block that DataNodes accept; later renewals are in time.
             with contextlib.suppress(TransientError):
                 self._namenode.ask("renewLease", field(1, self.holder), self.path, _RENEW_CALL_S)
 
     def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> FileStatus:
-        """End the file, which has so many bytes; `block` is its last one. Waits until DataNodes have reported all its
-        blocks to the NameNode. Returns what the NameNode says of it then."""
+        """Complete the file, of `size_bytes`; `block` is its last one. Waits until DataNodes have reported its blocks
+        to the NameNode. Returns the file's status."""
         request = field(1, self.path) + field(2, self.holder) + field(4, self._file_id)
         if block is not None:
             request += field(3, identity(block))
         until = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
         with self._namenode.parsing(self.path):
-            # A NameNode that restarts meanwhile has all the time, as DataNodes have.
+            # A restarting NameNode may use all of the time, as DataNodes may.
             while not self._ask("complete", request, max(until - time.monotonic(), _FIRST_PAUSE_S)).number(1):
                 if time.monotonic() + pause_s >= until:
                     raise TransientError(f"{self.path}: no DataNode confirmed its block within {timeout_s:.0f} s")
-                # The DataNode's word is on its way to the NameNode, usually for a millisecond.
+                # The DataNode's report usually takes a millisecond.
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 self.renew()
@@ -241,7 +241,7 @@ class Lease:
         return status
 
     def remove(self) -> None:
-        """Remove the file, as far as it is there and the NameNode answers soon."""
+        """Remove the file, if it exists and the NameNode answers in time."""
         self._ask("delete", field(1, self.path) + field(2, False), _REMOVE_S)
 
     def _create(self, request: bytes) -> Message:
@@ -250,14 +250,14 @@ class Lease:
         except AlreadyExistsError as error:
             if not any(text in str(error) for text in _OWN_ALREADY):
                 raise
-            # No other writer has this holder's name: an answer was lost on the way, and the question asked again.
+            # No other writer has this holder's name: the answer was lost, and the request repeated.
             return self._ask("getFileInfo", field(1, self.path))
 
     def _ask(self, method: str, request: bytes, timeout_s: float | None = None) -> Message:
         try:
             return Message(self._namenode.ask(method, request, self.path, timeout_s))
         except BootseerError as error:
-            # Kinds of errors that only writers meet.
+            # Errors that only concern writers.
             kind = _kind(error.__cause__)
             if kind is None:
                 raise
@@ -265,18 +265,18 @@ class Lease:
 
 
 def identity(block: Block) -> bytes:
-    """Which block this is, as an `ExtendedBlockProto`."""
+    """An `ExtendedBlockProto` of the block."""
     return field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
 
 
 def _kind(cause: BaseException | None) -> type[BootseerError] | None:
-    """What an answer of the NameNode means for a writer; None for nothing special."""
+    """The error class of a NameNode's answer to a writer; None for ordinary ones."""
     if not isinstance(cause, RemoteError):
         return None
     if any(text in str(cause) for text in _NO_NODES):
         return NoNodesError
     if cause.kind == "NotReplicatedYetException":
-        return _NotReportedError
+        return _NotReplicatedYetError
     if cause.kind == "UnknownCryptoProtocolVersionException":
-        return UnsupportedError  # a folder whose files are encrypted by their writers
+        return UnsupportedError  # a folder with client-side encryption
     return None

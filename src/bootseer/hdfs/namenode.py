@@ -1,15 +1,13 @@
-"""RPCs to the NameNodes of a cluster: where blocks lie, names and folders, and (`ask`) whatever else a caller encodes.
+"""RPCs to the NameNodes of a cluster: locations of blocks, names and folders, and (`ask`) any other encoded request.
 
-Several NameNodes stand for one cluster (HA): one is active, the others say that they are not, hang or are gone. The
-one that answered last is asked first. Observers are never asked: they may lack what was written just now.
+A cluster may have several NameNodes (HA): one is active, the others are in standby, hung or gone. The one that answered
+last is asked first. Observers are never used: they may lack recent writes.
 
-Safe to use from many threads; each question has a connection of its own, at most `_MAX_CONNECTIONS` at a time.
+Each RPC has a connection of its own, at most `_MAX_CONNECTIONS` at a time. A hung NameNode is left after its share of
+the time, and another one asked; hdfs-native would wait for it forever. An RPC whose answer was lost is repeated with
+the same call id, so that a rename is not done twice.
 
-A NameNode that hangs is left after its share of the time and another one asked, and the wait can be interrupted:
-hdfs-native waits for it for ever. A question that is asked again because its answer was lost is the same question for
-the NameNode, so that a rename is not done twice.
-
-Paths are whole paths of the file system, "/a/b". Safe to use from many threads.
+Paths are absolute paths of the file system, "/a/b". Safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.block_locations import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
 from bootseer.hdfs.errors import kind_of_error
-from bootseer.hdfs.located import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
@@ -41,12 +39,12 @@ _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _MAX_CONNECTIONS: Final = 8
 _MAX_NUMBER: Final = 0x7FFFFFFF
 _IDLE_S: Final = 8.0
-"""Servers close connections after 10 s without a question."""
+"""Servers close connections that are idle for 10 s."""
 _PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 2.0
 _FIRST_S: Final = 0.5
-"""So long after it was made, a client waits for NameNodes at addresses where none has ever answered it."""
-_LATER = frozenset(
+"""How long after its creation a client retries addresses at which no NameNode has ever answered."""
+_RETRIED_KINDS = frozenset(
     {
         "StandbyException",
         "RetriableException",
@@ -55,16 +53,17 @@ _LATER = frozenset(
         "StateStoreUnavailableException",  # a router's
     }
 )
-"""Another NameNode may answer, or the same one when it has come up."""
+"""Errors after which another NameNode, or the same one later, may answer."""
 _NOISE = re.compile(r"\b(?:[a-z]\w*\.){2,}(?=[A-Z])|\. Visit https:.*")
-"""Around what a NameNode says of its state: the packages of classes, and where to read more."""
+"""Noise in messages of NameNodes: Java packages, and links to documentation."""
 _EVERYTHING: Final = (1 << 63) - 1
 _LIVE: Final = 2
 _OBSERVER: Final = 3
 
 
 class NameNode:
-    """The NameNodes of one cluster, as one. `ask_s` bounds each question, `call_timeout_s` what one of them takes."""
+    """The NameNodes of one cluster. `ask_s` bounds each request, `call_timeout_s` each attempt at one of several
+    NameNodes."""
 
     def __init__(self, cluster: Cluster, *, call_timeout_s: float = 10.0, ask_s: float = 30.0) -> None:
         self.cluster = cluster
@@ -74,13 +73,13 @@ class NameNode:
         self.protection = Protection(cluster.settings, kerberos=cluster.kerberos, ask_key=self._ask_key)
         self._is_closed = False
         self._has_answered = False
-        """Whether there is a NameNode at one of the addresses: it is waited for when it restarts."""
+        """Whether a NameNode has ever answered: then it is waited for when it restarts."""
         self._made_s = time.monotonic()
         self._reset()
         after_fork(self.forget)
 
     def _reset(self) -> None:
-        # By these the NameNodes know a question that is asked again, and change nothing twice.
+        # Client and call ids let NameNodes recognise a repeated request, and not execute it twice.
         self._client_id = os.urandom(16)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -93,16 +92,16 @@ class NameNode:
         self._idle: list[tuple[float, int, RpcConnection]] = []
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
-        """Where the blocks of a file lie, of one that is being written the finished ones.
-        Raises `NotFoundError`, `AccessError`, `UnsupportedError`, `TransientError`."""
+        """The blocks of a file and their locations; of a file that is being written, the complete ones. Raises
+        `NotFoundError`, `AccessError`, `UnsupportedError`, `TransientError`."""
         located = self._locate(path, 0, timeout_s)
         while not located.is_whole:
-            # Servers may tell less than all at once.
+            # Servers may return a part of the blocks at a time.
             more = self._locate(path, located.end, timeout_s)
             try:
                 located = located.joined(more)
             except MalformedError as error:
-                raise TransientError(f"{self._named(path)} was changed while it was located") from error
+                raise TransientError(f"{self._uri_of(path)} was changed while it was located") from error
         return located
 
     def _locate(self, path: str, start: int, timeout_s: float | None) -> LocatedFile:
@@ -111,17 +110,17 @@ class NameNode:
         with self.parsing(path):
             message = Message(answer)
             if 1 not in message:
-                raise NotFoundError(f"{self._named(path)} is not there")
+                raise NotFoundError(f"{self._uri_of(path)} does not exist")
             return parse_located(path, message.data(1), self._known_nodes)
 
     def space(self) -> tuple[int, int]:
-        """Bytes of all DataNodes together, and how many of them are free."""
+        """Total and free bytes of all DataNodes."""
         with self.parsing("/"):
             message = Message(self.ask("getFsStats", b"", "/", None))
             return message.number(1), message.number(3)
 
-    def rooms(self) -> dict[str, int]:
-        """Bytes free on each live DataNode, by `host:port`. Raises `AccessError` where only an operator may ask."""
+    def free_bytes_by_node(self) -> dict[str, int]:
+        """Free bytes of each live DataNode, by `host:port`. Raises `AccessError` where only operators may ask."""
         with self.parsing("/"):
             nodes = [
                 Message(node) for node in Message(self.ask("getDatanodeReport", field(1, _LIVE), "/", None)).every(1)
@@ -130,14 +129,14 @@ class NameNode:
 
     @contextlib.contextmanager
     def parsing(self, path: str) -> Iterator[None]:
-        """Errors of an answer's form that pass through here become `TransientError`."""
+        """Maps `MalformedError`s raised inside to `TransientError`."""
         try:
             yield
         except MalformedError as error:
-            raise TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}") from error
+            raise TransientError(f"{self._uri_of(path)}: the NameNode's answer is malformed: {error}") from error
 
     def close(self) -> None:
-        """Close idle connections; others close after their question, as do those of later ones."""
+        """Close idle connections; those in use are closed after their request."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -145,19 +144,19 @@ class NameNode:
             connection.close()
 
     def forget(self) -> None:
-        """In the child of a fork: leave the parent's connections to the parent, and have own locks."""
+        """In the child of a fork: the connections belong to the parent, and locks may be held forever."""
         idle = self._idle
         self._reset()
         for _, _, connection in idle:
             connection.close()
 
-    def _named(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"hdfs://{self.cluster.authority}{path}"
 
     def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
-        """One answer of whichever NameNode has one, within the time for all attempts."""
+        """Send a request to the NameNodes, with retries and failover; returns the answer."""
         if not self._supported:
-            raise UnsupportedError(f"{self._named(path)}: {self.cluster.unsupported or 'another client is needed'}")
+            raise UnsupportedError(f"{self._uri_of(path)}: {self.cluster.unsupported or 'another client is needed'}")
         num_namenodes = len(self.cluster.namenodes)
         call = next(self._numbers) & _MAX_NUMBER
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
@@ -177,7 +176,7 @@ class NameNode:
                     return answer
                 except RemoteError as error:
                     self._has_answered = True
-                    if error.kind not in _LATER:
+                    if error.kind not in _RETRIED_KINDS:
                         raise self._mapped(error, path) from error
                     failed[number] = error
                     num_standby += error.kind == "StandbyException"
@@ -186,37 +185,39 @@ class NameNode:
                     raise
                 except (TransientError, AccessError) as error:
                     unreachable += [str(error)] if isinstance(error, UnreachableError) else []
-                    # A login that one of them refuses may be its fault alone.
+                    # One NameNode alone may refuse a login.
                     refusals += [error] if isinstance(error, AccessError) else []
-                    if number not in failed or time.monotonic() < until:  # not what the end of the time has cut short
+                    if (
+                        number not in failed or time.monotonic() < until
+                    ):  # not an attempt that was cut short by the deadline
                         failed[number] = error
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
             if refusals and len(refusals) + len(unreachable) + num_standby == num_namenodes:
                 raise refusals[0]
-            self._check_there(path, unreachable)
+            self._raise_if_unreachable(path, unreachable)
             problem = self._problem(path, failed)
             if time.monotonic() + pause_s >= until:
                 raise problem
-            # All have been asked: the NameNode is starting, or a standby becomes active.
-            _LOG.info("%s: asked again in %.1f s: %s", method, pause_s, problem)
+            # All were tried: a NameNode is starting, or a standby is becoming active.
+            _LOG.info("%s: retry in %.1f s: %s", method, pause_s, problem)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _problem(self, path: str, failed: Mapping[int, Exception]) -> BootseerError:
-        """What to say of a time in which these NameNodes have failed, each by its number."""
+        """The error after a series of failed attempts, by the number of the NameNode."""
         problems, state = [], "answers"
         for number, error in failed.items():
             text = str(error)
-            if isinstance(error, RemoteError):  # which does not say whose it is
+            if isinstance(error, RemoteError):  # their messages do not name the server
                 state = "is active"
                 text = f"{':'.join(map(str, self.cluster.namenodes[number]))}: {_NOISE.sub('', text)}"
             problems.append(text)
         text = "; ".join(problems) or "none was asked in time"
-        return TransientError(f"{self._named(path)}: no NameNode {state}: {text}")
+        return TransientError(f"{self._uri_of(path)}: no NameNode {state}: {text}")
 
-    def check_there(self, path: str) -> None:
-        """Raise `UnreachableError` when no server is at any of the addresses; for callers that use another client."""
+    def check_reachable(self, path: str) -> None:
+        """Raise `UnreachableError` if no server is at any address; before another client is used."""
         while not self._has_answered:
             unreachable = []
             for host, port in self.cluster.namenodes:
@@ -225,26 +226,26 @@ class NameNode:
                     self._has_answered = True
                 except UnreachableError as error:
                     unreachable.append(str(error))
-                except TransientError:  # one that hangs is waited for
+                except TransientError:  # a hung server exists
                     self._has_answered = True
-            self._check_there(path, unreachable)
+            self._raise_if_unreachable(path, unreachable)
             time.sleep(0.0 if self._has_answered else _PAUSE_S)
 
-    def _check_there(self, path: str, unreachable: list[str]) -> None:
-        """Raise when there never was a NameNode, and none of them was reached in this round, after a while."""
+    def _raise_if_unreachable(self, path: str, unreachable: list[str]) -> None:
+        """Raise if no NameNode has ever answered, none was reached in this round, and the grace period is over."""
         is_none = not self._has_answered and len(unreachable) == len(self.cluster.namenodes)
         if is_none and time.monotonic() > self._made_s + _FIRST_S:
-            raise UnreachableError(f"{self._named(path)}: no NameNode is there: {'; '.join(unreachable)}")
+            raise UnreachableError(f"{self._uri_of(path)}: no NameNode is there: {'; '.join(unreachable)}")
 
     def _ask_one(self, number: int, method: str, request: bytes, call: int, until: float) -> bytes:
         if not self._free.acquire(timeout=max(until - time.monotonic(), 0.0)):
-            raise TransientError("too many questions wait for an answer")
+            raise TransientError("too many concurrent RPCs")
         free = self._free
         try:
             idle = self._take(number)
             if idle is not None:
-                # A restarted server has closed what lay idle here: that says nothing of it. One that does not answer is
-                # not asked twice: shut out by its journal, it calls done what its successor does not know.
+                # A restarted server has closed its idle connections: try a new one. But a server that does not answer
+                # is not asked again: fenced off by the journal, it may confirm what its successor does not know.
                 try:
                     return self._ask_over(idle, number, method, request, call, until)
                 except TransientError as error:
@@ -257,13 +258,13 @@ class NameNode:
     def _ask_over(
         self, connection: RpcConnection, number: int, method: str, request: bytes, call: int, until: float
     ) -> bytes:
-        """One answer over one connection, which is kept when it can be used again."""
+        """Send a request over one connection, which is returned to the pool if it can be reused."""
         try:
             if not self._knows_encryption:
                 self._check_encryption(connection, until)
             answer = connection.call(method, request, self._left_s(until), number=call)
         except RemoteError as error:
-            if error.kind == "StandbyException":  # the next time it may observe
+            if error.kind == "StandbyException":  # it may become an observer next
                 connection.close()
             else:
                 self._give(number, connection)
@@ -290,28 +291,28 @@ class NameNode:
         return connection
 
     def _check_state(self, connection: RpcConnection, until: float) -> None:
-        """Refuse one that observes. Only where `dfs.namenode.state.context.enabled` is set it would do so itself."""
+        """Refuse an observer. It would refuse itself only with `dfs.namenode.state.context.enabled`."""
         number = next(self._numbers) & _MAX_NUMBER
         state = 0
-        with contextlib.suppress(RemoteError, MalformedError):  # of servers that know no observers
+        with contextlib.suppress(RemoteError, MalformedError):  # servers without observers do not know the call
             state = Message(connection.call("getHAServiceState", b"", self._left_s(until), number=number)).number(1)
         if state == _OBSERVER:
             connection.close()
-            raise RemoteError("StandbyException", "it observes, and may lack what was written just now")
+            raise RemoteError("StandbyException", "an observer, which may lack recent writes")
 
     def _services(self, host: str, port: int) -> Iterator[str]:
-        """What a delegation token may call this NameNode."""
+        """The service names that a delegation token of this NameNode may have."""
         yield from (f"ha-hdfs:{self.cluster.authority}", f"{host}:{port}", f"{self.cluster.authority}:{port}")
         with contextlib.suppress(OSError):
             yield from {f"{found[4][0]}:{port}" for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
 
     def _ask_key(self) -> bytes:
-        """The key with which DataNodes of a cluster that encrypts its data are logged in to."""
+        """The key for logins to DataNodes of a cluster that encrypts its data."""
         with self.parsing("/"):
             return Message(self.ask("getDataEncryptionKey", b"", "/", None)).data(1)
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
-        """Whether DataNodes want their data encrypted, which only the servers' settings say."""
+        """Find out whether DataNodes encrypt their data, which only the servers' configuration says."""
         answer = connection.call(
             "getServerDefaults", b"", self._left_s(until), number=next(self._numbers) & _MAX_NUMBER
         )
@@ -347,27 +348,27 @@ class NameNode:
         connection.close()
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
-        message = f"{self._named(path)}: {error}"
+        message = f"{self._uri_of(path)}: {error}"
         if error.kind == "FileNotFoundException" and "not a file" not in str(error):
-            return NotFoundError(f"{self._named(path)} is not there")
+            return NotFoundError(f"{self._uri_of(path)} does not exist")
         if "(is not a directory)" in str(error) and error.kind == "AccessControlException":
-            # Nothing lies below a file; HDFS calls the question a lack of rights.
-            return NotFoundError(f"{self._named(path)} is not there")
+            # A path below a file: HDFS reports it as missing access rights.
+            return NotFoundError(f"{self._uri_of(path)} does not exist")
         if error.kind in ("AccessControlException", "AuthorizationException"):
             return AccessError(message)
         if error.kind in ("UnresolvedPathException", "RpcNoSuchMethodException"):
             return PermanentError(message)
-        # What these mean stands in the class or in the text, which the caller may want to show too.
+        # The Java class is a part of the message: callers show it.
         whole = f"{error.kind}: {error}"
         kind = kind_of_error(whole)
-        return TransientError(message) if kind is None else kind(f"{self._named(path)}: {whole}")
+        return TransientError(message) if kind is None else kind(f"{self._uri_of(path)}: {whole}")
 
 
 _UNCHANGED: Final = -1
 
 
 class Names:
-    """All methods raise `UnsupportedError` for a cluster that needs another client."""
+    """Names and folders. All methods raise `UnsupportedError` for a cluster that needs another client."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
@@ -376,18 +377,18 @@ class Names:
         with self._namenode.parsing(path):
             answer = self._ask("getFileInfo", field(1, path), path)
             if 1 not in answer:
-                raise NotFoundError(f"{self._named(path)} is not there")
+                raise NotFoundError(f"{self._uri_of(path)} does not exist")
             return parse_status(path, answer.message(1))
 
     def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
-        """Make a folder; one that is there stays."""
+        """Create a folder; an existing one stays."""
         self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
         try:
             self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
         except NotFoundError:
-            # A router asks by numbers of its own: a NameNode that is asked again does not know that it is done already.
+            # Routers have call ids of their own, so a NameNode does not recognise a repeated rename.
             with contextlib.suppress(NotFoundError):
                 self.stat(target)
                 if self._is_router():
@@ -395,7 +396,7 @@ class Names:
             raise
 
     def delete(self, path: str, *, recursive: bool) -> bool:
-        """Remove: whether there was anything."""
+        """Remove; returns whether the path existed."""
         with self._namenode.parsing(path):
             return bool(self._ask("delete", field(1, path) + field(2, recursive), path).number(1))
 
@@ -410,14 +411,14 @@ class Names:
         self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
 
     def list(self, path: str) -> Iterator[FileStatus]:
-        """What lies in a folder, a page at a time; a file itself."""
+        """The entries of a folder, page by page; for a file, the file itself."""
         after = b""
         is_more = True
         while is_more:
             answer = self._ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
             with self._namenode.parsing(path):
                 if 1 not in answer:
-                    raise NotFoundError(f"{self._named(path)} is not there")
+                    raise NotFoundError(f"{self._uri_of(path)} does not exist")
                 page = answer.message(1)
                 found = [Message(entry) for entry in page.every(1)]
                 for entry in found:
@@ -431,12 +432,12 @@ class Names:
             return Message(self._namenode.ask(method, request, path, None))
 
     def _is_router(self) -> bool:
-        """Whether a router answers, by a question that these do not pass on."""
+        """Whether a router answers: NameNodes support this call, routers do not."""
         try:
             self._namenode.ask("getEditsFromTxid", field(1, 1 << 62), "/", None)
         except BootseerError as error:
             return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
         return False
 
-    def _named(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"hdfs://{self._namenode.cluster.authority}{path}"

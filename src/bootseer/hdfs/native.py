@@ -1,14 +1,17 @@
-"""hdfs-native's client, with its traps dealt with once: fork, panics, calls that never return, errors that are text.
+"""hdfs-native's client, with workarounds for its pitfalls in one place: forks, panics, calls without deadlines, errors
+without classes.
 
-A client that was made before `fork` hangs in the child, and so does taking it apart: the child forgets it unharmed and
-makes its own. Worse, the library keeps connections to DataNodes for the whole process, and a child that used them would
-take its parent's answers and give it other files' bytes: it waits until they have expired (`wait_until_own`). Calls
-know no deadline (`bounded`), and reading past the end panics, which is no `Exception`. The library has no classes for
-most errors: the name of the Java class in their text decides. Its writes fail or hang when a DataNode dies that the
-NameNode still counts as live: each step has a deadline here, and after the first error a writer is of no use.
+Fork: a client that was created before a fork hangs in the child, and so does its destructor; the child leaks it and
+creates its own. The library also keeps connections to DataNodes for the whole process: a child that used them would
+receive its parent's answers, that is, bytes of other files. So the child waits until they have expired
+(`wait_for_inherited_connections`).
 
-One lock guards the client while it is made; it is safe to use from many threads. A writer belongs to one thread at a
-time, and to the process that made it.
+Calls are bounded by `io.deadline`. Reading past the end panics, which is not an `Exception`. Most errors have no class:
+the name of the Java class in the text decides. Writes fail or hang when a DataNode dies that the NameNode still
+considers live: each step has a deadline, and after the first error a writer cannot be used.
+
+A lock guards the creation of the client; it is safe to use from many threads. A writer is used by one thread at a time,
+in the process that created it.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from hdfs_native import Client, FileWriter, WriteOptions
 from hdfs_native import FileStatus as Found
 
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import NotReadyError, kind_of_error
-from bootseer.hdfs.located import FileStatus
 from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 
 T = TypeVar("T")
 
-_KEPT_S = 5.0
-"""The library forgets a connection that was idle for 3 s."""
+_LIBRARY_IDLE_S = 5.0
+"""The library drops connections that are idle for 3 s."""
 _FIXED_SETTINGS = {
-    # Each attempt sleeps longer; the default of 15 keeps a caller 3 minutes at a NameNode that is not there.
+    # The sleeps grow; the default of 15 attempts takes 3 minutes if the NameNode is gone.
     "dfs.client.failover.max.attempts": "5",
     "dfs.client.failover.sleep.max.millis": "2000",
 }
@@ -47,31 +50,31 @@ _FIXED_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class NativeSettings:
-    """Time limits, and further settings of the library."""
+    """Time limits, and Hadoop's configuration."""
 
     call_s: float = 60.0
-    """For one question to the NameNodes, all tries and failover included; of a listing, for each page. A restarted
-    NameNode is away for half a minute and more."""
+    """One request to the NameNodes including retries and failover; for listings, each page. A NameNode restarts in half
+    a minute or more."""
     write_s: float = 20.0
-    """For one buffer on its way, and for a DataNode to confirm it."""
+    """One buffer, until DataNodes have acknowledged it."""
     close_s: float = 60.0
-    """For the end of a file: the last bytes, all confirmations, and the NameNode's own wait for them."""
+    """The end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
     socket_timeout_s: float = 5.0
-    """After this, a silent DataNode counts as hung. Busy disks answer within 1 or 2 s."""
+    """After this a silent DataNode counts as hung. Busy disks answer within 1 or 2 s."""
     conf_dir: str | None = None
-    """Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
+    """Folder of Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
 
 
 _REMOTE = re.compile(r'RPCError\("(?:\w+\.)*([\w$]+)", "(.*?)(?:"\))?$')
-"""How the library shows an answer that is an error: the class and the text, quoted."""
+"""The library's form of a server's error: quoted class and text."""
 _KERBEROS = re.compile(r'GSSAPIError\(.*, "(.*?)"?\)?$')
 
 
 class Native:
-    """The library's client of one file system, one per process."""
+    """The library's client of one file system in one process."""
 
     def __init__(self, uri: str, settings: NativeSettings, *, server: str = "") -> None:
-        """`uri` is what messages call it; `server` is where it is, if that is written in another way."""
+        """`uri` is used in messages; `server` is the address, if that differs."""
         self.uri = uri
         self.settings = settings
         self._properties = {
@@ -83,57 +86,58 @@ class Native:
         self._client: Client | None = None
         after_fork(self.forget_client)
 
-    def call(self, what: str, function: Callable[[Client], T], timeout_s: float | None = None) -> T:
-        """What `ask` returns, within a time (by default `call_s`), its errors mapped; `what` it is about."""
-        with mapping(what):
-            return within(timeout_s or self.settings.call_s, what, lambda: function(self.client()))
+    def call(self, subject: str, function: Callable[[Client], T], timeout_s: float | None = None) -> T:
+        """Call `function` with the client, within `timeout_s` (default `call_s`); errors are mapped, and name
+        `subject`."""
+        with mapping(subject):
+            return within(timeout_s or self.settings.call_s, subject, lambda: function(self.client()))
 
-    def stream(self, what: str, function: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
-        """What `ask` yields, each of it within `call_s`, its errors mapped."""
-        items = stream_within(self.settings.call_s, what, lambda: function(self.client()), each=True)
-        with mapping(what), contextlib.closing(items):
+    def stream(self, subject: str, function: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
+        """Iterate over the results of `function`, each within `call_s`; errors are mapped."""
+        items = stream_within(self.settings.call_s, subject, lambda: function(self.client()), each=True)
+        with mapping(subject), contextlib.closing(items):
             yield from items
 
     def client(self) -> Client:
-        """This process's client. May block: only to be called inside of `call` and its like."""
+        """This process's client. May block: call it under a deadline only."""
         with self._lock:
             if self._client is None:
                 self._client = Client(self._server, self._properties, self.settings.conf_dir)
             return self._client
 
     def close(self) -> None:
-        """Forget the client; its connections close when they are not used any more."""
+        """Drop the client; its connections close when they are idle."""
         with self._lock:
             self._client = None
 
     def forget_client(self) -> None:
-        """In the child of a fork: have no client, and never take apart the one of the parent."""
+        """In the child of a fork: leak the parent's client, because its destructor would hang."""
         # A thread of the parent may have held the lock.
         self._lock = threading.Lock()
         client, self._client = self._client, None
         if client is not None:
-            never_destroy(client)
+            leak(client)
 
 
 def note_read() -> None:
     """The library has just read from a DataNode, and keeps the connection."""
-    _kept.last_read_s = time.monotonic()
+    _native_connections.last_read_s = time.monotonic()
 
 
-def wait_until_own() -> None:
-    """In the child of a fork: wait until connections that the parent has read from are not used any more."""
-    time.sleep(max(0.0, _kept.foreign_until_s - time.monotonic()))
+def wait_for_inherited_connections() -> None:
+    """In the child of a fork: wait until the library does not reuse connections of the parent any more."""
+    time.sleep(max(0.0, _native_connections.foreign_until_s - time.monotonic()))
 
 
-def never_destroy(value: object) -> None:
-    """Keep an object of the library for ever: in the child of a fork its destructor would wait for the parent's
+def leak(value: object) -> None:
+    """Keep an object of the library forever: in the child of a fork its destructor would wait for the parent's
     threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextlib.contextmanager
-def mapping(what: str) -> Iterator[None]:
-    """Errors of the library that pass through here become ours; `what` they are about."""
+def mapping(subject: str) -> Iterator[None]:
+    """Maps errors of the library raised inside; `subject` they concern."""
     try:
         yield
     except GeneratorExit:
@@ -143,49 +147,51 @@ def mapping(what: str) -> Iterator[None]:
             raise
         # Panics of Rust code are not Exceptions.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise mapped(error, what) from error
+            raise mapped(error, subject) from error
         raise
 
 
-def mapped(error: BaseException, what: str) -> BootseerError:
-    """An error of the library as one of ours."""
+def mapped(error: BaseException, subject: str) -> BootseerError:
+    """The BootSeer error for an error of the library."""
     text = str(error)
-    # Below the first line stands a Java stack trace, which tells a user nothing.
+    # A Java stack trace follows the first line.
     first = text.replace("\\n", "\n").partition("\n")[0]
     if remote := _REMOTE.match(first):
         first = f"{remote[1]}: {remote[2]}".replace('\\"', '"')
     elif kerberos := _KERBEROS.match(first):
         first = f"Kerberos: {kerberos[1]}; is there a ticket (klist, kinit)?"
     elif "RPC listener disconnected" in first:
-        first = "the NameNode ends the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
+        first = "the NameNode closed the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
     first = first[:300]
-    message = f"{what}: {first}"
+    message = f"{subject}: {first}"
     is_missing = isinstance(error, FileNotFoundError) and "Path is not a file" not in text
     if is_missing or ("(is not a directory)" in text and "AccessControlException" in text):
-        # Some answers are the bare path. Nothing lies below a file; HDFS calls the question a lack of rights.
-        return NotFoundError(message if " " in first else f"{what} is not there")
+        # Some messages are the bare path. For a path below a file HDFS reports missing access rights.
+        return NotFoundError(message if " " in first else f"{subject} does not exist")
     kind = kind_of_error(text)
     if kind is not None:
         return kind(message)
     if "No NameNode hosts found" in text:
         hint = "name host and port, or set HADOOP_CONF_DIR to where the service's NameNodes are named"
-        return UsageError(f"{what}: no NameNode is known for this address", hint=hint)
+        return UsageError(f"{subject}: no NameNode is known for this address", hint=hint)
     return TransientError(message)
 
 
-class _Kept:
-    """The connections to DataNodes that the library keeps for this process."""
+class _NativeConnections:
+    """The library's connections to DataNodes in this process."""
 
     last_read_s = -math.inf
     foreign_until_s = -math.inf
     """Until then, some may be the parent's."""
 
 
-_kept = _Kept()
+_native_connections = _NativeConnections()
 
 
 def _after_fork() -> None:
-    _kept.foreign_until_s = max(_kept.foreign_until_s, _kept.last_read_s + _KEPT_S)
+    _native_connections.foreign_until_s = max(
+        _native_connections.foreign_until_s, _native_connections.last_read_s + _LIBRARY_IDLE_S
+    )
 
 
 after_fork(_after_fork)
@@ -195,7 +201,7 @@ _AGAIN_S = 0.5
 
 
 class NativeNames:
-    """See `names.Names`."""
+    """As `namenode.Names`."""
 
     def __init__(self, native: Native) -> None:
         self._native = native
@@ -204,8 +210,8 @@ class NativeNames:
         return _status(self._call(path, lambda client: client.get_file_info(path)))
 
     def list(self, path: str) -> Iterator[FileStatus]:
-        what = f"{self._native.uri}{path}"
-        for found in self._native.stream(what, lambda client: client.list_status(path, False)):
+        uri = f"{self._native.uri}{path}"
+        for found in self._native.stream(uri, lambda client: client.list_status(path, False)):
             yield _status(found)
 
     def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
@@ -226,13 +232,13 @@ class NativeNames:
     def set_mtime(self, path: str, mtime_ms: int) -> None:
         self._call(path, lambda client: client.set_times(path, mtime_ms, client.get_file_info(path).access_time))
 
-    def room(self, path: str) -> tuple[int, int]:
-        """Bytes that a folder may have, 0 or less for as many as it likes, and how many it has, all copies counted."""
+    def space_quota(self, path: str) -> tuple[int, int]:
+        """A folder's space quota, 0 or less for none, and its usage, all replicas counted."""
         summary = self._call(path, lambda client: client.get_content_summary(path))
         return summary.space_quota, summary.space_consumed
 
     def _call(self, path: str, function: Callable[[Client], T]) -> T:
-        """An answer about a name, within the time for one question, waiting for a NameNode that has just started."""
+        """Call within `call_s`, waiting for a NameNode that has just started."""
         until = time.monotonic() + self._native.settings.call_s
         while True:
             try:
@@ -265,7 +271,7 @@ _HANG_UP_S = 0.5
 class _State(enum.Enum):
     OPEN = enum.auto()
     SPOILED = enum.auto()
-    """Of no use, and not removed yet."""
+    """Failed, and not removed yet."""
     ENDED = enum.auto()
 
 
@@ -285,17 +291,17 @@ class NativeWriter:
         """Create the file, and with `parents` its folder when that is missing. Raises `AlreadyExistsError`."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
-        """Not known."""
+        """Unknown here."""
         self.status: FileStatus | None = None
-        """Not asked for."""
+        """Not requested here."""
         self.size_bytes = 0
-        """What was written so far."""
+        """Bytes written so far."""
         self._native = native
-        self._what = f"{native.uri}{path}"
+        self._uri = f"{native.uri}{path}"
         options = WriteOptions(block_size=block_size, replication=replication, permission=mode, create_parent=parents)
-        self._file = native.call(self._what, lambda client: client.create(path, options))
-        # Python's finalizer of files calls close(), which may hang the thread that drops the last reference; what
-        # is closed for Python has none. The library's own methods do not ask.
+        self._file = native.call(self._uri, lambda client: client.create(path, options))
+        # Python's finalizer of files calls close(), which may hang the thread that drops the last reference. A file
+        # that Python considers closed has no finalizer; the library's own methods still work.
         io.RawIOBase.close(self._file)
         self._state = _State.OPEN
 
@@ -307,42 +313,42 @@ class NativeWriter:
         self.size_bytes += len(data)
 
     def close(self) -> tuple[str, ...]:
-        """End the file: all DataNodes have confirmed it, and the NameNode knows its length; where it lies is not
-        known."""
+        """Complete the file: DataNodes have acknowledged all bytes, and the NameNode has the length. Returns no nodes:
+        unknown."""
         close_s = self._native.settings.close_s
         self._step(lambda file: _complete(file, close_s), close_s)
         self._state = _State.SPOILED
-        found = self._native.call(self._what, lambda client: client.get_file_info(self.path).length)
+        found = self._native.call(self._uri, lambda client: client.get_file_info(self.path).length)
         if found != self.size_bytes:
-            raise TransientError(f"{self._what} has {found} bytes after {self.size_bytes} were written")
+            raise TransientError(f"{self._uri} has {found} bytes after {self.size_bytes} were written")
         self._state = _State.ENDED
         return ()
 
     def abort(self) -> None:
-        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
+        """Discard the file. Never raises; does nothing after `close`. A file that cannot be removed stays."""
         if self._state is _State.ENDED:
             return
         self._state = _State.ENDED
         with contextlib.suppress(BootseerError):
-            self._native.call(self._what, lambda client: client.delete(self.path), _DELETE_S)
-        # Ends the connection, which would stay for ever; at once, for the NameNode does not wait for what is removed.
-        # One that hangs is left to its thread.
+            self._native.call(self._uri, lambda client: client.delete(self.path), _DELETE_S)
+        # Close the library's connection, which would otherwise stay open forever. A call that hangs is left to its
+        # thread.
         with contextlib.suppress(BootseerError):
-            self._native.call(self._what, lambda _: self._file.close(), _HANG_UP_S)
+            self._native.call(self._uri, lambda _: self._file.close(), _HANG_UP_S)
 
     def _step(self, step: Callable[[FileWriter], object], timeout_s: float) -> None:
-        """One call of the library; after an error there is no second."""
+        """One call of the library; refused after an error."""
         if self._state is not _State.OPEN:
-            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
+            raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
         try:
-            self._native.call(self._what, lambda _: step(self._file), timeout_s)
+            self._native.call(self._uri, lambda _: step(self._file), timeout_s)
         except BaseException:
             self._state = _State.SPOILED
             raise
 
 
 def _complete(file: FileWriter, timeout_s: float) -> None:
-    """End the file. The library waits 15 s for DataNodes to tell the NameNode of its blocks, and can be asked again."""
+    """Complete the file. The library waits 15 s for DataNodes' reports to the NameNode, and can be called again."""
     until = time.monotonic() + timeout_s
     while True:
         try:

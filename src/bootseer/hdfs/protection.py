@@ -1,9 +1,9 @@
-"""Connections to the DataNodes of a secured cluster: the login of each (SASL), and what protects its bytes.
+"""Connections to the DataNodes of a secured cluster: login (SASL) and protection of the data.
 
-A connection is logged in with the token of the first block that is asked over it, or, where the cluster encrypts all
-its data, with a key that the NameNode gives. Then `authentication` changes nothing, so that packets come straight into
-the reader's memory; so they do with AES-CTR, which is deciphered where it lies. The rest (`integrity`, and `privacy` of
-DataNodes without AES) comes in messages, each of which is checked as a whole.
+The login uses the token of the first block that is read, or, where the cluster encrypts all its data, a key from the
+NameNode. With the protection `authentication` data is sent as it is, and packets are received straight into the
+reader's memory; so they are with AES-CTR, which is decrypted in place. The others (`integrity`, and `privacy` with
+DataNodes without AES) send messages, each of which is verified as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from bootseer.errors import BootseerError
 from bootseer.hdfs.errors import DataNodeError, RefusedError
-from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field
+from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, receive_delimited
 from bootseer.hdfs.sasl import (
     AUTHENTICATION,
     PRIVACY,
@@ -34,11 +34,11 @@ _AES: Final = 2
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_MESSAGE_BYTES: Final = 32 << 20
 _PRIVILEGED: Final = 1024
-"""DataNodes at lower ports have shown that root started them: Hadoop does without logins there."""
+"""Ports below this prove that root started the DataNode: Hadoop then omits the login."""
 
 
 class Aes:
-    """Bytes that are enciphered as they are, in each direction as one stream."""
+    """A stream cipher in each direction."""
 
     def __init__(self, option: Message, unwrap: Callable[[bytes], bytes]) -> None:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -54,7 +54,7 @@ class Aes:
         return bytes(self._in.update(data))
 
     def open_in_place(self, views: Sequence[memoryview], length: int) -> None:
-        """The same for the first `length` bytes of `views`."""
+        """Decrypt the first `length` bytes of `views`."""
         for view in views:
             part = view[:length]
             if part:
@@ -63,7 +63,7 @@ class Aes:
 
 
 class Messages:
-    """Bytes in messages that the mechanism of the login protects."""
+    """Messages that the login's mechanism protects."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
@@ -74,7 +74,7 @@ class Messages:
         return [struct.pack(">I", len(sealed)) + sealed]
 
     def open(self, data: bytes) -> bytes:
-        """What was sent, as far as its messages have come to their ends. Raises `DataNodeError`."""
+        """Unprotect complete messages. Raises `DataNodeError`."""
         self._received += data
         opened = []
         at, received = 0, bytes(self._received)
@@ -97,32 +97,32 @@ Channel = Aes | Messages
 
 
 class Protection:
-    """How the DataNodes of one cluster want their connections. Safe to use from many threads."""
+    """The protection of one cluster's DataNode connections. Safe to use from many threads."""
 
     def __init__(self, settings: Mapping[str, str], *, kerberos: bool, ask_key: Callable[[], bytes]) -> None:
-        """`ask_key`: a `DataEncryptionKeyProto` of the NameNode."""
+        """`ask_key`: gets a `DataEncryptionKeyProto` from the NameNode."""
         named = settings.get("dfs.data.transfer.protection", "")
         self._wanted = wanted_protections(named) if kerberos and named else ()
         self._ask_key = ask_key
         self.encrypts = False
-        """Whether the cluster encrypts all its data, which the NameNode says."""
+        """Whether the cluster encrypts all its data, according to the NameNode."""
         self.forget()
 
     def forget(self) -> None:
-        """In the child of a fork: have own locks. The key is asked for again."""
+        """In the child of a fork: renew the lock. The key is requested again."""
         self._lock = threading.Lock()
         self._key: tuple[float, Message] | None = None
 
     @property
     def needs_ciphers(self) -> bool:
-        """Whether data may have to be encrypted, for which the package `cryptography` is needed."""
+        """Whether data may be encrypted, which needs the package `cryptography`."""
         return self.encrypts or PRIVACY in self._wanted
 
     def log_in(
         self, port: int, token: bytes, send: Callable[[bytes], None], receive: Callable[[int], bytes]
     ) -> Channel | None:
-        """Log in over a new connection to a DataNode at this port, with a block's token; what its bytes go through from
-        then on, None for nothing. Raises `DataNodeError`, as do `send` and `receive`."""
+        """Log in over a new connection to a DataNode at this port, with a block's token; returns the channel for all
+        later bytes, None for plain ones. Raises `DataNodeError`, as do `send` and `receive`."""
         if not self.encrypts and (not self._wanted or port < _PRIVILEGED):
             return None
         try:
@@ -160,25 +160,14 @@ class Protection:
             return self._key[1]
 
     def _answer(self, receive: Callable[[int], bytes]) -> Message:
-        length = shift = 0
-        while True:
-            byte = receive(1)[0]
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-            if length > _MAX_ANSWER_BYTES:
-                raise MalformedError("an answer without an end")
-        if length > _MAX_ANSWER_BYTES:
-            raise MalformedError(f"an answer of {length} bytes")
-        answer = Message(receive(length))
+        answer = Message(receive_delimited(receive, _MAX_ANSWER_BYTES))
         status = answer.number(1)
         if not status:
             return answer
         message = answer.text(3, "").partition("\n")[0][:200] or f"status {status}"
         with self._lock:
             self._key = None
-        # Mostly a key or a token that is over: the NameNode gives new ones.
+        # Usually an expired key or token: the NameNode gives new ones.
         raise RefusedError(f"the login failed: {message}", token=True)
 
 

@@ -1,11 +1,12 @@
-"""Protocol Buffers, as little as HDFS needs of them: the fields of a message by number, all sizes checked.
+"""A minimal Protocol Buffers codec for HDFS: fields by number, all sizes checked.
 
-Hadoop speaks `proto2` messages of a dozen fields each, in a layout that no version changes. Decides and touches
+Hadoop's `proto2` messages have a dozen fields each, in a layout that is stable across versions. Decides and touches
 nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 MAX_VARINT_BYTES: Final = 10
@@ -18,12 +19,12 @@ _ONE_BYTE: Final = [bytes((number,)) for number in range(0x80)]
 
 
 class MalformedError(ValueError):
-    """Malformed message, or not the one that was expected."""
+    """A malformed message, or an unexpected one."""
 
 
 def varint(number: int) -> bytes:
-    """An integer in its variable length; negative ones as 64 bit of two's complement."""
-    if 0 <= number <= 0x7F:  # nearly all
+    """Encode a varint; negative integers as 64-bit two's complement."""
+    if 0 <= number <= 0x7F:  # nearly all are
         return _ONE_BYTE[number]
     number &= _MASK
     out = bytearray()
@@ -35,12 +36,12 @@ def varint(number: int) -> bytes:
 
 
 def zigzag(number: int) -> int:
-    """What a field of type `sint32` or `sint64` holds."""
+    """Encode a field of type `sint32` or `sint64`."""
     return ((number << 1) ^ (number >> 63)) & _MASK
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """One field. Messages are given as their bytes."""
+    """Encode one field. Messages are passed as their bytes."""
     if isinstance(value, int):
         return varint(number << 3 | _VARINT) + varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -48,12 +49,12 @@ def field(number: int, value: int | str | bytes) -> bytes:
 
 
 def delimited(message: bytes) -> bytes:
-    """A message behind its length."""
+    """A message prefixed by its length."""
     return varint(len(message)) + message
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The integer that begins at `at`, and where it ends."""
+    """Decode the varint at `at`; returns it and its end."""
     value = shift = 0
     try:
         while (byte := data[at]) > 0x7F:
@@ -68,15 +69,29 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def read_delimited(data: bytes | memoryview, at: int) -> tuple[bytes, int]:
-    """The message that begins at `at` with its length, and where it ends."""
+    """The length-prefixed message at `at`, and its end."""
     length, at = read_varint(data, at)
     if length > len(data) - at:
         raise MalformedError(f"a message of {length} bytes where {len(data) - at} are left")
     return bytes(data[at : at + length]), at + length
 
 
+def receive_delimited(receive: Callable[[int], bytes], max_bytes: int) -> bytes:
+    """Receive a length-prefixed message. The length is read byte by byte, because what follows the message belongs to
+    another reader."""
+    length = b""
+    while not length or length[-1] > 0x7F:
+        if len(length) == MAX_VARINT_BYTES:
+            raise MalformedError("a varint does not end")
+        length += receive(1)
+    num_bytes, _ = read_varint(length, 0)
+    if num_bytes > max_bytes:
+        raise MalformedError(f"an answer of {num_bytes} bytes")
+    return receive(num_bytes)
+
+
 class Message:
-    """The fields of a message. A field that is missing has its default; one of another type is `MalformedError`."""
+    """The fields of a message. Missing fields have their default; fields of another type raise `MalformedError`."""
 
     __slots__ = ("_fields",)
 
@@ -85,7 +100,7 @@ class Message:
         at, end = 0, len(data)
         try:
             while at < end:
-                # Most numbers are one byte: asking for them by a call would take half of the time.
+                # Most numbers are one byte: a function call for each would take half of the time.
                 key, at = data[at], at + 1
                 if key > 0x7F:
                     key, at = read_varint(data, at - 1)
@@ -119,7 +134,7 @@ class Message:
         return number in self._fields
 
     def number(self, number: int, default: int | None = None) -> int:
-        """An integer, an enumeration or a truth value. A field without a default must be there."""
+        """An integer, enum or bool. Without a default the field is required."""
         value = self._last(number)
         if value is None:
             value = default
@@ -128,7 +143,7 @@ class Message:
         return value
 
     def data(self, number: int, default: bytes | None = None) -> bytes:
-        """Bytes, or a message in a message. A field without a default must be there."""
+        """Bytes, or an encoded message. Without a default the field is required."""
         value = self._last(number)
         if value is None:
             value = default
@@ -137,7 +152,7 @@ class Message:
         return value
 
     def text(self, number: int, default: str | None = None) -> str:
-        """A string. A field without a default must be there."""
+        """A string. Without a default the field is required."""
         if default is not None and number not in self._fields:
             return default
         try:
@@ -146,7 +161,7 @@ class Message:
             raise MalformedError(f"field {number} is not text") from error
 
     def message(self, number: int) -> Message:
-        """A message in this one, which must be there."""
+        """A nested message, which is required."""
         return Message(self.data(number))
 
     def every(self, number: int) -> list[bytes]:
@@ -158,7 +173,7 @@ class Message:
         return found
 
     def numbers(self, number: int) -> list[int]:
-        """All values of a repeated field of integers or enumerations, each of which has its own tag in `proto2`."""
+        """All values of a repeated field of integers or enums, not packed (`proto2`)."""
         values = self._fields.get(number, _EMPTY)
         found = [value for value in values if isinstance(value, int)]
         if len(found) != len(values):

@@ -1,10 +1,11 @@
-"""What is asked for: a ticket for each read, cut into pieces that wait in a queue per DataNode until a run takes them.
+"""The data structures of reads: a ticket per read, split into pieces, which wait in queues per DataNode until a run
+takes them.
 
-A piece lies in one block and is small, so that a late one can be asked elsewhere without much loss. It waits in the
-queue of each DataNode that has it, and the first node with a free connection takes it: which one that will be need not
-be predicted. Of the next few it takes the piece that the other nodes would come to last. A piece that was taken
-elsewhere stays in a queue as a leftover, which is skipped. A piece's state says which thread may write to its memory:
-only that of the run that holds it.
+A piece lies in one block, and is small, so that a late one can be requested elsewhere without much loss. It waits in
+the queue of each DataNode that stores the block, and the first node with a free connection takes it: which one need not
+be predicted. Among the next few, a node takes the piece that the other nodes would reach last. A piece that was taken
+from one queue stays in others as a stale entry, which is skipped. A piece's state determines which thread may write to
+its memory: only that of the run that holds it.
 
 Everything here is changed by `schedule` alone, under its lock. Decides and touches nothing.
 """
@@ -19,37 +20,37 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
-from bootseer.hdfs.located import Block, LocatedFile, Node
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 
 
 class ReadOutcome(NamedTuple):
-    """How one read ended."""
+    """The end of one read."""
 
     error: BootseerError | None
     node: str
-    """`host:port` of the DataNode that served it, or the last of several; "" where none did."""
+    """`host:port` of the DataNode that served it, of the last one if several did; "" if none did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """Of one `HdfsReads`."""
+    """Settings of one `HdfsReads`."""
 
     silent_s: float = 1.0
-    """A DataNode that says nothing for so long is late: its pieces go elsewhere, where there is one."""
+    """A DataNode is late after so much silence: its pieces are requested from others, if there are any."""
     reconnect_s: float = 5.0
-    """Where there is no other, a silent connection is given up for a new one."""
-    least_late_s: float = 0.25
-    """No request counts as late before."""
+    """If there are no others, a silent connection is replaced by a new one after this."""
+    min_late_s: float = 0.25
+    """No request counts as late before this."""
     connections_per_node: int = 2
     max_threads: int = 64
     piece_bytes: int = 1 << 20
-    """What is begun again elsewhere when it is late."""
+    """The unit of retries and hedges."""
     max_run_bytes: int = 8 << 20
-    """Asked of a DataNode at once."""
+    """The largest request to a DataNode."""
     max_hedges: int = 16
-    """At a time; each has memory for one piece."""
+    """Concurrent hedges; each has memory for one piece."""
     max_pieces: int = 1 << 17
-    """That wait or are on their way: more are refused."""
+    """Queued and in flight; more are refused."""
 
 
 NOTHING: Final = memoryview(b"")
@@ -58,38 +59,38 @@ MAX_PACKETS: Final = 16
 
 
 class State(Enum):
-    """Where a piece is on its way."""
+    """The state of a piece."""
 
     QUEUED = auto()
-    """In the queue of one or more DataNodes; the first that is free takes it."""
+    """In the queues of one or more DataNodes; the first free one takes it."""
     TAKEN = auto()
-    """In a run, which has not come to it."""
+    """In a run that has not reached it."""
     HELD = auto()
-    """Its memory is being written."""
+    """A thread is writing to its memory."""
     PARKED = auto()
-    """It waits for the NameNode, or for its hedge."""
+    """Waiting for the NameNode, or for its hedge."""
     ENDED = auto()
 
 
 @dataclass(eq=False, slots=True)
 class HdfsSource:
-    """A file that is read, and where it lies by the latest answer of the NameNode."""
+    """A file that is being read, with its latest known locations."""
 
     located: LocatedFile
-    named: str
-    """As errors name it."""
-    num_answers: int = 1
-    answered_s: float = -math.inf
-    """When it was asked again last."""
+    uri: str
+    """Its address, for messages."""
+    location_version: int = 1
+    located_s: float = -math.inf
+    """Time of the latest refresh."""
     gone: PermanentError | None = None
-    """What it said of a file that is not there any more."""
+    """The error of the latest refresh, if the file is gone."""
     unchecked: set[int] = field(default_factory=set)
     """Blocks of which no DataNode has checksums."""
 
 
 _MAX_EXTENSIONS: Final = 4
-"""A read that waits for a slow link, not for a silent DataNode, has so many times its deadline more: 64 MiB under way
-at 400 KB/s, a small share of an origin's link, take three minutes."""
+"""How often the deadline of a read is extended while its DataNodes send: 64 MiB in flight over a slow link of 400 KB/s
+take three minutes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,12 +111,13 @@ class Ticket:
     node: str = ""
     """The DataNode that served its latest piece."""
     until_s: float = math.inf
-    """When it is over."""
+    """Its deadline."""
     extensions: int = 0
-    """How often that was put off, because what is read before it came."""
+    """How often its deadline was extended."""
 
-    def extended(self, now_s: float, since_s: float) -> bool:
-        """Give it its time once more, if all that it lacks is on DataNodes that have sent since."""
+    def try_extend(self, now_s: float, since_s: float) -> bool:
+        """Extend the deadline, if all DataNodes of its unfinished pieces have sent bytes since `since_s`; returns
+        whether it was."""
         if self.extensions >= _MAX_EXTENSIONS:
             return False
         for piece in self.pieces:
@@ -130,73 +132,73 @@ class Ticket:
         located, at, end = self.source.located, self.offset, self.offset + len(self.into)
         while at < end:
             block = located.block_at(at)
-            # At the same places for every reader, so that the pieces of neighbouring ranges meet.
+            # At the same offsets for every reader, so that pieces of adjacent ranges are adjacent.
             offset = at - block.start
             length = min(piece_bytes - offset % piece_bytes, block.length - offset, end - at)
             view = self.into[at - self.offset : at - self.offset + length]
             strict = self.check and block.id not in self.source.unchecked
-            self.pieces.append(Piece(self, block, offset, length, view, strict, self.source.num_answers))
+            self.pieces.append(Piece(self, block, offset, length, view, strict, self.source.location_version))
             at += length
         self.num_left = len(self.pieces)
 
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A range of one block. Changed by `schedule` alone, under its lock."""
+    """A range of one block."""
 
     ticket: Ticket
     block: Block
     offset: int
-    """In the block."""
+    """Offset in the block."""
     length: int
     view: memoryview
-    """Where its bytes go; `NOTHING` when it has ended, so that what remembers the piece keeps no memory."""
+    """Its destination; `NOTHING` after its end, so that references to the piece do not keep memory."""
     strict: bool
-    """Taken only from DataNodes that have checksums of it."""
-    num_answers: int
-    """Which of the NameNode's answers `block` is from."""
+    """To be read only from DataNodes that have checksums of it."""
+    location_version: int
+    """The refresh of locations that `block` comes from."""
     state: State = State.PARKED
     run: Run | None = None
-    """That has taken it."""
+    """The run that has taken it."""
     queues: list[NodeQueue] = field(default_factory=list)
-    """Where it is queued."""
-    mark: int = 0
-    """What had been queued in the first of these queues before it, see `NodeQueue.ahead_bytes`."""
+    """The queues it waits in."""
+    queued_after_bytes: int = 0
+    """Bytes queued before it in the first of these queues, see `NodeQueue.ahead_bytes`."""
     tried: dict[str, str] = field(default_factory=dict)
-    """DataNodes that failed to give it since the NameNode was asked, and why."""
+    """DataNodes that failed to deliver it since the latest refresh, with reasons."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """The same, since the beginning."""
+    """As `tried`, since the beginning."""
     wrong: set[str] = field(default_factory=set)
-    """DataNodes that gave wrong bytes."""
+    """DataNodes that delivered wrong bytes."""
     unchecked: set[str] = field(default_factory=set)
     """DataNodes that have it without checksums."""
     refreshed: bool = False
-    """The NameNode was asked again because of it."""
+    """Whether locations were refreshed because of it."""
     hedge: Piece | None = None
-    """The same range, asked of another DataNode into memory of its own."""
+    """The same range, requested from another DataNode into other memory."""
     original: Piece | None = None
-    """Of a hedge: what it stands in for."""
-    won: memoryview | None = None
-    """What its hedge has read, to be copied when no thread writes to `view`."""
-    won_by: str = ""
+    """The piece that this one is a hedge of."""
+    hedge_bytes: memoryview | None = None
+    """Bytes of its hedge, to be copied when no thread writes to `view`."""
+    hedge_node: str = ""
 
     @property
     def key(self) -> tuple[int, int, bool, bool]:
-        """What the piece before it calls its successor."""
+        """The key by which its predecessor finds it."""
         return (self.block.id, self.offset, self.ticket.check, self.strict)
 
 
 def read_error(piece: Piece) -> BootseerError:
-    """Why no DataNode has given a piece."""
+    """The error of a piece that no DataNode has delivered."""
     reasons = "; ".join(f"{node}: {reason}" for node, reason in sorted(piece.reasons.items()))
-    subject = f"{piece.ticket.source.named}: {piece.block}"
+    subject = f"{piece.ticket.source.uri}: {piece.block}"
     if piece.reasons and piece.wrong == piece.reasons.keys():
         return CorruptError(f"{subject} has wrong bytes on every DataNode that has it: {reasons}")
     return TransientError(f"{subject} cannot be read: {reasons or 'no DataNode has it'}")
 
 
 def overrun(ticket: Ticket) -> TransientError:
-    """That a ticket has not ended in time."""
+    """The error of a ticket whose deadline is over."""
     missing = next(piece for piece in ticket.pieces if piece.state is not State.ENDED)
     nodes = [node.host_port for node in missing.block.nodes]
     source = f"; its only copy is on {nodes[0]}" if len(nodes) == 1 else f" from {', '.join(nodes) or 'any DataNode'}"
@@ -204,94 +206,94 @@ def overrun(ticket: Ticket) -> TransientError:
     if missing.run is not None:
         reasons.append(f"{missing.run.queue.name} has sent {missing.run.received} of {missing.run.length} bytes")
     return TransientError(
-        f"{ticket.source.named}: {missing.block} was not read within {ticket.deadline_s:.1f} s{source}"
-        f" ({'; '.join(reasons) or 'it was not asked yet: others are read before'})"
+        f"{ticket.source.uri}: {missing.block} was not read within {ticket.deadline_s:.1f} s{source}"
+        f" ({'; '.join(reasons) or 'it was not requested yet: others are read first'})"
     )
 
 
 class Stoppable(Protocol):
-    """A connection, as far as a run needs it; that of the simulator is another one."""
+    """The part of a connection that runs use; the simulator has its own."""
 
     def stop(self) -> None:
-        """What waits for it fails at once."""
+        """Fail all waits on it."""
 
     def close(self) -> None:
-        """End it for this process."""
+        """Close it for this process."""
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """A request on its way."""
+    """A request to a DataNode for consecutive pieces."""
 
     queue: NodeQueue
     pieces: list[Piece]
     length: int
-    """Of all its pieces, in bytes."""
+    """Bytes of all its pieces."""
     began_s: float
     progress_s: float
-    """When bytes came last, or when it began."""
+    """When bytes last arrived, or when it began."""
     bytes_before: int
-    """What the queue had served when it began."""
+    """Bytes that the queue had served when it began."""
     packets: int = 1
-    """So many are received at once."""
+    """How many packets are received at once."""
     claimed: int = 0
     """Bytes that are being received."""
     index: int = 0
     """The piece that the next byte belongs to."""
     filled: int = 0
-    """Bytes of that piece that are there."""
+    """Received bytes of that piece."""
     received: int = 0
     stopped: bool = False
     is_late: bool = False
-    """Others were asked for what it has."""
+    """Whether its pieces were requested from others too."""
     connection: Stoppable | None = None
-    """That its thread may wait for; None while it does not."""
+    """The connection on which its thread may be waiting; None while it is not."""
 
     def owns(self, piece: Piece) -> bool:
-        """Whether it is to fill this piece still."""
+        """Whether it is still to fill this piece."""
         return piece.run is self and piece.state in (State.TAKEN, State.HELD)
 
     def live(self) -> list[Piece]:
-        """The pieces that it is to fill still."""
+        """The pieces that it is still to fill."""
         return [piece for piece in self.pieces[self.index :] if self.owns(piece)]
 
     def halt(self) -> None:
-        """End it now. Its thread notices and gives back the pieces."""
+        """End it now: its thread notices, and returns the pieces."""
         self.stopped = True
         if self.connection is not None:
             self.connection.stop()
 
 
-_LOOK: Final = 16
-"""Pieces that are looked at for one that is not left to others."""
-_LEFTOVERS: Final = 64
-_SHOWS_S: Final = 0.05
-"""A request that is younger says nothing yet of its node's rate."""
+_LOOKAHEAD_PIECES: Final = 16
+"""How many pieces are examined for one that is not left to other nodes."""
+_MAX_STALE_ENTRIES: Final = 64
+_MIN_SAMPLE_S: Final = 0.05
+"""A younger request does not tell the node's rate yet."""
 _MAX_PIECES: Final = 256
-"""In one request: the kernel takes 1,024 pieces of memory at once."""
+"""In one request: Linux accepts 1,024 iovecs."""
 
 
 class NodeQueue:
-    """The queue of one DataNode."""
+    """The queue and the statistics of one DataNode."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.runs: list[Run] = []
-        """Requests that it serves now."""
+        """Requests in flight."""
         self.is_ready = False
-        """Whether it waits for a thread."""
+        """Whether it is waiting for a thread."""
         self.uneven = False
-        """Its packets cannot be predicted."""
+        """Whether its packets cannot be predicted."""
         self.num_queued = 0
         self.queued_bytes = 0
         self.running_bytes = 0
-        self._added_bytes = self._gone_bytes = 0
+        self._added_bytes = self._removed_bytes = 0
         self.sample: Block | None = None
-        """A block that it has, to probe it with."""
+        """A block that it stores, for probes."""
         self.bytes = self.requests = self.failures = 0
         self.seconds = 0.0
         self.served_s = -math.inf
-        """When bytes came last."""
+        """When bytes last arrived."""
         self._urgent: deque[Piece] = deque()
         self._later: deque[Piece] = deque()
         self._by_start: dict[tuple[int, int, bool, bool], Piece] = {}
@@ -301,22 +303,22 @@ class NodeQueue:
         return self.node.host_port
 
     def note_read(self, block: Block, length: int, seconds: float) -> None:
-        """The node has served a read that was never queued."""
+        """The node has served a read that was not queued."""
         self.sample = block
         self.requests += 1
         self.bytes += length
         self.seconds += seconds
 
     def has_urgent(self) -> bool:
-        """Whether a piece waits here that a reader waits for."""
-        while self._urgent and not self._is_here(self._urgent[0]):
+        """Whether an urgent piece waits here."""
+        while self._urgent and not self._is_queued(self._urgent[0]):
             self._urgent.popleft()
         return bool(self._urgent)
 
     def add(self, piece: Piece, *, first: bool = False) -> None:
         """Queue a piece; `first`: before all others."""
         if not piece.queues:
-            piece.mark = self._gone_bytes if first else self._added_bytes
+            piece.queued_after_bytes = self._removed_bytes if first else self._added_bytes
         piece.queues.append(self)
         self._added_bytes += piece.length
         self.num_queued += 1
@@ -328,46 +330,46 @@ class NodeQueue:
         else:
             waiting.append(piece)
 
-    def hurry(self, piece: Piece) -> None:
-        """A reader waits for a piece that is queued here."""
+    def prioritize(self, piece: Piece) -> None:
+        """Move a queued piece to the urgent ones."""
         self._urgent.append(piece)
 
     def remove(self, piece: Piece) -> None:
         piece.queues.remove(self)
-        self._gone_bytes += piece.length
+        self._removed_bytes += piece.length
         self.num_queued -= 1
         self.queued_bytes -= piece.length
         if self._by_start.get(piece.key) is piece:
             del self._by_start[piece.key]
-        if len(self._urgent) + len(self._later) > 2 * self.num_queued + _LEFTOVERS:
-            self._urgent = deque(piece for piece in self._urgent if self._is_here(piece))
-            self._later = deque(piece for piece in self._later if self._is_here(piece))
+        if len(self._urgent) + len(self._later) > 2 * self.num_queued + _MAX_STALE_ENTRIES:
+            self._urgent = deque(piece for piece in self._urgent if self._is_queued(piece))
+            self._later = deque(piece for piece in self._later if self._is_queued(piece))
 
     def ahead_bytes(self, piece: Piece) -> int:
-        """About how much is served here before a piece that is queued in this queue alone."""
-        return max(piece.mark - self._gone_bytes, 0) + self.running_bytes
+        """Approximate bytes served here before a piece that is queued in this queue alone."""
+        return max(piece.queued_after_bytes - self._removed_bytes, 0) + self.running_bytes
 
-    def at_most(self, now_s: float) -> float:
-        """Bytes in a second that the node gives at most, as what is underway shows; infinity while it shows nothing."""
+    def rate_limit(self, now_s: float) -> float:
+        """Upper bound of the node's bytes per second, by its requests in flight; infinity if they show nothing yet."""
         if not self.runs:
             return math.inf
         oldest = self.runs[0]
         elapsed_s = now_s - oldest.began_s
-        if elapsed_s < _SHOWS_S:
+        if elapsed_s < _MIN_SAMPLE_S:
             return math.inf
-        # What is being received may be here but for its last byte.
+        # What is being received may have arrived except for its last byte.
         return (self.bytes - oldest.bytes_before + sum(run.claimed for run in self.runs) + 1) / elapsed_s
 
     def silent_s(self, now_s: float) -> float:
-        """For how long nothing has come, on any connection, of what it was asked for."""
+        """How long no requested byte has arrived, on any connection."""
         return min((now_s - run.progress_s for run in self.runs), default=0.0)
 
     def pieces(self) -> list[Piece]:
-        return list({id(piece): piece for piece in (*self._urgent, *self._later) if self._is_here(piece)}.values())
+        return list({id(piece): piece for piece in (*self._urgent, *self._later) if self._is_queued(piece)}.values())
 
     def next_pieces(self, most_bytes: int, waits_s: Callable[[Piece], float]) -> list[Piece]:
-        """The pieces of the next request: one, and those that follow it in its block. Still queued; none when all are
-        left to others. `waits_s`: when others would begin with a piece; below zero, it is left to them."""
+        """The pieces of the next request: one, and its successors in the block; they stay queued. Empty if all are left
+        to other nodes. `waits_s`: when others would begin a piece; negative if it is left to them."""
         piece = self._pop(self._urgent, waits_s) or self._pop(self._later, waits_s)
         if piece is None:
             return []
@@ -376,7 +378,7 @@ class NodeQueue:
         while num_bytes < most_bytes and len(found) < _MAX_PIECES:
             end = piece.offset + piece.length
             following = self._by_start.get((piece.block.id, end, piece.ticket.check, piece.strict))
-            if following is None or not self._is_here(following) or (only_urgent and not following.ticket.urgent):
+            if following is None or not self._is_queued(following) or (only_urgent and not following.ticket.urgent):
                 break
             if num_bytes + following.length > most_bytes:
                 break
@@ -386,12 +388,13 @@ class NodeQueue:
         return found
 
     def _pop(self, waiting: deque[Piece], waits_s: Callable[[Piece], float]) -> Piece | None:
-        """Of the next ones the piece that would wait longest for others: nodes that could do little else keep it."""
+        """Among the next pieces, the one that others would begin last: other nodes keep the pieces only they can
+        serve."""
         seen: list[Piece] = []
         found, found_s = None, 0.0
-        while waiting and len(seen) < _LOOK and found_s < math.inf:
+        while waiting and len(seen) < _LOOKAHEAD_PIECES and found_s < math.inf:
             piece = waiting.popleft()
-            if not self._is_here(piece):
+            if not self._is_queued(piece):
                 continue
             seen.append(piece)
             piece_s = waits_s(piece)
@@ -400,5 +403,5 @@ class NodeQueue:
         waiting.extendleft(piece for piece in reversed(seen) if piece is not found)
         return found
 
-    def _is_here(self, piece: Piece) -> bool:
+    def _is_queued(self, piece: Piece) -> bool:
         return piece.state is State.QUEUED and self in piece.queues

@@ -1,6 +1,6 @@
-"""Questions in Hadoop's RPC, version 9: one connection, one question at a time, a deadline for each.
+"""Hadoop's RPC, version 9: one connection, one call at a time, a deadline for each.
 
-On a secured cluster each connection begins with a login (SASL; `Login` says by what). A server that wants one where the
+On a secured cluster each connection begins with a login (SASL, see `Login`). A server that requires one although the
 configuration has none says so in its first answer: `UnsupportedError`, and the caller may use another client.
 """
 
@@ -37,42 +37,42 @@ _ROOM_BYTES: Final = 16 << 10
 _HEADER = b"hrpc" + bytes([9, 0, 0])  # version 9, default service class, no authentication
 _LOGIN_HEADER = _HEADER[:-1] + b"\xdf"  # SASL
 _CALL: Final = field(1, 2) + field(2, 0)
-"""How the header of each call begins: protocol buffers, a whole call."""
+"""The beginning of each call's header: protocol buffers, a complete call."""
 _TICK_MS: Final = 100
-"""How exactly a connection keeps its deadlines."""
+"""Granularity of socket timeouts."""
 _CONTEXT_CALL, _SASL_CALL = -3, -33
 _SUCCESS, _FATAL = 0, 2
 _UNAUTHORIZED = 15
 _DONE, _NEGOTIATE, _INITIATE, _CHALLENGE, _RESPONSE, _WRAP = range(6)
 """States of a login."""
 _PRINCIPAL: Final = "dfs.namenode.kerberos.principal"
-"""The setting that names the server's own."""
+"""The setting with the NameNode's principal."""
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class UnsupportedError(PermanentError):
-    """This cluster needs a form of the protocol that our own client does not support; hdfs-native may."""
+    """The cluster needs protocol features that BootSeer's client does not support; hdfs-native may."""
 
 
 class UnreachableError(TransientError):
-    """No server of this protocol is at the address: the name is unknown, the port refuses, or it speaks another one."""
+    """No server of this protocol is at the address: unknown host, refused, or another protocol."""
 
 
 class RemoteError(Exception):
-    """The server's answer is an error of its own."""
+    """An error that the server reports."""
 
     def __init__(self, kind: str, message: str) -> None:
-        # Behind the first line stands a stack trace, which tells a user nothing.
+        # A Java stack trace follows the first line.
         super().__init__(message.partition("\n")[0][:600])
         self.kind = kind.rpartition(".")[2]
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection to a server. Raises `UnreachableError` where there is none, `TransientError` for one that hangs."""
+    """Connect to a server. Raises `UnreachableError` if there is none, `TransientError` if it hangs."""
     peer, until_s = f"{host}:{port}", time.monotonic() + timeout_s
     failed: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     try:
-        # The resolver of names knows no deadline.
+        # Name resolution has no timeout of its own.
         found = within(timeout_s, peer, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except OSError as error:
         failed, found = error, []
@@ -87,7 +87,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 class Login:
-    """What a client logs in with: a token, or else the user's Kerberos ticket."""
+    """The credentials of a client: a token, or else the user's Kerberos ticket."""
 
     def __init__(self, settings: Mapping[str, str], token: Token | None) -> None:
         self._token = token
@@ -96,7 +96,8 @@ class Login:
         self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
 
     def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
-        """One of what the server offers (`SaslAuth`), and the login by it. Raises `UnsupportedError`, `AccessError`."""
+        """Choose one of the server's offers (`SaslAuth`) and begin the login. Raises `UnsupportedError`,
+        `AccessError`."""
         for offer in offers:
             mechanism = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
@@ -110,7 +111,7 @@ class Login:
         raise UnsupportedError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
 
     def _target(self, peer: str, service: str, host: str) -> str:
-        """The name that the server has to prove. It tells it itself, and may not tell another than is configured."""
+        """The principal that the server must prove: the one it names, which must match the configuration."""
         wanted = self._pattern or self._principal
         name, _, realm = wanted.partition("@")
         if "/" not in name and not self._pattern:
@@ -124,7 +125,7 @@ class Login:
 
 
 class RpcConnection:
-    """One connection to one server. Belongs to one thread at a time; after any error but `RemoteError` it is closed."""
+    """A connection to one server. Used by one thread at a time; closed after any error except `RemoteError`."""
 
     def __init__(
         self,
@@ -137,8 +138,8 @@ class RpcConnection:
         client_id: bytes | None = None,
         login: Login | None = None,
     ) -> None:
-        """`client_id`: of the asking client, 16 bytes, for questions that are asked again over another connection.
-        With a `login`, the user is whom that names, and `user` the one it stands in for, "" for none."""
+        """`client_id`: 16 bytes, for calls that may be repeated over another connection. With a `login`, `user` is the
+        user to impersonate, "" for none."""
         self._peer = f"{host}:{port}"
         self._protocol = protocol
         self._client = field(4, client_id or os.urandom(16))
@@ -146,7 +147,8 @@ class RpcConnection:
         self._has_answered = False
         self._until = time.monotonic() + timeout_s
         self._socket = connect(host, port, timeout_s)
-        # From here on Linux's own time-outs: Python's would take a poll before each call, and a call to set them.
+        # From here on Linux's own timeouts: Python's would poll before each call, and a system call would be needed to
+        # set them.
         self._socket.settimeout(None)
         self._limits_ms: dict[int, int] = {}
         self._received = bytearray()
@@ -161,10 +163,10 @@ class RpcConnection:
             self._send(hello if login is not None else _HEADER + hello)
 
     def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
-        """The answer to one question. Raises `RemoteError`, `UnsupportedError`, `TransientError` for lost connections.
+        """Call a method; returns the answer. Raises `RemoteError`, `UnsupportedError`, `TransientError` for lost
+        connections.
 
-        `number`: by this and its `client_id` the server knows a question that it has answered before, and changes
-        nothing twice.
+        `number`: the call id, by which the server recognises a repeated call and does not execute it twice.
         """
         self._until = time.monotonic() + timeout_s
         self._num_calls += 1
@@ -180,12 +182,13 @@ class RpcConnection:
                 raise (
                     _unsupported(self._peer)
                     if said.number(1) == _SASL_CALL & 0xFFFFFFFF
-                    else MalformedError("an answer to another question")
+                    else MalformedError("an answer to another call")
                 )
             return read_delimited(answer, at)[0]
 
     def _answer(self, first: bytes) -> tuple[Message, bytes, int]:
-        """The next answer, `first` is its length: its header, all of it, and where that ends. Raises its error."""
+        """Receive the next answer of length `first`; returns its header, all of it, and the header's end. Raises its
+        error."""
         (length,) = struct.unpack(">I", first)
         if length > _MAX_ANSWER_BYTES:
             raise MalformedError(f"an answer of {length} bytes")
@@ -205,7 +208,7 @@ class RpcConnection:
         chosen, mechanism = login.choose(self._peer, [Message(offer) for offer in header.every(4)])
 
         def step(challenge: bytes) -> bytes:
-            # Kerberos asks its KDC here, which may hang.
+            # Kerberos contacts its KDC here, which may hang.
             try:
                 return within(max(self._until - time.monotonic(), 0.001), self._peer, lambda: mechanism.step(challenge))
             except LoginError as error:
@@ -232,11 +235,11 @@ class RpcConnection:
     def _login_answer(self) -> Message:
         header, answer, at = self._answer(self._receive(4))
         if header.number(1) != _SASL_CALL & 0xFFFFFFFF:
-            raise MalformedError("an answer to another question than the login")
+            raise MalformedError("an answer to another call than the login")
         return Message(read_delimited(answer, at)[0])
 
     def close(self) -> None:
-        """End the connection. In a child of a fork it goes on for the parent."""
+        """Close the socket. In the child of a fork, the parent's connection stays open."""
         self._socket.close()
 
     def _raise(self, header: Message) -> None:
@@ -251,10 +254,10 @@ class RpcConnection:
                 raise login_error(self._peer, str(RemoteError(kind, message)))
             if header.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
                 raise _unsupported(self._peer)
-            if kind.endswith("StandbyException"):  # one that stands by takes no token
+            if kind.endswith("StandbyException"):  # a standby does not accept tokens
                 self.close()
                 raise RemoteError(kind, message)
-            raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
+            raise TransientError(f"{self._peer} closed the connection: {RemoteError(kind, message)}")
         if kind.endswith("RpcNoSuchProtocolException"):
             raise UnreachableError(f"{self._peer} is the address of another server of Hadoop, not of a NameNode")
         raise RemoteError(kind, message)
@@ -269,7 +272,7 @@ class RpcConnection:
         self._socket.sendall(data)
 
     def _receive(self, length: int) -> bytes:
-        """The next bytes of answers, which on some clusters come wrapped."""
+        """Receive bytes of answers, which may be wrapped."""
         if self._wraps is None:
             return self._receive_plain(length)
         while len(self._unwrapped) < length:
@@ -289,7 +292,7 @@ class RpcConnection:
         return data
 
     def _receive_plain(self, length: int) -> bytes:
-        """The next bytes. More are taken where they are there already: an answer is one system call."""
+        """Receive bytes; more are taken if available, so that an answer needs one system call."""
         while (missing := length - len(self._received)) > 0:
             self._limit(socket.SO_RCVTIMEO)
             piece = self._socket.recv(min(max(missing, _ROOM_BYTES), 1 << 20))
@@ -301,12 +304,12 @@ class RpcConnection:
         return data
 
     def _limit(self, option: int) -> None:
-        """Let the next call wait until the deadline of this question."""
+        """Set the socket timeout to the deadline of this call."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no answer in time")
         limit_ms = (int(left_s * 1000) // _TICK_MS + 1) * _TICK_MS
-        if self._limits_ms.get(option) != limit_ms:  # most questions have the same time
+        if self._limits_ms.get(option) != limit_ms:  # most calls have the same timeout
             self._limits_ms[option] = limit_ms
             wait = struct.pack("@ll", limit_ms // 1000, limit_ms % 1000 * 1000)
             self._socket.setsockopt(socket.SOL_SOCKET, option, wait)
@@ -315,7 +318,7 @@ class RpcConnection:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Close on errors after which the state of the connection is unknown, and map them."""
+        """Close after errors that leave the connection in an unknown state, and map them."""
         if error is None or isinstance(error, RemoteError):
             return
         self.close()

@@ -1,7 +1,7 @@
-"""Logins to Hadoop's servers (SASL): Kerberos (GSSAPI, RFC 4752) and tokens (DIGEST-MD5, RFC 2831).
+"""SASL logins to Hadoop's servers: Kerberos (GSSAPI, RFC 4752) and tokens (DIGEST-MD5, RFC 2831).
 
-A token is an identifier and a secret that a NameNode has made: a delegation token, which jobs carry in the file
-`$HADOOP_TOKEN_FILE_LOCATION`, for its own RPCs; the block tokens of each file for DataNodes.
+A token is an identifier and a secret issued by a NameNode: a delegation token for RPCs to it, which jobs have in the
+file `$HADOOP_TOKEN_FILE_LOCATION`, or a block token for DataNodes.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ _DELEGATION: Final = "HDFS_DELEGATION_TOKEN"
 
 
 class LoginError(Exception):
-    """The other side's message is not one of its mechanism, or it has not proved that it knows the secret."""
+    """The peer violates the mechanism, or has not proved that it knows the secret."""
 
 
 class Mechanism(Protocol):
-    """One login, and then what protects each message. Belongs to one thread at a time."""
+    """One login, and then the protection of messages. Used by one thread at a time."""
 
     protection: str
-    """What both sides have agreed on: known when `is_done`."""
+    """The negotiated protection, once `is_done`."""
     is_done: bool
 
     def step(self, challenge: bytes) -> bytes:
-        """What to answer. Raises `LoginError`, `BootseerError`."""
+        """The answer to a challenge. Raises `LoginError`, `BootseerError`."""
 
     def wrap(self, data: bytes) -> bytes:
         """Protect a message."""
 
     def unwrap(self, data: bytes) -> bytes:
-        """The message that was protected. Raises `LoginError`."""
+        """Unprotect a message. Raises `LoginError`."""
 
 
 def wanted_protections(setting: str) -> tuple[str, ...]:
-    """The known ones of a list as `hadoop.rpc.protection`, in its order; without any, the first of all."""
+    """The known protections in a setting such as `hadoop.rpc.protection`, in its order; `authentication` by default."""
     named = [name.strip().lower() for name in setting.split(",")]
     return tuple(name for name in named if name in PROTECTIONS) or (AUTHENTICATION,)
 
 
 class Kerberos:
-    """A login by the user's ticket."""
+    """A login by the user's Kerberos ticket."""
 
     def __init__(self, peer: str, target: str, protections: Sequence[str]) -> None:
         """`target`: the server's name, `service@host` or `service/host@REALM`."""
@@ -74,7 +74,7 @@ class Kerberos:
             return self._context.step(challenge)
         if self.is_done:
             return b""
-        # The last message names the layers of protection that the server has; the answer, the one that is taken.
+        # The last message lists the server's protections; the answer is the chosen one.
         offered = self._context.unwrap(challenge)
         if len(offered) != 4:
             raise LoginError("the server names no layers of protection")
@@ -97,12 +97,12 @@ class Kerberos:
 
 
 class Digest:
-    """A login by a token: both sides show that they know its secret."""
+    """A login by a token: both sides prove that they know its secret."""
 
     def __init__(
         self, user: str, secret: str, uri: str, protections: Sequence[str], *, ciphers: Sequence[str] = ("rc4", "3des")
     ) -> None:
-        """`uri`: the service and the host, as `hdfs/0`. `ciphers`: those taken for `privacy`, the best one first."""
+        """`uri`: service and host, as `hdfs/0`. `ciphers`: for `privacy`, the preferred one first."""
         self._user, self._secret, self._uri = user, secret, uri
         self._wanted, self._ciphers = protections, ciphers
         self.protection = AUTHENTICATION
@@ -158,7 +158,7 @@ class Digest:
 
 
 class _Layer:
-    """What protects the messages of one direction, each with the number that follows the one before."""
+    """The protection of one direction. Messages are numbered."""
 
     def __init__(self, key: bytes, direction: str, cipher: str, *, seal: bool) -> None:
         self._sums = _md5(key + f"Digest session key to {direction} signing key magic constant".encode())
@@ -198,7 +198,7 @@ class _Layer:
 
 
 def has_ciphers() -> bool:
-    """Whether the package is there that encrypts."""
+    """Whether the package `cryptography` is installed."""
     return importlib.util.find_spec("cryptography") is not None
 
 
@@ -207,13 +207,13 @@ def _md5(data: bytes) -> bytes:
 
 
 def _cipher(name: str, key: bytes, *, seal: bool) -> Any:
-    """A stream cipher of one direction, for all its messages together."""
+    """The stream cipher of one direction."""
     from cryptography.hazmat.decrepit.ciphers.algorithms import ARC4, TripleDES
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.modes import CBC
 
     if name == "3des":
-        # Two keys of 56 bits, each spread over 8 bytes whose last bits are parity, which is not looked at.
+        # Two keys of 56 bits, each spread over 8 bytes; the parity bits are not used.
         halves = [int.from_bytes(key[at : at + 7], "big") for at in (0, 7)]
         first, second = (bytes((half >> shift & 0x7F) << 1 for shift in range(49, -1, -7)) for half in halves)
         cipher: Cipher[Any] = Cipher(TripleDES(first + second + first), CBC(key[8:16]))
@@ -242,28 +242,29 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """An identifier, which servers look into, and the secret that goes with it."""
+    """An identifier, which servers parse, and its secret."""
 
     identifier: bytes
     secret: bytes = field(repr=False)
     kind: str
     service: str
-    """Whose it is: `host:port`, or `ha-hdfs:service`."""
+    """The server: `host:port`, or `ha-hdfs:service`."""
 
     @classmethod
     def parse(cls, data: bytes) -> Token:
-        """A `TokenProto`. Raises `MalformedError`."""
+        """Parse a `TokenProto`. Raises `MalformedError`."""
         message = Message(data)
         return cls(message.data(1), message.data(2), message.text(3), message.text(4))
 
-    def login(self, uri: str, protections: Sequence[str], *, ciphers: Sequence[str] = ("rc4", "3des")) -> Digest:
+    def login(self, uri: str, protections: Sequence[str]) -> Digest:
         """The login by it, as `Digest`."""
         user, secret = (base64.b64encode(part).decode() for part in (self.identifier, self.secret))
-        return Digest(user, secret, uri, protections, ciphers=ciphers)
+        return Digest(user, secret, uri, protections)
 
 
 def delegation_token(services: Iterable[str]) -> Token | None:
-    """The job's token for one of these services, by the file as it is now; None without one. Raises `AccessError`."""
+    """The job's delegation token for one of these services, from the token file; None if there is none. Raises
+    `AccessError`."""
     name = os.environ.get("HADOOP_TOKEN_FILE_LOCATION")
     if not name:
         return None
@@ -280,7 +281,7 @@ def delegation_token(services: Iterable[str]) -> Token | None:
 
 
 def _tokens(data: bytes) -> list[Token]:
-    """The tokens of a file in either of its two forms, which name themselves in the fifth byte."""
+    """Parse a token file of either format; its fifth byte tells which."""
     if data[:5] == b"HDTS\1":
         return [Token.parse(Message(entry).data(2)) for entry in Message(read_delimited(data, 5)[0]).every(1)]
     if data[:5] != b"HDTS\0":
@@ -288,7 +289,7 @@ def _tokens(data: bytes) -> list[Token]:
     at = 5
 
     def number() -> int:
-        # Hadoop's own form: one byte, or a byte that says how many follow.
+        # Hadoop's variable-length integer: one byte, or a byte that says how many follow.
         nonlocal at
         first, at = data[at], at + 1
         if first < 0x80:

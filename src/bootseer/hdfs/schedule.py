@@ -1,11 +1,16 @@
-"""Which DataNode is asked for what, and what happens when it does not give it.
+"""The scheduler of reads: which DataNode is asked for which pieces, and what happens when it does not deliver.
 
-Pieces wait in the queues of all DataNodes that have them; each free thread takes the next run of pieces from a
-queue. A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once where its block is
-by now. A run without progress is late: what it has not begun is queued elsewhere, what it has begun is asked of another
-DataNode into other memory (a hedge), and copied when the thread of the late run has let go of the caller's memory.
+Pieces wait in the queues of all DataNodes that store them; each free thread takes the next run of pieces from a queue.
+A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once for the block's current
+locations.
 
-Nothing here waits, reads a clock or knows a socket: `serving` calls it under one lock, with the time.
+Hedging. A run without progress is late. Its pieces that have not begun are queued at other DataNodes. The piece that
+has begun cannot simply be moved: the late run's thread may still write to its memory. So it is requested from another
+DataNode into memory of its own (a hedge). If the hedge arrives first, it is copied when the late thread has released
+the memory; if the original arrives first, the hedge is dropped.
+
+Nothing here waits, reads a clock or knows sockets: `serving` calls it under one lock, with the time. The simulator runs
+the same code.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.choice import NodeChoice, NodeQueues
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
-from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.requests import (
     MAX_PACKETS,
     NOTHING,
@@ -34,29 +39,28 @@ from bootseer.hdfs.requests import (
 )
 
 _NO_REPLICA_S: Final = 10.0
-"""For so long no DataNode is expected to have a block that none had when the NameNode was asked."""
+"""How long a block without replicas, by the NameNode's answer, is expected to stay so."""
 _WORTH_S: Final = 0.1
-"""Another DataNode must be so much earlier, that a request is taken away from one that serves it."""
-_ANSWER_HOLDS_S: Final = 1.0
-"""A NameNode that was just asked for a file knows nothing new."""
+"""A request is only moved to another DataNode if that is this much earlier."""
+_LOCATION_FRESH_S: Final = 1.0
+"""How long a NameNode's answer for a file is fresh."""
 
 
 class Schedule:
-    """All pieces that have not ended. `ended` are tickets whose callers must be notified, `asking` files whose blocks
-    must be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by
-    `serving`."""
+    """All unfinished pieces. `ended` are tickets whose callers must be notified, `to_locate` files whose blocks must be
+    located again, `corrupt` blocks with the DataNodes that delivered wrong bytes; `serving` empties all three."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
-        self.choice = NodeChoice(least_late_s=settings.least_late_s, most_late_s=settings.silent_s)
+        self.choice = NodeChoice(min_late_s=settings.min_late_s, max_late_s=settings.silent_s)
         self.queues = NodeQueues(
             self.choice,
             connections_per_node=settings.connections_per_node,
             max_run_bytes=settings.max_run_bytes,
         )
         self.ended: deque[Ticket] = deque()
-        self.asking: deque[HdfsSource] = deque()
-        self.wrong: list[tuple[Block, frozenset[str]]] = []
+        self.to_locate: deque[HdfsSource] = deque()
+        self.corrupt: list[tuple[Block, frozenset[str]]] = []
         self.runs: dict[Run, None] = {}
         self.counts: Counter[str] = Counter()
         self.num_pieces = 0
@@ -64,13 +68,13 @@ class Schedule:
         self._num_hedges = 0
         self._parked: dict[HdfsSource, list[Piece]] = {}
 
-    # What readers want
+    # Called for readers
 
     def submit(self, ticket: Ticket, now_s: float) -> None:
         if ticket.error is None:
             ticket.cut(self._settings.piece_bytes)
         if self.num_pieces + ticket.num_left > self._settings.max_pieces:
-            ticket.error = TransientError(f"{ticket.source.named}: more than {self._settings.max_pieces} reads wait")
+            ticket.error = TransientError(f"{ticket.source.uri}: more than {self._settings.max_pieces} reads wait")
             ticket.num_left = 0
         self.num_pieces += ticket.num_left
         if not ticket.num_left:
@@ -82,16 +86,17 @@ class Schedule:
             if ticket.error is None:
                 self._queue(piece, now_s)
 
-    def hurry(self, ticket: Ticket) -> None:
+    def prioritize(self, ticket: Ticket) -> None:
         if ticket.urgent:
             return
         ticket.urgent = True
         for piece in ticket.pieces:
             for queue in piece.queues if piece.state is State.QUEUED else ():
-                queue.hurry(piece)
+                queue.prioritize(piece)
 
     def fail(self, ticket: Ticket, error: BootseerError, *, at_once: bool) -> None:
-        """It has failed; its caller is notified when no thread writes to its memory. `at_once`: make that soon."""
+        """Fail a read; its caller is notified when no thread writes to its memory any more. `at_once`: stop such
+        threads now."""
         if ticket.num_left == 0:
             return
         ticket.error = ticket.error or error
@@ -104,8 +109,8 @@ class Schedule:
                 self._end(piece)
 
     def cancel(self, ticket: Ticket, error: BootseerError, now_s: float) -> None:
-        """It is not wanted any more. It ends soon, also when the DataNode that was to give it hangs; and when that is
-        why it is called off, the DataNode is not asked for a while: the next read must not be held up again."""
+        """Cancel a read. It ends soon, even if its DataNode hangs. A DataNode that has been silent is excluded at once:
+        it may be the reason for the cancellation, and must not delay the next read too."""
         if ticket.num_left == 0:
             return
         late_s = self.choice.late_s()
@@ -120,21 +125,21 @@ class Schedule:
             for run in queue.runs:
                 if not run.live() or any(piece.ticket is ticket for piece in run.live()):
                     run.halt()
-            if self.choice.failed(queue.name, now_s, at_once=True):
+            if self.choice.note_failure(queue.name, now_s, at_once=True):
                 self._open_circuit(queue, now_s)
 
     def tickets(self) -> list[Ticket]:
         return list(self._open)
 
-    # What threads do
+    # Called by threads
 
     @property
     def num_ready(self) -> int:
         """How many threads have something to do."""
-        return self.queues.num_ready + len(self.asking) + len(self.ended) + len(self.wrong)
+        return self.queues.num_ready + len(self.to_locate) + len(self.ended) + len(self.corrupt)
 
     def take(self, now_s: float) -> Run | None:
-        """The next request for a thread that is free."""
+        """The next request for a free thread."""
         taken = self.queues.take(now_s)
         if taken is None:
             return None
@@ -155,9 +160,9 @@ class Schedule:
         return run
 
     def claim(self, run: Run, length: int) -> list[memoryview] | None:
-        """Memory for the next `length` bytes of a run, which the caller may write to until it calls `received` or
-        `finished`. None when the run is to end here."""
-        if run.stopped or self._yields(run):
+        """Memory for the next `length` bytes of a run, to which the caller may write until it calls `received` or
+        `finished`. None if the run is to end here."""
+        if run.stopped or self._should_yield(run):
             return None
         run.claimed = length
         views: list[memoryview] = []
@@ -171,7 +176,7 @@ class Schedule:
                 piece.state = State.HELD
                 views.append(piece.view[filled : filled + take])
             else:
-                # These bytes are not wanted any more, but the checksums behind them cover them.
+                # No reader wants these bytes any more, but checksums cover them.
                 views.append(memoryview(bytearray(take)))
             left -= take
             filled += take
@@ -180,8 +185,8 @@ class Schedule:
         return views if run.live() else None
 
     def received(self, run: Run, length: int, now_s: float) -> None:
-        """The bytes of the last `claim` are there, and right."""
-        self.choice.took(now_s - run.progress_s)
+        """The bytes of the latest `claim` have arrived, and are right."""
+        self.choice.note_latency(now_s - run.progress_s)
         run.progress_s = now_s
         run.claimed = 0
         run.received += length
@@ -198,15 +203,15 @@ class Schedule:
                 if run.owns(piece):
                     self._finish(piece, run.queue.name)
 
-    def silent(self, run: Run, silent_s: float) -> bool:
-        """Nothing has come for this long: whether its thread is to give up."""
+    def should_give_up(self, run: Run, silent_s: float) -> bool:
+        """Nothing has arrived for `silent_s`: whether the thread is to give up the run."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
         if run.stopped or not live or silent_s >= self._settings.reconnect_s:
             return True
-        return any(self._others(piece, run.queue) for piece in live)
+        return any(self._alternatives(piece, run.queue) for piece in live)
 
     def finished(self, run: Run, error: DataNodeError | None, now_s: float) -> None:
-        """A thread has let go of a run and its memory. What has not been read goes elsewhere; `error` says why."""
+        """A thread has released a run and its memory. Its unread pieces are queued again; `error` is the reason."""
         queue = run.queue
         queue.runs.remove(run)
         del self.runs[run]
@@ -215,20 +220,20 @@ class Schedule:
         lost = [piece for piece in run.pieces[run.index :] if run.owns(piece)]
         opened = False
         if error is not None and not run.stopped:
-            opened = self._blame(run, lost, error, now_s)
+            opened = self._record_failure(run, lost, error, now_s)
         elif run.stopped and run.is_late:
             queue.failures += 1
-            opened = self.choice.failed(queue.name, now_s, at_once=False)
+            opened = self.choice.note_failure(queue.name, now_s, at_once=False)
         elif run.received:
-            self.choice.served(queue.name, run.length, queue.bytes - run.bytes_before, now_s - run.began_s, now_s)
+            self.choice.note_served(queue.name, run.length, queue.bytes - run.bytes_before, now_s - run.began_s, now_s)
         for piece in reversed(lost):
             if not run.owns(piece):
-                continue  # its ticket has failed with another piece
+                continue  # its ticket failed with another piece
             piece.run = None
             piece.state = State.PARKED
-            if piece.won is not None:
-                piece.view[:] = piece.won
-                self._finish(piece, piece.won_by)
+            if piece.hedge_bytes is not None:
+                piece.view[:] = piece.hedge_bytes
+                self._finish(piece, piece.hedge_node)
             elif piece.ticket.error is not None:
                 self._end(piece)
             elif piece.hedge is None:
@@ -239,15 +244,15 @@ class Schedule:
 
     def located(self, source: HdfsSource, answer: LocatedFile | BootseerError, now_s: float) -> None:
         """The NameNode's new answer for a file, for the pieces that wait for it."""
-        source.answered_s = now_s
+        source.located_s = now_s
         self.counts["refreshes"] += 1
         parked = self._parked.pop(source, [])
         if isinstance(answer, LocatedFile) and not answer.continues(source.located):
-            answer = PermanentError(f"{source.named} was replaced while it was read; open it again")
+            answer = PermanentError(f"{source.uri} was replaced while it was read; open it again")
         source.gone = answer if isinstance(answer, PermanentError) else None
         if isinstance(answer, LocatedFile):
             source.located = answer
-            source.num_answers += 1
+            source.location_version += 1
         for piece in parked:
             if piece.state is not State.PARKED:
                 continue
@@ -258,63 +263,62 @@ class Schedule:
                 self.fail(piece.ticket, answer, at_once=False)
 
     def tick(self, now_s: float) -> None:
-        """What only time brings about. To be called ten times a second while there are pieces."""
+        """Deadlines and late requests. To be called ten times per second while there are pieces."""
         for ticket in [ticket for ticket in self._open if ticket.until_s <= now_s]:
-            if not ticket.extended(now_s, now_s - self._settings.reconnect_s):
+            if not ticket.try_extend(now_s, now_s - self._settings.reconnect_s):
                 ticket.until_s = math.inf
                 self.fail(ticket, overrun(ticket), at_once=True)
         self.queues.poke_all()
         for run in list(self.runs):
-            if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:
-                self._relieve(run, now_s)
+            if now_s - run.began_s >= self._settings.min_late_s and not run.stopped:
+                self._reassign_late(run, now_s)
 
     def delay_s(self, source: HdfsSource, offset: int, length: int, now_s: float) -> float:
-        """Seconds until a range would be here if it was asked for now; infinity when no DataNode is expected to give
-        it."""
+        """Estimated seconds for a read of a range; infinity if no DataNode is expected to serve it."""
         if not 0 <= offset < source.located.size_bytes:
             return 0.0
         nodes = source.located.block_at(offset).nodes
-        if not nodes and now_s >= source.answered_s + _NO_REPLICA_S:
-            return 0.0  # a read finds out which DataNodes have it by now
+        if not nodes and now_s >= source.located_s + _NO_REPLICA_S:
+            return 0.0  # a read would find out its current locations
         return self.node_delay_s([node.host_port for node in nodes], length, now_s)
 
     def node_delay_s(self, nodes: Iterable[str], length: int, now_s: float) -> float:
-        """Seconds until so much would be here from one of these DataNodes, whichever is first."""
+        """Estimated seconds for a read from the fastest of these DataNodes."""
         return min((self.queues.expected_s(node, length, now_s) for node in nodes), default=math.inf)
 
-    def left_s(self, ticket: Ticket, now_s: float) -> float:
-        """Seconds until a read will have ended, by estimate; 0 where nothing is known."""
-        return max((self.queues.left_s(piece, now_s) for piece in ticket.pieces), default=0.0)
+    def remaining_s(self, ticket: Ticket, now_s: float) -> float:
+        """Estimated seconds until a read ends; 0 if unknown."""
+        return max((self.queues.remaining_s(piece, now_s) for piece in ticket.pieces), default=0.0)
 
-    # NodeQueues
+    # Queues
 
     def _queue(self, piece: Piece, now_s: float, *, first: bool = False) -> None:
-        """Queue a piece where its bytes may be, or ask where that is, or let its ticket fail."""
+        """Queue a piece at its DataNodes, or refresh its locations, or fail its ticket."""
         piece.state = State.PARKED
         ticket = piece.ticket
-        if piece.num_answers < ticket.source.num_answers:
+        if piece.location_version < ticket.source.location_version:
             located = ticket.source.located
             piece.block = located.block_at(piece.block.start + piece.offset)
-            piece.num_answers = ticket.source.num_answers
+            piece.location_version = ticket.source.location_version
             piece.tried = {}
         nodes = [node for node in piece.block.nodes if node.host_port not in piece.tried]
         busy = piece.original.run if piece.original is not None else None
         nodes = [node for node in nodes if busy is None or node.host_port != busy.queue.name]
         if not nodes:
-            self._no_node(piece, now_s)
+            self._no_replica_left(piece, now_s)
             return
         trusted = [node for node in nodes if node.host_port not in ticket.avoid] or nodes
         healthy = [node for node in trusted if not self.choice.is_open(node.host_port)]
-        if not healthy and piece.reasons and piece.original is None and self._may_ask(piece, now_s):
-            # It waits for what hangs, in vain perhaps: there may be a new replica.
-            self._ask(piece)
+        if not healthy and piece.reasons and piece.original is None and self._may_relocate(piece, now_s):
+            # Its DataNodes are excluded, and it might wait in vain: there may be a new replica.
+            self._relocate(piece)
         elif not healthy and piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
         else:
             self.queues.add(piece, healthy or trusted, now_s, first=first)
 
-    def _yields(self, run: Run) -> bool:
-        """Whether a run that no reader waits for makes room for a piece that a reader waits for."""
+    def _should_yield(self, run: Run) -> bool:
+        """Whether a run without urgent pieces should end early, to make room for an urgent piece."""
         queue = run.queue
         return (
             run.index > 0
@@ -324,9 +328,9 @@ class Schedule:
             and not any(piece.ticket.urgent for piece in run.live())
         )
 
-    def _others(self, piece: Piece, queue: NodeQueue) -> list[Node]:
-        """DataNodes that may give a piece in the place of one that is late. A hedge never goes to the DataNode that it
-        stands in for: it would wait behind the very request that is late, and the read with it until its deadline."""
+    def _alternatives(self, piece: Piece, queue: NodeQueue) -> list[Node]:
+        """Other DataNodes for a late piece. Never the DataNode of a hedge's original: the hedge would wait behind the
+        very request that is late, and the read until its deadline."""
         avoided = piece.ticket.avoid
         busy = piece.original.run if piece.original is not None else None
         late = {queue.name, busy.queue.name if busy is not None else ""}
@@ -340,15 +344,15 @@ class Schedule:
         ]
 
     def _open_circuit(self, queue: NodeQueue, now_s: float) -> None:
-        """A DataNode is not asked from now on: what waits for it goes to other nodes where there are any."""
+        """A DataNode is excluded from now on: its queued pieces move to other DataNodes if there are any."""
         for piece in queue.pieces():
             if queue not in piece.queues:
-                continue  # its ticket has failed with another piece
+                continue  # its ticket failed with another piece
             self.queues.remove(piece, queue)
             if not piece.queues:
                 self._queue(piece, now_s)
 
-    # Ends
+    # Ends of pieces
 
     def _finish(self, piece: Piece, node: str) -> None:
         original = piece.original
@@ -357,22 +361,22 @@ class Schedule:
             self._drop_hedge(piece)
             self._end(piece)
             return
-        won = piece.view
+        hedge_bytes = piece.view
         self._drop_hedge(original)
         self.counts["hedges_won"] += 1
         if original.state is State.HELD and original.run is not None:
-            original.won, original.won_by = won, node
+            original.hedge_bytes, original.hedge_node = hedge_bytes, node
             original.run.halt()
         elif original.state is not State.ENDED:
-            original.view[:] = won
+            original.view[:] = hedge_bytes
             self._finish(original, node)
 
     def _end(self, piece: Piece) -> None:
         if piece.state is State.QUEUED:
             self.queues.remove(piece)
         if piece.wrong:
-            self.wrong.append((piece.block, frozenset(piece.wrong)))
-        piece.state, piece.run, piece.won = State.ENDED, None, None
+            self.corrupt.append((piece.block, frozenset(piece.wrong)))
+        piece.state, piece.run, piece.hedge_bytes = State.ENDED, None, None
         piece.view = NOTHING
         if piece.original is not None:
             return
@@ -385,22 +389,22 @@ class Schedule:
             ticket.pieces = []
             self.ended.append(ticket)
 
-    def _no_node(self, piece: Piece, now_s: float) -> None:
-        """No DataNode is left that could have it."""
+    def _no_replica_left(self, piece: Piece, now_s: float) -> None:
+        """No DataNode is left that could have the piece."""
         original = piece.original
         if original is not None:
             self._drop_hedge(original)
             if original.state is State.PARKED:
                 self._queue(original, now_s)
-        elif self._may_ask(piece, now_s):
-            self._ask(piece)
+        elif self._may_relocate(piece, now_s):
+            self._relocate(piece)
         elif piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
         else:
             self.fail(piece.ticket, piece.ticket.source.gone or read_error(piece), at_once=False)
 
     def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
-        """No DataNode that can be asked has checksums of its block: HDFS keeps none by configuration, or lost them."""
+        """No available DataNode has checksums of the block: HDFS is configured without, or lost them."""
         self.counts["unchecked"] += 1
         piece.strict = False
         if piece.unchecked.issuperset(node.host_port for node in piece.block.nodes):
@@ -409,19 +413,19 @@ class Schedule:
             piece.tried.pop(node, None)
         self._queue(piece, now_s)
 
-    def _may_ask(self, piece: Piece, now_s: float) -> bool:
-        return not piece.refreshed and now_s >= piece.ticket.source.answered_s + _ANSWER_HOLDS_S
+    def _may_relocate(self, piece: Piece, now_s: float) -> bool:
+        return not piece.refreshed and now_s >= piece.ticket.source.located_s + _LOCATION_FRESH_S
 
-    def _ask(self, piece: Piece) -> None:
+    def _relocate(self, piece: Piece) -> None:
         source = piece.ticket.source
         piece.refreshed = True
         if source not in self._parked:
             self._parked[source] = []
-            self.asking.append(source)
+            self.to_locate.append(source)
         self._parked[source].append(piece)
 
-    def _blame(self, run: Run, lost: list[Piece], error: DataNodeError, now_s: float) -> bool:
-        """Remember what a DataNode did; whether its circuit opens."""
+    def _record_failure(self, run: Run, lost: list[Piece], error: DataNodeError, now_s: float) -> bool:
+        """Record a DataNode's failure. Returns whether its circuit opens."""
         queue = run.queue
         if isinstance(error, UnevenError):
             queue.uneven = True
@@ -433,8 +437,8 @@ class Schedule:
             concerned = lost
         for piece in concerned:
             piece.reasons[queue.name] = str(error)
-            if isinstance(error, RefusedError) and error.token and self._may_ask(piece, now_s):
-                # No other DataNode would take it either.
+            if isinstance(error, RefusedError) and error.token and self._may_relocate(piece, now_s):
+                # No other DataNode would accept the token either.
                 piece.tried.update(dict.fromkeys((node.host_port for node in piece.block.nodes), str(error)))
             elif not isinstance(error, SilentError):
                 piece.tried[queue.name] = str(error)
@@ -446,16 +450,16 @@ class Schedule:
             self.counts["wrong"] += 1
         if isinstance(error, (WrongBytesError, RefusedError)):
             return False
-        return self.choice.failed(queue.name, now_s, at_once=isinstance(error, SilentError))
+        return self.choice.note_failure(queue.name, now_s, at_once=isinstance(error, SilentError))
 
-    def _relieve(self, run: Run, now_s: float) -> None:
-        """Ask others for what a late run has: what it has begun twice, what it has not begun instead of it."""
+    def _reassign_late(self, run: Run, now_s: float) -> None:
+        """Request a late run's pieces from other DataNodes: hedge what has begun, move what has not."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
-        is_silent = now_s - run.progress_s >= self._settings.least_late_s
+        is_silent = now_s - run.progress_s >= self._settings.min_late_s
         if not live and is_silent:
-            run.halt()  # no reader waits for its bytes, only for their memory
+            run.halt()  # no reader wants its bytes: end it to free their memory
         for piece in live:
-            others = self._sooner(piece, run, now_s)
+            others = self._faster_alternatives(piece, run, now_s)
             run.is_late = run.is_late or (is_silent and bool(others))
             if others and piece.state is State.TAKEN:
                 piece.state, piece.run = State.PARKED, None
@@ -463,18 +467,18 @@ class Schedule:
             elif others and piece.hedge is None and piece.original is None:
                 self._hedge(piece, others, now_s)
 
-    def _sooner(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
-        """DataNodes that would probably give a piece before its run does."""
+    def _faster_alternatives(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
+        """DataNodes that would probably deliver a piece before its run does."""
         waited_s = now_s - run.progress_s
-        others = self._others(piece, run.queue)
+        others = self._alternatives(piece, run.queue)
         if waited_s >= self.choice.late_s() or not others:
             return others
-        left_s = self.queues.left_s(piece, now_s)
-        is_silent = waited_s >= self._settings.least_late_s
+        left_s = self.queues.remaining_s(piece, now_s)
+        is_silent = waited_s >= self._settings.min_late_s
         sooner = []
         for node in others:
             instead_s = self.queues.expected_s(node.host_port, piece.length, now_s)
-            # Idle nodes are asked earlier: it costs no other read anything.
+            # Idle nodes are asked earlier: that delays no other read.
             is_idle = not self.queues.backlog_bytes(node.host_port)
             if left_s > 2 * instead_s + _WORTH_S or (is_silent and is_idle and waited_s > 2 * instead_s):
                 sooner.append(node)
@@ -486,7 +490,9 @@ class Schedule:
         self._num_hedges += 1
         self.counts["hedges"] += 1
         memory = memoryview(bytearray(piece.length))
-        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.num_answers)
+        hedge = Piece(
+            piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.location_version
+        )
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
         self.queues.add(hedge, others, now_s, first=True)
 

@@ -1,12 +1,12 @@
-"""The threads that carry out what `schedule` says: started when there is something to do, gone soon after.
+"""The threads that execute the `schedule`: started when there is work, ended soon after.
 
-At most two threads talk to one DataNode, and `max_threads` in all. Ten times a second a timer looks after what only
-time brings about: deadlines, late requests, probes of DataNodes that are not asked (circuit open). All shared state is
-in `Schedule`, under one lock that is not held while a thread waits for a network.
+At most two threads talk to one DataNode, and `max_threads` in all. A timer runs ten times per second for deadlines,
+late requests, and probes of excluded DataNodes. All shared state is in `Schedule`, under one lock that is never held
+while a thread waits for the network.
 
 Callbacks are made by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
-never by a thread that asks an estimate or submits a read, whatever locks it holds, except by `read_now`, whose caller
-holds none. So a caller may ask for estimates under a lock of its own, and `done` may ask for the next read.
+not by threads that ask for estimates or submit reads, whatever locks these hold. The exception is `read_inline`, whose
+caller holds no lock. So callers may ask for estimates under locks of their own, and `done` may submit the next read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.bad_blocks import BadBlockReports
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.datanode import BlockRead, ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
-from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
@@ -40,8 +40,8 @@ Job = Callable[[], None]
 
 
 class Serving:
-    """Threads, connections and the schedule of one `HdfsReads`. Safe to use in the child of a fork, which begins with
-    nothing underway."""
+    """Threads, connections and the schedule of one `HdfsReads`. Usable in the child of a fork, where it starts
+    empty."""
 
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
@@ -62,10 +62,10 @@ class Serving:
         self._lock = threading.Lock()
         self._schedule = Schedule(self.settings)
         self._probes: list[tuple[Block, Node]] = []
-        self._apart: set[DataNodeConnection] = set()
-        """Connections in use by no run: probes, and reads that are carried out at once."""
-        self._num_coming = 0
-        """Threads that were asked for and have not looked yet what there is to do."""
+        self._unscheduled: set[DataNodeConnection] = set()
+        """Connections outside of runs: of probes, and of inline reads."""
+        self._num_starting = 0
+        """Threads that were requested and have not looked for work yet."""
         self._ticking = False
         self._ticks_until_s = 0.0
         self._connections.forget()
@@ -79,42 +79,42 @@ class Serving:
 
     @contextmanager
     def schedule(self) -> Iterator[Schedule]:
-        """The schedule, under the lock. Afterwards threads are woken; no callback is made here."""
+        """The schedule, locked. Threads are woken afterwards; no callback is made."""
         with self._lock:
             try:
                 yield self._schedule
             finally:
-                with suppress(TransientError):  # no thread can be started now: the timer, or the next one, tries again
+                with suppress(TransientError):  # no thread can be started now: the timer, or a later call, tries again
                     self._wake()
 
     @contextmanager
     def estimates(self) -> Iterator[Schedule]:
-        """The schedule, for questions that change nothing. The only thing here that callers may do under a lock of
-        their own: it takes one lock for a moment, and makes no callbacks."""
+        """The schedule, locked, for queries alone. The only thing that callers may use under locks of their own: it
+        takes one lock for a moment, and makes no callbacks."""
         with self._lock:
             yield self._schedule
 
     def submit(self, ticket: Ticket) -> None:
-        """Carry out a read. Raises `BootseerError`, and then does not call its `done`."""
+        """Submit a read. Raises `BootseerError`, and then does not call its `done`."""
         with self._lock:
             if self._closed:
-                raise PermanentError(f"{ticket.source.named}: its reader was closed")
+                raise PermanentError(f"{ticket.source.uri}: its reader was closed")
             try:
                 self._schedule.submit(ticket, time.monotonic())
                 self._wake()
             except BaseException:
-                # No thread has seen it: the lock was held all the time.
+                # No other thread has seen it: the lock was held throughout.
                 self._schedule.fail(ticket, TransientError("it was not begun"), at_once=True)
                 with suppress(ValueError):
                     self._schedule.ended.remove(ticket)
                 raise
 
-    def read_now(self, ticket: Ticket) -> bool:
-        """Carry out a read of a few bytes in this thread, if one of its DataNodes has an idle connection, and tell its
-        caller. This thread must hold no lock.
+    def read_inline(self, ticket: Ticket) -> bool:
+        """Carry out a small read in this thread, if one of its DataNodes has an idle connection, and call back. This
+        thread must hold no lock.
 
-        The schedule is left out, which for one small piece takes more time than the rest. Whatever goes wrong, and an
-        answer that is later than usual, is for the schedule to settle: False, and the DataNode is to be avoided.
+        Bypasses the schedule, whose bookkeeping would take most of the time of one small piece. Any error, and an
+        answer later than usual, is left to the schedule: returns False, and the DataNode is avoided.
         """
         began_s = time.monotonic()
         block = ticket.source.located.block_at(ticket.offset)
@@ -126,7 +126,7 @@ class Serving:
         ticket.node = node.host_port
         is_whole = False
         try:
-            self._read_apart(ticket, block, connection, late_s)
+            self._read_unscheduled(ticket, block, connection, late_s)
             is_whole = True
         except SilentError:
             self._connections.drop(node)
@@ -134,7 +134,7 @@ class Serving:
             pass
         finally:
             with self._lock:
-                self._apart.discard(connection)
+                self._unscheduled.discard(connection)
                 if is_whole:
                     queue = self._schedule.queues.queue(node)
                     queue.note_read(block, len(ticket.into), time.monotonic() - began_s)
@@ -147,7 +147,7 @@ class Serving:
         return is_whole
 
     def _idle(self, block: Block, length: int, now_s: float) -> tuple[Node, DataNodeConnection, float] | None:
-        """An idle connection to the best DataNode of those that have one, and how long it is waited for."""
+        """An idle connection to the best DataNode that has one, and its timeout."""
         with self._lock:
             if self._closed:
                 return None
@@ -156,15 +156,15 @@ class Serving:
             for name in choice.order(nodes, length, self._schedule.queues.backlog_bytes, now_s):
                 connection = self._connections.take(nodes[name])
                 if connection is not None:
-                    self._apart.add(connection)
+                    self._unscheduled.add(connection)
                     return nodes[name], connection, choice.late_s()
         return None
 
-    def _read_apart(self, ticket: Ticket, block: Block, connection: DataNodeConnection, late_s: float) -> None:
+    def _read_unscheduled(self, ticket: Ticket, block: Block, connection: DataNodeConnection, late_s: float) -> None:
         strict = ticket.check and block.id not in ticket.source.unchecked
         read = BlockRead(
             connection, block, ticket.offset - block.start, len(ticket.into),
-            check=ticket.check, strict=strict, on_silence=_give_up, patience_s=late_s,
+            check=ticket.check, strict=strict, on_silence=_raise_silent, patience_s=late_s,
         )  # fmt: skip
         done = 0
         while part := read.next_bytes():
@@ -173,22 +173,22 @@ class Serving:
         read.finish()
 
     def _give_back(self, node: Node, connection: DataNodeConnection, is_whole: bool) -> None:
-        """`is_whole`: the latest read was received to its end, so that the connection can serve another one."""
+        """`is_whole`: the latest read was received completely, so that the connection can be reused."""
         if is_whole and not self._closed:
             self._connections.give(node, connection)
         else:
             connection.close()
 
     def close(self) -> None:
-        """End all reads, threads and connections. Not to be called from a `done`."""
+        """End all reads, threads and connections. Must not be called from a `done`."""
         with self._lock:
             self._closed = True
             for ticket in self._schedule.tickets():
-                error = PermanentError(f"{ticket.source.named}: its reader was closed")
+                error = PermanentError(f"{ticket.source.uri}: its reader was closed")
                 self._schedule.fail(ticket, error, at_once=True)
             for run in self._schedule.runs:
                 run.halt()
-            for connection in self._apart:
+            for connection in self._unscheduled:
                 connection.stop()
         while (job := self._next_callback()) is not None:
             job()
@@ -201,36 +201,35 @@ class Serving:
     # Threads
 
     def _wake(self) -> None:
-        """Have as many threads awake as there is work, and the timer on while anything is underway. Under the lock.
+        """Have as many threads as there is work, and the timer while anything is in flight. Called with the lock held.
 
-        Raises `TransientError` when there is no thread and none can be started."""
+        Raises `TransientError` if there is no thread and none can be started.
+        """
         if self._closed:
-            return  # the threads that are still there tell all that there is to tell
+            return  # the remaining threads make the remaining callbacks
         now_s = time.monotonic()
         if self._schedule.num_pieces:
-            self._ticks_until_s = (
-                now_s + _IDLE_S
-            )  # also afterwards: DataNodes that are not asked (circuit open) are probed
+            self._ticks_until_s = now_s + _IDLE_S  # also afterwards, for probes of excluded DataNodes
         if not self._ticking and now_s < self._ticks_until_s:
             with suppress(TransientError):
                 self._timer.after(_TICK_S, self._tick)
                 self._ticking = True
         wanted = min(self._schedule.num_ready + len(self._probes), self.settings.max_threads)
-        while self._num_coming < wanted:
+        while self._num_starting < wanted:
             self._threads.submit(self._serve)
-            self._num_coming += 1
+            self._num_starting += 1
 
     def _serve(self) -> None:
         with self._lock:
-            self._num_coming -= 1
+            self._num_starting -= 1
         while (job := self._next_callback() or self._next()) is not None:
             run_reported(job)
             del job
 
     @contextmanager
-    def _working(self) -> Iterator[Schedule]:
-        """As `schedule`, for the threads of the pool: of the reads that ended meanwhile, this thread calls back one,
-        whose bytes are in its caches, and the threads that are woken call back the others."""
+    def _as_worker(self) -> Iterator[Schedule]:
+        """As `schedule`, for worker threads: this thread calls back one of the reads that have ended, whose bytes are
+        in its CPU cache, and woken threads call back the others."""
         with self.schedule() as schedule:
             yield schedule
             ended = schedule.ended.popleft() if schedule.ended else None
@@ -238,40 +237,40 @@ class Serving:
             _call_back(ended)
 
     def _next_callback(self) -> Job | None:
-        """The next callback or report to be made."""
+        """The next callback or report."""
         with self._lock:
             if self._schedule.ended:
                 return partial(_call_back, self._schedule.ended.popleft())
-            if self._schedule.wrong:
-                return partial(self._reports.report, *self._schedule.wrong.pop())
+            if self._schedule.corrupt:
+                return partial(self._reports.report, *self._schedule.corrupt.pop())
         return None
 
     def _next(self) -> Job | None:
-        """What there is to do, next; None when a thread is of no use any more."""
+        """The next job; None if the thread is not needed any more."""
         with self.schedule() as schedule:
             if self._closed:
                 return None
-            if schedule.asking:
-                return partial(self._locate, schedule.asking.popleft())
+            if schedule.to_locate:
+                return partial(self._locate, schedule.to_locate.popleft())
             run = schedule.take(time.monotonic())
             if run is not None:
                 return partial(self._carry_out, run)
             return partial(self._probe, *self._probes.pop()) if self._probes else None
 
     def _tick(self) -> None:
-        """What only time brings about."""
+        """Called by the timer."""
         with self.schedule() as schedule:
             self._ticking = False
             now_s = time.monotonic()
             num_hedges = schedule.counts["hedges"]
             schedule.tick(now_s)
             num_hedges = schedule.counts["hedges"] - num_hedges
-            for node in schedule.choice.due(now_s):
+            for node in schedule.choice.due_probes(now_s):
                 queue = schedule.queues.by_node[node]
                 if queue.sample is not None:
                     self._probes.append((queue.sample, queue.node))
         if num_hedges:
-            _LOG.debug("%d late pieces are asked of other DataNodes too (hedged)", num_hedges)
+            _LOG.debug("%d late pieces are requested from other DataNodes too (hedged)", num_hedges)
         self._connections.expire()
 
     # Jobs
@@ -280,7 +279,7 @@ class Serving:
         error: DataNodeError | None = None
         try:
             if not self._read(run, self._connections.take(run.queue.node)):
-                # DataNodes close what lies idle: that says nothing of this one.
+                # DataNodes close idle connections: not a failure.
                 self._connections.drop(run.queue.node)
                 self._read(run, None)
         except DataNodeError as caught:
@@ -289,23 +288,24 @@ class Serving:
             error = DataNodeError(f"{type(caught).__name__}: {caught}")
             raise
         finally:
-            # Whatever happened: a reader waits for these pieces.
-            with self._working() as schedule:
+            # In any case: readers wait for these pieces.
+            with self._as_worker() as schedule:
                 schedule.finished(run, error, time.monotonic())
                 is_excluded = schedule.choice.is_open(run.queue.name)
             if error is not None and not run.stopped:
-                consequence = "is not asked for a while" if is_excluded else "failed one request"
+                consequence = "is excluded for a while" if is_excluded else "failed one request"
                 _LOG.info("DataNode %s %s: %s", run.queue.name, consequence, error)
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
-        """Read a run from this connection, or from a new one. False when it was of no use any more."""
+        """Read a run over this connection, or a new one. Returns False if an idle connection turned out to be
+        closed."""
         is_new = connection is None
         if connection is None:
             connection = self._connections.new(run.queue.node)
         is_whole = False
         try:
             with self._lock:
-                # A thread waits for it from now on, until it is stopped: for a connection to be made, too.
+                # From now on the run can be stopped, also while it connects.
                 run.connection = connection
                 if run.stopped:
                     connection.stop()
@@ -320,13 +320,13 @@ class Serving:
             return False
         finally:
             with self._lock:
-                # From here on no thread stops it, so that its file descriptor can be used again.
+                # From now on it cannot be stopped: the file descriptor may be reused.
                 run.connection = None
             self._give_back(run.queue.node, connection, is_whole)
         return True
 
     def _receive(self, run: Run, connection: DataNodeConnection) -> bool:
-        """Ask for a run and receive it. False when it was not received to its end."""
+        """Request and receive a run. Returns whether it was received completely."""
         first = run.pieces[0]
         read = BlockRead(
             connection,
@@ -336,80 +336,80 @@ class Serving:
             check=first.ticket.check,
             strict=first.strict,
             max_packets=run.packets,
-            on_silence=lambda silent_s: self._judge(run, silent_s),
+            on_silence=lambda silent_s: self._check_silence(run, silent_s),
         )
         while length := read.next_bytes():
             with self._lock:
                 views = self._schedule.claim(run, length)
-                if self._schedule.ended:  # else there is no more to do than before
+                if self._schedule.ended:  # otherwise there is no new work
                     with suppress(TransientError):
                         self._wake()
             if views is None:
                 return False
             read.receive(views)
-            with self._working() as schedule:
+            with self._as_worker() as schedule:
                 schedule.received(run, length, time.monotonic())
         read.finish()
         return True
 
-    def _judge(self, run: Run, silent_s: float) -> None:
-        """Raise when a silent connection is not to be waited for any longer."""
+    def _check_silence(self, run: Run, silent_s: float) -> None:
+        """Raise if a silent connection is to be given up."""
         with self._lock:
-            if self._schedule.silent(run, silent_s):
-                raise SilentError(f"it said nothing for {silent_s:.1f} s")
+            if self._schedule.should_give_up(run, silent_s):
+                raise SilentError(f"it sent nothing for {silent_s:.1f} s")
 
     def _connect_s(self, run: Run) -> float:
         with self._lock:
-            alone = not self._schedule.silent(run, 0.0)
+            alone = not self._schedule.should_give_up(run, 0.0)
         return self.settings.reconnect_s if alone else self.settings.silent_s
 
     def _locate(self, source: HdfsSource) -> None:
-        """Ask the NameNode again where a file is."""
+        """Refresh the locations of a file."""
         answer: LocatedFile | BootseerError
         try:
             answer = self.namenode.locate(source.located.path)
         except NotFoundError:
-            answer = PermanentError(f"{source.named} was removed while it was read")
+            answer = PermanentError(f"{source.uri} was removed while it was read")
         except BootseerError as error:
             answer = error
         except BaseException as error:
-            answer = TransientError(f"{source.named}: {type(error).__name__}: {error}")
+            answer = TransientError(f"{source.uri}: {type(error).__name__}: {error}")
             report_exception()
-        with self._working() as schedule:
+        with self._as_worker() as schedule:
             schedule.located(source, answer, time.monotonic())
 
     def _probe(self, block: Block, node: Node) -> None:
-        """See whether a DataNode whose circuit is open answers again."""
+        """Probe an excluded DataNode."""
 
         try:
             connection = self._connections.new(node)
             with self._lock:
-                self._apart.add(connection)
+                self._unscheduled.add(connection)
             try:
                 connection.connect(self.settings.silent_s)
-                # A request of its own: no reader waits for what may never come.
-                BlockRead(connection, block, 0, 1, check=False, on_silence=_give_up)
+                # A request of its own, so that no reader waits for it.
+                BlockRead(connection, block, 0, 1, check=False, on_silence=_raise_silent)
             finally:
                 with self._lock:
-                    self._apart.discard(connection)
+                    self._unscheduled.discard(connection)
                 connection.close()
         except RefusedError:
-            pass  # it has no such block any more, but it answers
+            pass  # the block is gone, but the node answers
         except DataNodeError:
             return
         with self.schedule() as schedule:
-            schedule.choice.works(node.host_port)
+            schedule.choice.probe_succeeded(node.host_port)
 
 
-def _give_up(silent_s: float) -> None:
-    raise SilentError(f"it said nothing for {silent_s:.1f} s")
+def _raise_silent(silent_s: float) -> None:
+    raise SilentError(f"it sent nothing for {silent_s:.1f} s")
 
 
 def _call_back(ticket: Ticket) -> None:
-    # The caller keeps its ticket; what `done` refers to may be large.
+    # The caller keeps its ticket; the callback may refer to large objects.
     done, ticket.done = ticket.done, _no_callback
     run_reported(partial(done, ReadOutcome(ticket.error, ticket.node)))
 
 
 def _no_callback(outcome: ReadOutcome) -> None:
-    """A ticket that has ended has no callback."""
+    """Replaces the callback of a ticket that has ended."""

@@ -83,7 +83,7 @@ class Executor:
                 queue.pop()
                 raise
 
-    def hurry(self, job: Job) -> None:
+    def prioritize(self, job: Job) -> None:
         """Make a job urgent that is not and waits for its turn."""
         with self._change, contextlib.suppress(ValueError):
             self._others.remove(job)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bootseer.errors import UsageError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import OWN_NAMES, Place
+from bootseer.places.place import RESERVED_PREFIXES, Place
 
 _FORMS = "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://…, az://…, file:///dir or a folder"
 BUCKETS = ("s3", "gs", "az")
@@ -28,7 +28,7 @@ def open_place(uri: str) -> Place:
     if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "viewfs:", "file:"))):
         raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
-    if any(name.startswith(OWN_NAMES) for name in names):
+    if any(name.startswith(RESERVED_PREFIXES) for name in names):
         raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
     if not separator:
         return FolderPlace(Path(uri))

@@ -1,9 +1,9 @@
-"""A folder as the place of checkpoints: a disk, NFS, Lustre, or whatever the kernel has mounted.
+"""A local folder as a `Place`: on a disk, NFS, Lustre, or whatever the kernel has mounted.
 
-Every path is walked from the root by descriptors, without following symbolic links: what lies outside cannot be
-reached, whatever others put into the folder meanwhile. Symbolic links and special files are not shown.
+Every path is walked from the root by file descriptors without following symbolic links: nothing outside can be reached,
+whatever other users put into the folder meanwhile. Symbolic links and special files are not shown.
 
-What is written is synced to the disk, with the folder that names it, before it is reported as written.
+A write returns when the data and the directory entry are synced to disk.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ from bootseer.places.local_files import (
     uid_of,
     write_temporary,
 )
-from bootseer.places.place import TEMPORARY, Entry, OpenFile, PartWriter, SmallReads, make_alike, names_of
+from bootseer.places.place import (
+    TEMPORARY_PREFIX,
+    Entry,
+    OpenFile,
+    PartWriter,
+    SmallReads,
+    make_folder_like_parent,
+    names_of,
+)
 
-# Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
+# Non-blocking: opening a FIFO must not wait for its other end. No effect on files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_NAME_BYTES = 255
 
 
 class FolderPlace(SmallReads):
-    """A `Place` in a folder, which must be there. Links in its own path are followed: the caller has named it so."""
+    """A `Place` in an existing folder. Symbolic links in the root's own path are followed."""
 
     is_local = True
 
@@ -48,7 +56,7 @@ class FolderPlace(SmallReads):
         self._reads = FolderReads()
         self.uri = f"file://{self._root}".removesuffix("/")
 
-    def refusal(self, name: str) -> str:
+    def name_problem(self, name: str) -> str:
         return "" if len(os.fsencode(name)) <= _MAX_NAME_BYTES else f"it has more than {_MAX_NAME_BYTES} bytes"
 
     def stat(self, path: str) -> Entry:
@@ -56,7 +64,7 @@ class FolderPlace(SmallReads):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             entry = _entry(path, status)
         if entry is None:
-            raise NotFoundError(f"there is no {self._what(path)}")
+            raise NotFoundError(f"there is no {self._uri_of(path)}")
         return entry
 
     def list(self, path: str) -> Iterator[Entry]:
@@ -77,11 +85,11 @@ class FolderPlace(SmallReads):
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ, dir_fd=folder)
-        uri = self._what(path)
+        uri = self._uri_of(path)
         return FolderFile(descriptor, uri, self._reads, lambda error: mapped(error, uri))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """See `Place.delay_s`: not known."""
+        """See `Place.delay_s`: unknown here."""
         return 0.0
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
@@ -111,14 +119,14 @@ class FolderPlace(SmallReads):
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+        avoid: frozenset[str] = frozenset(), last_resort: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
-        """See `Place.begin_parts`. One folder has one disk: nothing to choose."""
+        """See `Place.begin_parts`. A folder has one disk: there is no placement."""
         begun: list[PartWriter] = []
         try:
             for path in paths:
                 folder = path.rpartition("/")[0]
-                make_alike(self, folder.rpartition("/")[0])
+                make_folder_like_parent(self, folder.rpartition("/")[0])
                 self.make_folder(folder, parents=True)
                 begun.append(_FolderWriter(self, path, part_bytes, mode))
         except BaseException:
@@ -146,7 +154,7 @@ class FolderPlace(SmallReads):
                 try:
                     shutil.rmtree(name, dir_fd=folder)
                 except RecursionError:
-                    raise PermanentError(f"{self._what(path)} has folders that are too deep") from None
+                    raise PermanentError(f"{self._uri_of(path)} has folders that are too deep") from None
             else:
                 os.rmdir(name, dir_fd=folder)
             sync(folder)
@@ -187,8 +195,8 @@ class FolderPlace(SmallReads):
             os.utime(name, ns=(read_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
 
     def now_s(self) -> float:
-        """See `Place.now_s`. A file server's clock may differ from ours, so that it is asked by a file."""
-        name = f"{TEMPORARY}{secrets.token_hex(8)}"
+        """See `Place.now_s`. A file server's clock may differ from the local one: the mtime of a new file tells it."""
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         try:
             with self._parent(name) as (folder, _):
                 descriptor = os.open(name, NEW, 0o600, dir_fd=folder)
@@ -198,7 +206,7 @@ class FolderPlace(SmallReads):
                     os.close(descriptor)
                     drop(name, folder)
         except AccessError:
-            return time.time()  # a caller that may not write there has no lease there
+            return time.time()  # a caller without write access holds no lease there
 
     def space(self) -> tuple[int, int]:
         with self._mapping(""):
@@ -213,7 +221,7 @@ class FolderPlace(SmallReads):
 
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """The folder of a path, by descriptor, and the name in it, "." for the root. Errors inside are mapped."""
+        """The parent folder's descriptor and the last component, "." for the root. Maps `OSError`s raised inside."""
         *folders, name = names_of(path) or ["."]
         with self._mapping(path):
             descriptor = os.open(self._root, FOLDER & ~os.O_NOFOLLOW)
@@ -232,12 +240,12 @@ class FolderPlace(SmallReads):
     def _chmod(self, name: str, mode: int, folder: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            # By /proc: fchmod needs a file that is open for reading, which the owner's mode may forbid.
+            # Through /proc: fchmod needs a readable descriptor, which the file's mode may forbid.
             Path(f"/proc/self/fd/{descriptor}").chmod(mode)
         finally:
             os.close(descriptor)
 
-    def _what(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri
 
     @contextlib.contextmanager
@@ -245,11 +253,11 @@ class FolderPlace(SmallReads):
         try:
             yield
         except OSError as error:
-            raise mapped(error, self._what(path)) from error
+            raise mapped(error, self._uri_of(path)) from error
 
 
 class _FolderWriter:
-    """A `PartWriter` of a folder. Belongs to one thread at a time."""
+    """A `PartWriter` in a folder. Used by one thread at a time."""
 
     nodes: tuple[str, ...] = ()
 

@@ -1,7 +1,6 @@
-"""Reads of files in a folder, by a few threads: those of one disk or file server overlap, and no caller waits in one.
+"""Reads of files in a folder by a small thread pool, so that several are in flight and no caller blocks.
 
-Reads that a reader waits for go first. A file system that hangs cannot be interrupted: a deadline ends only what has
-not been begun.
+Urgent reads go first. A hung file system cannot be interrupted: deadlines only end reads that have not started.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NUM_THREADS = 8
 
 
 def version_of(status: os.stat_result) -> str:
-    """Differs for every other file, and whenever this one was written to."""
+    """Differs for every other file, and changes with every write."""
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
@@ -43,16 +42,18 @@ class _Read:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def hurry(self) -> None:
-        self.reads.threads.hurry(self.run)
+    def prioritize(self) -> None:
+        self.reads.threads.prioritize(self.run)
 
-    def left_s(self) -> float:
-        """See `Ticket.left_s`: not known."""
+    def remaining_s(self) -> float:
+        """See `Ticket.remaining_s`: unknown here."""
         return 0.0
 
     def run(self) -> None:
-        """Do it now."""
-        from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts that read files here
+        """Carries out the read in this thread."""
+        from bootseer.hdfs.requests import (
+            ReadOutcome,
+        )  # imported late: jobs that only read local files here do not need the module
 
         error: BootseerError | None = TransientError(f"{self.file.uri}: reading failed unexpectedly")
         try:
@@ -75,7 +76,7 @@ class _Read:
 
 
 class FolderReads:
-    """The threads of one place, and what they have done."""
+    """The thread pool and statistics of one place."""
 
     def __init__(self) -> None:
         self.threads = Executor("bootseer-folder", _NUM_THREADS)
@@ -88,13 +89,13 @@ class FolderReads:
         self._seconds = 0.0
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
-        """Do it soon. Raises `TransientError` when there is no thread for it."""
+        """Queue a read. Raises `TransientError` if no thread can be started."""
         if self.closed:
             raise PermanentError("this folder is not read any more: it was closed")
         self.threads.submit(read.run, urgent=urgent)
 
     def count(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
-        """Remember what a read did."""
+        """Count a finished read."""
         with self._lock:
             self._seconds += seconds
             self._requests += 1
@@ -102,7 +103,7 @@ class FolderReads:
             self._bytes += num_bytes
 
     def facts(self) -> dict[str, object]:
-        """See `Place.facts`; a folder is one nameless node."""
+        """See `Place.facts`; a folder counts as one node without a name."""
         with self._lock:
             node = {
                 "bytes": self._bytes,
@@ -113,13 +114,13 @@ class FolderReads:
         return {"nodes": {"": node}, "retries": 0, "hedges": 0, "hedges_won": 0, "refreshes": 0, "fallback": ""}
 
     def close(self) -> None:
-        """End the threads. Reads that were not begun end with an error."""
+        """End the threads. Queued reads end with an error."""
         self.closed = True
         self.threads.close()
 
 
 class FolderFile:
-    """An `OpenFile` of a folder. Takes over the descriptor, which is closed when the last read has ended."""
+    """An `OpenFile` in a folder. Takes over the descriptor, which is closed when the last read has ended."""
 
     def __init__(
         self, descriptor: int, uri: str, reads: FolderReads, mapped: Callable[[OSError], BootseerError]
@@ -141,7 +142,7 @@ class FolderFile:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._users = 1  # the opener, and each read of this process
+        self._users = 1  # the opener, and each read of this process in flight
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """See `OpenFile.nodes`: a folder has none."""
@@ -160,9 +161,9 @@ class FolderFile:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
-        here: bool = False,
+        inline: bool = False,
     ) -> _Read:
-        """See `OpenFile.read_into`. File systems check themselves what they check, and there is one copy only."""
+        """See `OpenFile.read_into`. The file system does its own checks, and there is only one copy."""
         if offset < 0 or offset + len(into) > self.size_bytes:
             raise PermanentError(f"{self.uri}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
         with self._lock:
@@ -178,27 +179,21 @@ class FolderFile:
         return read
 
     def read_here(self, offset: int, length: int) -> bytes:
-        """The bytes of a range inside the file, read by this thread, which keeps the file open meanwhile."""
-        try:
-            data = os.pread(self._descriptor, length, offset)
-            while len(data) < length:
-                more = os.pread(self._descriptor, length - len(data), offset + len(data))
-                if not more:
-                    raise TransientError(f"{self.uri} became shorter while it was read")
-                data += more
-        except OSError as error:
-            raise self._mapped(error) from error
-        return data
+        """A range inside the file, read by the calling thread, which keeps the file open meanwhile."""
+        data = bytearray(length)
+        if (error := self.fill(offset, memoryview(data))) is not None:
+            raise error
+        return bytes(data)
 
     def fill(self, offset: int, into: memoryview) -> BootseerError | None:
-        """Read now: None, or what went wrong."""
+        """Read in this thread. Returns the error, or None."""
         try:
             while into:
                 count = os.preadv(self._descriptor, [into], offset)
                 if count == 0:
                     return TransientError(f"{self.uri} became shorter while it was read")
                 offset, into = offset + count, into[count:]
-            # Looked at afterwards: what was read before a change is of this version.
+            # Checked after the read: bytes read before a change belong to this version.
             if version_of(os.fstat(self._descriptor)) != self.version:
                 return TransientError(f"{self.uri} was changed while it was read")
         except OSError as error:
@@ -206,7 +201,7 @@ class FolderFile:
         return None
 
     def release(self) -> None:
-        """A read has ended."""
+        """A read has ended, or the opener has closed the file."""
         with self._lock:
             self._users -= 1
             if self._users:

@@ -22,13 +22,11 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
 )
+from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.located import FileStatus
-from bootseer.hdfs.native import NativeWriter
-from bootseer.hdfs.placing import LongWriter
 from bootseer.places.place import (
-    SMALL_COPIES,
-    TEMPORARY,
+    SMALL_FILE_REPLICAS,
+    TEMPORARY_PREFIX,
     Entry,
     OpenFile,
     PartWriter,
@@ -41,8 +39,6 @@ _CLOCK_S = 60.0
 _MIB = 1 << 20
 _CHECKSUM_BYTES = 512
 """Block sizes must be multiples of the bytes that one HDFS checksum covers."""
-_MAX_BLOCK_BYTES = 1 << 30
-"""A longer part is written as several blocks of the cluster's size: DataNodes copy and check whole blocks."""
 
 
 class HdfsPlace(SmallReads):
@@ -58,7 +54,7 @@ class HdfsPlace(SmallReads):
         self._may_copy = True
         self._lock = threading.Lock()
 
-    def refusal(self, name: str) -> str:
+    def name_problem(self, name: str) -> str:
         if ":" in name:
             return "HDFS takes no name with a colon"
         return "" if _is_utf8(name) else "names in HDFS are UTF-8"
@@ -71,7 +67,7 @@ class HdfsPlace(SmallReads):
         # Read completely: a caller that stops early would leave hdfs-native's call unfinished.
         found = list(self._client.list(full))
         if len(found) == 1 and found[0].path == full:
-            raise NotFolderError(f"{self._what(path)} is not a folder")
+            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
         return map(self._entry, found)
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
@@ -95,25 +91,23 @@ class HdfsPlace(SmallReads):
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+        avoid: frozenset[str] = frozenset(), last_resort: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. A part's node is chosen at its first `write`."""
-        full = [self._full(path) for path in paths]
-        if part_bytes > _MAX_BLOCK_BYTES:
-            return self._begin_long(full, mode, replication)
-        return self._client.begin_apart(
-            full, block_size=part_bytes, mode=mode, replication=replication, avoid=avoid, spare=spare
-        )
+        return self._client.create_placed(
+            [self._full(path) for path in paths], block_size=part_bytes, mode=mode, replication=replication,
+            avoid=avoid, last_resort=last_resort,
+        )  # fmt: skip
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         try:
             self._client.rename(self._full(source), self._full(target), overwrite=replace)
         except IsFolderError as error:  # "source and destination must both be directories"
             if not replace:
-                raise AlreadyExistsError(f"{self._what(target)} is there already") from error
+                raise AlreadyExistsError(f"{self._uri_of(target)} already exists") from error
             if self.stat(source).is_folder:
-                raise NotFolderError(f"{self._what(target)} is not a folder") from error
-            raise IsFolderError(f"{self._what(target)} is a folder") from error
+                raise NotFolderError(f"{self._uri_of(target)} is not a folder") from error
+            raise IsFolderError(f"{self._uri_of(target)} is a folder") from error
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
@@ -139,7 +133,7 @@ class HdfsPlace(SmallReads):
             clock = self._clock
         if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
             return clock[0] + time.monotonic() - clock[1]
-        full = self._full(f"{TEMPORARY}{secrets.token_hex(8)}")
+        full = self._full(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         try:
             now_s = self._client.put(full, b"").mtime_ms / 1000
             self._client.delete(full)
@@ -159,32 +153,19 @@ class HdfsPlace(SmallReads):
     def close(self) -> None:
         self._client.close()
 
-    def _begin_long(
-        self, paths: Sequence[str], mode: int, replication: int | None
-    ) -> Sequence[LongWriter | NativeWriter]:
-        """Files of several blocks each, which lie where the NameNode puts them."""
-        with contextlib.ExitStack() as begun:
-            writers = []
-            for path in paths:
-                writer = self._client.create(path, mode=mode, replication=replication)
-                begun.callback(writer.abort)
-                writers.append(writer)
-            begun.pop_all()
-        return writers
-
     @contextlib.contextmanager
     def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[tuple[str, FileStatus]]:
         """A hidden file in the folder of `path`, and its status; removed unless it was renamed."""
         full = self._full(path)
         folder = full.rpartition("/")[0]
-        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         try:
             yield temporary, self._put(temporary, data, mode)
         except BaseException as error:
             with contextlib.suppress(BootseerError):
                 self._client.delete(temporary)
             if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
-                raise NotFolderError(f"{self._what(path)}: its folder is a file") from None
+                raise NotFolderError(f"{self._uri_of(path)}: its folder is a file") from None
             raise
 
     def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
@@ -193,7 +174,7 @@ class HdfsPlace(SmallReads):
         # versions differ that have the same length and mtime, as copies of heads by `tar`: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
-            copies = max(self._client.replication or 0, SMALL_COPIES)
+            copies = max(self._client.replication or 0, SMALL_FILE_REPLICAS)
             try:
                 return self._client.put(full, data, mode=mode, block_size=block_size, replication=copies, parents=False)
             except BootseerError as error:
@@ -219,7 +200,7 @@ class HdfsPlace(SmallReads):
             raise NotFoundError(f"{path!r} is not a valid path: names in HDFS are UTF-8")
         return "/".join([self._root, *names_of(path)]) or "/"
 
-    def _what(self, path: str) -> str:
+    def _uri_of(self, path: str) -> str:
         return f"{self._client.uri}{self._full(path)}"
 
 

@@ -1,6 +1,5 @@
-"""The kernel's file systems as a place needs them: names in a folder that is known by its descriptor, where no step
-follows a symbolic link; errors as ours; users and groups by name, as this machine knows them.
-"""
+"""Operations on local file systems for `folder`: names relative to a directory descriptor, no step following a symbolic
+link; `OSError`s mapped to BootSeer's errors; users and groups by name, as known to this machine."""
 
 from __future__ import annotations
 
@@ -26,28 +25,28 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.io.trusted_folder import NEW
-from bootseer.places.place import TEMPORARY
+from bootseer.places.place import TEMPORARY_PREFIX
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_temporary(folder: int, data: bytes, mode: int) -> str:
-    """Write a small hidden file, durable, and return its name."""
-    name = f"{TEMPORARY}{secrets.token_hex(8)}"
+    """Write a small file durably under a temporary name, and return the name."""
+    name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     create(folder, name, data, mode)
     return name
 
 
 def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
-    """Rename unless the new name is taken. Raises `FileExistsError`."""
+    """Rename unless the target exists. Raises `FileExistsError`."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         try:
-            # A link is made or not in one step, which a rename that replaces nothing is not everywhere.
+            # link(2) is atomic everywhere; renameat2 with RENAME_NOREPLACE is not supported by all file systems.
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
         except FileExistsError:
-            # A file server whose answer was lost is asked again, and then finds what it had made itself.
+            # An NFS client whose answer was lost repeats the request, and then meets the link it has made itself.
             own = os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
-            with contextlib.suppress(FileNotFoundError):  # another one had it, and has removed it since
+            with contextlib.suppress(FileNotFoundError):  # another process created it, and has removed it since
                 if os.stat(new_name, dir_fd=new_folder, follow_symlinks=False).st_ino == own:
                     drop(name, folder)
                     return
@@ -64,13 +63,13 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
     try:
         os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # another one was faster
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # another process was faster
             raise FileExistsError(errno.EEXIST, new_name) from None
         raise
 
 
 def create(folder: int, name: str, data: bytes, mode: int) -> None:
-    """Write a small file, durable but for its name. Raises `FileExistsError`."""
+    """Write a small file; durable, except for its directory entry. Raises `FileExistsError`."""
     descriptor = os.open(name, NEW, mode, dir_fd=folder)
     try:
         os.fchmod(descriptor, mode)
@@ -86,18 +85,18 @@ def create(folder: int, name: str, data: bytes, mode: int) -> None:
 
 
 def drop(name: str, folder: int) -> None:
-    """Remove a file, if that can be."""
+    """Remove a file, ignoring errors."""
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder)
 
 
 def sync(folder: int) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Sync the entries of a directory to disk."""
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; there the rename is durable by itself.
+        # Some network file systems cannot sync a directory; there a rename is durable by itself.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -120,8 +119,8 @@ _KINDS: dict[int, type[BootseerError]] = {
 
 
 def mapped(error: OSError, subject: str) -> BootseerError:
-    """An error of the file system as one of ours; `what` was asked for."""
-    if error.errno in (errno.ENOENT, errno.ELOOP):  # a symbolic link is not a file here
+    """The BootSeer error for an `OSError` about `subject`."""
+    if error.errno in (errno.ENOENT, errno.ELOOP):  # symbolic links do not count as files here
         return NotFoundError(f"there is no {subject}")
     text = f"{subject}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -131,7 +130,7 @@ def mapped(error: OSError, subject: str) -> BootseerError:
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(uid: int) -> str:
-    """The name of a user."""
+    """The name of a user, or the uid as a string."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -140,7 +139,7 @@ def owner_of(uid: int) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def group_of(gid: int) -> str:
-    """The name of a group."""
+    """The name of a group, or the gid as a string."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -148,7 +147,7 @@ def group_of(gid: int) -> str:
 
 
 def uid_of(name: str | None) -> int:
-    """The number of a user; -1 for None. Raises `PermanentError` for an unknown name."""
+    """The uid of a user; -1 for None. Raises `PermanentError` for an unknown name."""
     if name is None:
         return -1
     try:
@@ -158,7 +157,7 @@ def uid_of(name: str | None) -> int:
 
 
 def gid_of(name: str | None) -> int:
-    """The same for a group."""
+    """The gid of a group; as `uid_of`."""
     if name is None:
         return -1
     try:
@@ -169,8 +168,8 @@ def gid_of(name: str | None) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def shown_uid(owner: str) -> int:
-    """The number of a user for programs of this machine. An unknown user is shown as the one that mounted: the place
-    decides what a caller may do, and knows the mount by that one identity."""
+    """The uid that a mount shows for an owner. Unknown owners are shown as the mounting user: the place checks access
+    by that one identity."""
     try:
         return pwd.getpwnam(owner).pw_uid
     except KeyError:
@@ -179,7 +178,7 @@ def shown_uid(owner: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def shown_gid(group: str) -> int:
-    """The same for a group."""
+    """The gid that a mount shows; as `shown_uid`."""
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:

@@ -65,11 +65,11 @@ class _Read:
     def cancel(self) -> None:
         self.finish(TransientError(f"{self.file.what}: the read was cancelled"))
 
-    def hurry(self) -> None:
-        self.file.reads.hurry(self)
+    def prioritize(self) -> None:
+        self.file.reads.prioritize(self)
 
-    def left_s(self) -> float:
-        """See `Ticket.left_s`: not known."""
+    def remaining_s(self) -> float:
+        """See `Ticket.remaining_s`: not known."""
         return 0.0
 
     def put(self, start: int, data: memoryview) -> bool:
@@ -127,7 +127,7 @@ class _Request:
     def is_over(self) -> bool:
         return all(read.is_over for read in self.reads)
 
-    def left_s(self, heard_s: float) -> float:
+    def remaining_s(self, heard_s: float) -> float:
         """Seconds until its deadline, which is put off, but not for ever, while the server gives others their bytes:
         what is asked for at once shares one link. `heard_s`: when it last did."""
         now_s = time.monotonic()
@@ -198,7 +198,7 @@ class ObjectReads:
                         return
                 raise
 
-    def hurry(self, read: _Read) -> None:
+    def prioritize(self, read: _Read) -> None:
         """A caller waits for it now."""
         with self._lock:
             request = self._by_start.get((read.file, read.offset))
@@ -231,7 +231,7 @@ class ObjectReads:
 
     def _ask(self, request: _Request) -> None:
         began_s = time.monotonic()
-        if self._closed or request.left_s(self._heard_s) <= 0:
+        if self._closed or request.remaining_s(self._heard_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
             request.finish(TransientError(f"{request.file.what}: {why}"))
             return
@@ -351,7 +351,7 @@ class ObjectReads:
 
     def _look(self, request: _Request) -> None:
         """It may be late, or its time may be up."""
-        left_s = request.left_s(self._heard_s)
+        left_s = request.remaining_s(self._heard_s)
         if left_s <= 0:
             self._note_silence(request)
             request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
@@ -424,7 +424,7 @@ class ObjectFile:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
-        here: bool = False,
+        inline: bool = False,
     ) -> _Read:
         """See `OpenFile.read_into`. Servers check nothing that they send: only digests of our own find wrong bytes."""
         if offset < 0 or offset + len(into) > self.size_bytes:

@@ -46,7 +46,7 @@ from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, t
 from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectReads, entry_of
 from bootseer.places.object_parts import ObjectPart
 from bootseer.places.place import (
-    TEMPORARY,
+    TEMPORARY_PREFIX,
     Entry,
     SmallReads,
     folder_of,
@@ -56,9 +56,9 @@ from bootseer.places.place import (
 )
 from bootseer.places.uploads import Uploads
 
-_LINKS = f"{TEMPORARY}links"
-_OWNER = f"{TEMPORARY}owner"
-_DATA = f"{TEMPORARY}data"
+_LINKS = f"{TEMPORARY_PREFIX}links"
+_OWNER = f"{TEMPORARY_PREFIX}owner"
+_DATA = f"{TEMPORARY_PREFIX}data"
 """Has folders that were made while the objects of another one lay under their name."""
 _OWN = (_LINKS, _OWNER, _DATA)
 _BELIEVED_S = 2.0
@@ -106,7 +106,7 @@ class ObjectPlace(SmallReads):
         self._is_conditional = False
         """Whether the server has refused to overwrite what it was to create."""
 
-    def refusal(self, name: str) -> str:
+    def name_problem(self, name: str) -> str:
         if name in _OWN:
             return "it is BootSeer's own"
         if not name.isprintable():
@@ -167,7 +167,7 @@ class ObjectPlace(SmallReads):
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = FILE_MODE, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+        avoid: frozenset[str] = frozenset(), last_resort: Sequence[str] = (),
     ) -> Sequence[ObjectPart]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist when it ends."""
         for folder in {folder_of(path) for path in paths}:
@@ -256,7 +256,7 @@ class ObjectPlace(SmallReads):
         """See `Place.now_s`. Only the time of an object that is put now tells the server's clock, in whole seconds."""
         clock = self._clock
         if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
-            key = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
+            key = f"{self._folder('').prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
             try:
                 self._put(key, b"")
                 now_s = self._bucket.head(key)["last_modified"].timestamp()
@@ -454,7 +454,7 @@ class ObjectPlace(SmallReads):
 
         if mode == "create" and not self._is_conditional:
             # There are servers that do not refuse a condition, but overlook it.
-            probe = f"{self._folder('').prefix}{TEMPORARY}{secrets.token_hex(8)}"
+            probe = f"{self._folder('').prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
             made = [self._bucket.retry(probe, partial(put, probe), WRITE_S) for _ in range(2)]
             self._bucket.remove([probe])
             if made[1] is not None:

@@ -1,11 +1,10 @@
-"""A file system that checkpoints and objects lie in, as these need it: HDFS (`hdfs`) or a folder (`folder`).
+"""The `Place` protocol: a file system for checkpoints and objects. Implementations: `hdfs`, `folder`, `objects`.
 
-Paths are relative to the place's root: names joined by "/", none in front, "" is the root itself. Nothing here knows
-stripes or objects: those are files of a place (`bootseer.checkpoint.head`, `bootseer.store.file`).
+Paths are relative to the place's root: names joined by "/", no leading slash, "" is the root itself. A place knows
+nothing of stripes or stored objects: those are files of a place (`bootseer.checkpoint.head`, `bootseer.store.file`).
 
-All methods raise `BootseerError`s only: `NotFoundError`, `AccessError`, `TransientError` for what may work later (an
-overrun deadline too), `PermanentError` for the rest, with subclasses here for what a file system has an error number
-for. Safe to use from many threads.
+All methods raise `BootseerError`s only: `TransientError` for what may succeed later (an exceeded deadline too),
+`NotFoundError`, `AccessError` and the other subclasses of `PermanentError` for the rest. Safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from bootseer.errors import NotFoundError, PermanentError, TransientError
 if TYPE_CHECKING:
     from bootseer.hdfs.requests import ReadOutcome
 
-OWN_NAMES = (".stripes", ".attempts")
-"""What is BootSeer's own begins so: users neither see nor make such names (`bootseer.checkpoint.head.is_hidden`)."""
-TEMPORARY = ".attempts-"
-"""Names of files on their way begin so."""
-SMALL_COPIES = 3
-"""Copies of a small file, at least, where a place keeps any: one that cannot be read, as a head or a checkpoint's
-metadata, makes all others useless."""
+RESERVED_PREFIXES = (".stripes", ".attempts")
+"""Prefixes of BootSeer's own names, which users neither see nor can create (`bootseer.checkpoint.head.is_hidden`)."""
+TEMPORARY_PREFIX = ".attempts-"
+"""Prefix of temporary files: written under such a name, then renamed."""
+SMALL_FILE_REPLICAS = 3
+"""Minimum replicas of a small file, where a place replicates: losing a head or a checkpoint's metadata would make all
+other files useless."""
 
 
-_REPLACED = 4
-"""So often a small file may be replaced while it is read."""
+_MAX_REOPENS = 4
+"""How often a read of a small file that is being replaced starts over."""
 
 
 class ChangedError(TransientError):
@@ -39,7 +38,7 @@ class ChangedError(TransientError):
 
 
 def names_of(path: str) -> list[str]:
-    """The names that a path consists of; none for the root. Raises `NotFoundError` for a path that leads elsewhere."""
+    """The components of a path; none for the root. Raises `NotFoundError` for an invalid path."""
     names = path.split("/") if path else []
     if "" in names or "." in names or ".." in names or "\0" in path:
         raise NotFoundError(f"{path!r} is not a valid path")
@@ -47,68 +46,68 @@ def names_of(path: str) -> list[str]:
 
 
 def join(folder: str, name: str) -> str:
-    """The path of a name in a folder."""
+    """The path of an entry of a folder."""
     return f"{folder}/{name}" if folder else name
 
 
 def folder_of(path: str) -> str:
-    """The folder that a path lies in; "" for the root."""
+    """The parent folder; "" for the root."""
     return path.rpartition("/")[0]
 
 
 def name_of(path: str) -> str:
-    """The last name of a path."""
+    """The last component of a path."""
     return path.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a place says of a name."""
+    """Attributes of a file or folder."""
 
     path: str
     is_folder: bool
     size_bytes: int
-    """Of the file as it lies there; 0 for folders."""
+    """Length as stored; 0 for folders."""
     mtime_ns: int
     mode: int
     """Permission bits."""
     owner: str
     group: str
     version: str
-    """Differs whenever the content of a file may differ."""
+    """Changes whenever the content of a file may have changed."""
 
 
 class Ticket(Protocol):
-    """A read on its way."""
+    """A read in flight."""
 
     def cancel(self) -> None:
-        """It is not wanted any more. `done` is still called, with whatever happened."""
+        """Cancels the read. `done` is still called, with any outcome."""
 
-    def hurry(self) -> None:
-        """A reader waits for it now: serve it before those that no reader waits for."""
+    def prioritize(self) -> None:
+        """Raises the read's priority: a reader waits for it now."""
 
-    def left_s(self) -> float:
-        """Seconds until it will have ended, by estimate; 0 if unknown, infinity while its node is not asked.
-        Asked under locks: calls no `done`, and waits for nothing."""
+    def remaining_s(self) -> float:
+        """Estimated seconds until the read ends; 0 if unknown, infinity while its node is excluded. May be called under
+        locks: neither blocks nor calls `done`."""
 
 
 class OpenFile(Protocol):
-    """One version of one file: what is read from it is of this version, or an error."""
+    """One version of one file: reads return bytes of this version or an error."""
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
+        """Length in bytes."""
 
     @property
     def version(self) -> str:
-        """Differs from that of every other content of the file."""
+        """Differs from that of any other content of the file."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """The nodes that have the byte at `offset`; empty where unknown."""
+        """The nodes that hold the byte at `offset`; empty if unknown."""
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Seconds until this range would be here if it was asked for now, by estimate; 0 where unknown, infinity
-        when no node is expected to give it. Asked under locks: calls no `done`, and waits for nothing."""
+        """Estimated seconds until a read of this range, submitted now, would end; 0 if unknown, infinity if no node is
+        expected to serve it. May be called under locks: neither blocks nor calls `done`."""
 
     def read_into(
         self,
@@ -120,104 +119,104 @@ class OpenFile(Protocol):
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
-        here: bool = False,
+        inline: bool = False,
     ) -> Ticket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file.
 
-        `done` is called once, from any thread, and must return soon; from then on no thread writes to `into`. `check`:
-        compare with the place's own checksums, which callers with better ones can do without. `urgent`: a reader
-        waits. `avoid`: nodes that gave wrong bytes. Safe to call from `done`, unless `here`: the caller holds no lock,
-        and its thread may read before this returns, which for a few bytes takes less than waking another one.
+        `done` is called once, from any thread, and must return quickly; from then on no thread writes to `into`.
+        `check`: verify the place's own checksums; callers with better digests do without. `urgent`: a reader waits.
+        `avoid`: nodes that returned wrong bytes. May be called from `done`, unless `inline`: then the caller holds no
+        lock, and its own thread may read before this returns, which for a few bytes is cheaper than waking another
+        thread.
         """
 
     def close(self) -> None:
-        """Not read any more."""
+        """Closes the file; reads in flight still end."""
 
 
 class PartWriter(Protocol):
-    """A new file that is written from its beginning to its end. Others see it grow: write it under a hidden name."""
+    """A new file, written sequentially. It is visible while it grows: write it under a hidden name."""
 
     @property
     def path(self) -> str:
-        """Its name in the place."""
+        """Its path, which ends with the path in the place."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Where its bytes go, as far as is known: with HDFS from the first `write` on."""
+        """The nodes that store it, as far as known: with HDFS from the first `write` on."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Blocks while the place is slower."""
+        """Appends. Blocks while the storage is slower."""
 
     def close(self) -> tuple[str, ...]:
-        """End the file: durable, and of the length that was written; returns where it lies."""
+        """Completes the file: it is durable and has the length that was written. Returns the nodes that store it."""
 
     def abort(self) -> None:
-        """Drop it. Safe to call at any time, also after `close`, when it does nothing."""
+        """Discards the file. May be called at any time; does nothing after `close`."""
 
 
 class Place(Protocol):
-    """A file system that checkpoints lie in."""
+    """A file system that stores checkpoints."""
 
     uri: str
-    """Where the root is, without credentials; `open_place` takes it."""
+    """Address of the root, without credentials; `open_place` accepts it."""
     is_local: bool
-    """Whether a read is a call to this machine's kernel: then asking for much at a time gains nothing."""
+    """Whether reads are calls to the local kernel: then many concurrent requests gain nothing."""
 
-    def refusal(self, name: str) -> str:
-        """Why nothing here can have this name, "" when something can: known before hours of writing, without a
-        request."""
+    def name_problem(self, name: str) -> str:
+        """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
 
     def stat(self, path: str) -> Entry:
-        """What is known of a name."""
+        """Attributes of a path."""
 
     def list(self, path: str) -> Iterator[Entry]:
-        """What lies in a folder, in any order."""
+        """The entries of a folder, in any order."""
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
-        """Begin to read a file as it is now."""
+        """Open the current version of a file for reading."""
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """As `OpenFile.delay_s`, for what is known to lie on these nodes."""
+        """As `OpenFile.delay_s`, for data known to lie on these nodes."""
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        """The bytes of a small file from `start` on. Raises `PermanentError` when they are more than `limit`."""
+        """All of a small file, from `start` on. Raises `PermanentError` if that is more than `limit` bytes."""
 
     def read_first(self, path: str, length: int) -> bytes:
         """The first `length` bytes, or all of a shorter file."""
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
-        """Write a small file: whole or not at all, durable, over what was there. The folder must be there. Returns what
-        it is then.
+        """Write a small file atomically and durably, replacing an existing one. The folder must exist. Returns its new
+        attributes.
 
-        Places that keep copies keep `SMALL_COPIES` of it or more.
+        Places that replicate keep at least `SMALL_FILE_REPLICAS` replicas.
         """
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
-        """Write a small file unless there is one: whether it was written. Of many writers, one gets True."""
+        """Create a small file unless it exists; returns whether it was created. Of concurrent callers one gets True."""
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+        avoid: frozenset[str] = frozenset(), last_resort: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
-        """Begin new files of at most `part_bytes` each, on different nodes as far as there are any.
+        """Create files of at most `part_bytes` each, on distinct nodes as far as possible. Creates a missing folder.
 
-        `avoid`: nodes that other parts lie on, or that failed. `spare`: nodes that have more of the file than others,
-        the first the least; better one of these than two parts on one node. Makes the folder when it is missing.
-        Raises `AlreadyExistsError`.
+        `avoid`: nodes of other parts, and nodes that failed. `last_resort`: nodes that already carry more of the file
+        than others, the least loaded first; using one is still better than two parts on one node. Raises
+        `AlreadyExistsError`.
         """
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
-        """Give a file or folder another name, in one step. A file replaces a file, a folder only an empty folder.
+        """Rename a file or folder atomically. A file replaces a file, a folder only an empty folder.
 
-        Without `replace` nothing is: raises `AlreadyExistsError`; of many callers that want a file's name, one gets it.
+        Without `replace`, raises `AlreadyExistsError` if the target exists; of concurrent callers one succeeds.
         """
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
-        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty. `is_file`: it was a
-        file a moment ago, which need not be asked again."""
+        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty. `is_file`: known to be a
+        file, which saves a request."""
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """Make a folder. Raises `PermanentError` when the name is taken, unless `parents` and it is a folder."""
+        """Create a folder. Raises `AlreadyExistsError` if the name is taken, unless `parents` and it is a folder."""
 
     def set_mode(self, path: str, mode: int) -> None:
         """Set the permission bits."""
@@ -226,23 +225,23 @@ class Place(Protocol):
         """Set owner and group, by name."""
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
-        """Set the time of the last change; places may round it to milliseconds."""
+        """Set the modification time; places may round it to milliseconds."""
 
     def now_s(self) -> float:
-        """The place's own clock, in seconds since 1970: what `mtime_ns` of a file written now would say."""
+        """The place's own clock in seconds since 1970: the `mtime_ns` that a file written now would get."""
 
     def space(self) -> tuple[int, int]:
-        """Bytes in all, bytes free."""
+        """Total and free bytes."""
 
     def facts(self) -> Mapping[str, object]:
-        """Figures of all reads so far: for each node bytes, requests and seconds, then retries and hedges."""
+        """Statistics of all reads so far: bytes, requests and seconds of each node, then retries and hedges."""
 
     def close(self) -> None:
-        """Give back connections. The place is not used afterwards."""
+        """Release connections. The place must not be used afterwards."""
 
 
 class SmallReads:
-    """Reading small files, for a place."""
+    """Mixin of a place: reading small files."""
 
     uri: str
 
@@ -263,8 +262,8 @@ class SmallReads:
         return self._read_small(path, 0, lambda size_bytes: min(length, size_bytes))
 
     def _read_small(self, path: str, start: int, length_of: Callable[[int], int]) -> bytes:
-        """Read once more where the file was replaced after it was opened."""
-        for _ in range(_REPLACED):
+        """Starts over when the file is replaced after it was opened."""
+        for _ in range(_MAX_REOPENS):
             with closing(self.open(path)) as file, suppress(ChangedError):
                 return self._read(file, path, start, length_of(file.size_bytes))
         raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
@@ -272,11 +271,11 @@ class SmallReads:
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:
             return b""
-        return bytes(read_now(file, start, length, f"{self.uri}/{path}"))
+        return bytes(read_blocking(file, start, length, f"{self.uri}/{path}"))
 
 
-def read_now(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:
-    """The bytes of a range inside the file, waited for. `what` is read, in an error's words."""
+def read_blocking(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:
+    """Read a range inside the file and wait for it. `uri` names the file in errors."""
     data = bytearray(length)
     ended = threading.Event()
     outcomes: list[ReadOutcome] = []
@@ -294,8 +293,8 @@ def read_now(file: OpenFile, offset: int, length: int, uri: str, deadline_s: flo
     return data
 
 
-def make_alike(place: Place, path: str) -> None:
-    """Make a folder, and those above it, with the rights of the folder that it lies in, so that its users share it."""
+def make_folder_like_parent(place: Place, path: str) -> None:
+    """Create a folder and missing parents, with the mode of the parent folder, so that its users share it."""
     try:
         place.stat(path)
     except NotFoundError:

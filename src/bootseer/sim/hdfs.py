@@ -15,17 +15,17 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from bootseer.checkpoint.ahead import Ahead, AheadSettings
 from bootseer.checkpoint.layout import Policy, part_size
+from bootseer.checkpoint.read_ahead import ReadAhead, ReadAheadSettings
 from bootseer.checkpoint.reading.settings import (
     ReadingSettings,
     chunk_to_replace,
     chunk_to_skip,
 )
 from bootseer.errors import TransientError
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import DataNodeError, SilentError
-from bootseer.hdfs.located import Block, LocatedFile, Node
-from bootseer.hdfs.placing import has_own_nodes
+from bootseer.hdfs.placement import has_distinct_nodes
 from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 from bootseer.peers.protocol import Question
@@ -79,7 +79,7 @@ class Cluster:
         share = -(-len(sizes) // len(self._nodes))
         placed = [self.draw() for _ in sizes]
         for _ in range(_DRAWS):
-            if has_own_nodes([frozenset(node.host_port for node in nodes) for nodes in placed], share):
+            if has_distinct_nodes([frozenset(node.host_port for node in nodes) for nodes in placed], share):
                 break
             placed[self._random.randrange(len(placed))] = self.draw()
         return [self.file(size, nodes) for size, nodes in zip(sizes, placed, strict=True)]
@@ -180,8 +180,8 @@ class Reads:
 
     def _serve(self) -> None:
         schedule, now = self.schedule, self.engine.now
-        while schedule.asking:
-            source = schedule.asking.popleft()
+        while schedule.to_locate:
+            source = schedule.to_locate.popleft()
             schedule.located(source, source.located, now)
         while len(self._transfers) < ReadSettings().max_threads and (run := schedule.take(now)) is not None:
             transfer = _Transfer(self, run)
@@ -239,12 +239,12 @@ class Reads:
             if transfer.flow is not None and not self._report_progress(transfer, transfer.flow.left):
                 self.end(transfer, None)
             silent_s = now - transfer.run.progress_s
-            if silent_s >= ReadSettings().silent_s and schedule.silent(transfer.run, silent_s):
+            if silent_s >= ReadSettings().silent_s and schedule.should_give_up(transfer.run, silent_s):
                 self.end(transfer, SilentError(f"no data for {silent_s:.1f} s"))
         schedule.tick(now)
-        for name in schedule.choice.due(now):
+        for name in schedule.choice.due_probes(now):
             if name not in self._cluster.hung:
-                schedule.choice.works(name)
+                schedule.choice.probe_succeeded(name)
         self._serve()
 
 
@@ -275,7 +275,7 @@ class _Row:
             self._spare = stripes if skipped is None else skipped
             wanted = [part for part in (*wanted, stripes) if part != self._spare]
             reads.rebuilt += skipped is not None
-            reads.engine.after(_SETTINGS.look_s, self._look)
+            reads.engine.after(_SETTINGS.row_check_s, self._look)
         for part in wanted:
             self._ask(part)
 
@@ -294,13 +294,13 @@ class _Row:
         if self._over or self._spare is None:
             return
         now, schedule = self._reads.engine.now, self._reads.schedule
-        left = {part: schedule.left_s(ticket, now) for part, ticket in self._tickets.items() if ticket.num_left}
+        left = {part: schedule.remaining_s(ticket, now) for part, ticket in self._tickets.items() if ticket.num_left}
         if chunk_to_replace(left, 0.0, self._delay_s(self._spare), alone=False) is not None:
             self._ask(self._spare)
             self._reads.rebuilt += 1
             self._spare = None
         else:
-            self._reads.engine.after(_SETTINGS.look_s, self._look)
+            self._reads.engine.after(_SETTINGS.row_check_s, self._look)
 
     def _ended(self, outcome: ReadOutcome) -> None:
         if self._over:
@@ -322,7 +322,7 @@ class _InOrder:
         self, num_rows: int, row_bytes: int, ask: Callable[[int, Callable[[], None]], None], done: Callable[[], None]
     ) -> None:
         self._num_rows, self._row_bytes, self._ask, self._done = num_rows, row_bytes, ask, done
-        self._ahead = Ahead(num_rows * row_bytes, row_bytes=row_bytes)
+        self._ahead = ReadAhead(num_rows * row_bytes, row_bytes=row_bytes)
         self._here: dict[int, bool] = {}
         """Whether each requested row has arrived."""
         self._wanted = -1
@@ -335,7 +335,7 @@ class _InOrder:
                 self._done()
                 return
             at = self._wanted * self._row_bytes
-            advice = self._ahead.note(at, self._row_bytes, AheadSettings().max_bytes)
+            advice = self._ahead.on_read(at, self._row_bytes, ReadAheadSettings().max_bytes)
             for row in (self._wanted, *range(advice.start // self._row_bytes, advice.end // self._row_bytes)):
                 if row not in self._here:
                     self._here[row] = False

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
 from bootseer.checkpoint.fsspec import HdfsFileSystem  # noqa: E402
-from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.checkpoint.locations import resolve  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 from hdfs_cluster import HdfsCluster, needs_hdfs  # noqa: E402
@@ -58,7 +58,7 @@ def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
     uri = f"{cluster.uri}/dcp/job/step-1"
     state = {**full(), **large_state()}
     dcp.save(state, storage_writer=StripedWriter(uri, move_latest=True))
-    facts = opened(uri).system.files.stat("dcp/job/step-1/__0_0.distcp")
+    facts = resolve(uri).system.files.stat("dcp/job/step-1/__0_0.distcp")
     assert facts.is_striped
     for name in (uri, f"{cluster.uri}/dcp/job/latest"):
         target = {**empty(), **zeros(large_state())}
@@ -69,7 +69,7 @@ def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
 def test_metadata_of_some_megabytes_is_striped_so_that_nodes_can_share_it(cluster: HdfsCluster) -> None:
     state = {f"{number:04}" * 1500: torch.full((2,), float(number)) for number in range(500)}
     dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/dcp/job/names"))
-    facts = opened(f"{cluster.uri}/dcp/job/names").system.files.stat("dcp/job/names/.metadata")
+    facts = resolve(f"{cluster.uri}/dcp/job/names").system.files.stat("dcp/job/names/.metadata")
     assert facts.size_bytes < 8 << 20
     assert facts.is_striped
     target = zeros(state)

@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
 from bootseer.checkpoint.fsspec import S3FileSystem  # noqa: E402
-from bootseer.checkpoint.opened import close_all, opened  # noqa: E402
+from bootseer.checkpoint.locations import close_all, resolve  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file  # noqa: E402
 from checkpoint.mounted_place import until  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
@@ -49,7 +49,7 @@ def test_what_one_adapter_writes_all_others_and_the_mount_read(
 ) -> None:
     state = {**full(), "layer": torch.randn(3000, 1000)}
     dcp.save(state, storage_writer=StripedWriter(f"{job}/step-1", move_latest=True))
-    assert opened(f"{job}/step-1").system.files.stat("moe/step-1/__0_0.distcp").is_striped
+    assert resolve(f"{job}/step-1").system.files.stat("moe/step-1/__0_0.distcp").is_striped
     target = {**empty(), "layer": torch.zeros(3000, 1000)}
     dcp.load(target, storage_reader=StripedReader(f"{job}/latest"))
     assert_same(state, target)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
 from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter  # noqa: E402
-from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.checkpoint.locations import resolve  # noqa: E402
 from bootseer.errors import TransientError, UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
@@ -128,7 +128,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
 
 
 def place_bytes(folder: Path) -> int:
-    return int(opened(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
+    return int(resolve(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
@@ -160,7 +160,7 @@ def test_a_few_rows_of_a_large_tensor_are_read_alone(tmp_path: Path, dtype: Any,
         assert place_bytes(tmp_path) - before < whole.nbytes // 2
 
 
-def test_the_planner_is_asked_by_the_thread_that_called(tmp_path: Path) -> None:
+def test_the_planner_is_called_by_the_calling_thread_only(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path, thread_count=2)
     threads = set()
 
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(tmp_path: P
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=Planner())
 
 
-def test_a_reader_without_a_checkpoint_says_so() -> None:
+def test_a_reader_without_a_checkpoint_is_a_usage_error() -> None:
     with pytest.raises(CheckpointException, match="the reader has no checkpoint"):
         dcp.load({"w": torch.zeros(1)}, storage_reader=StripedReader())
     with pytest.raises(UsageError, match="knows no checkpoint yet"):
@@ -334,7 +334,7 @@ class Named(str):
     __slots__ = ()
 
 
-def test_classes_of_the_job_s_own_are_loaded_when_torch_was_told_of_them(tmp_path: Path) -> None:
+def test_registered_classes_of_the_job_are_loaded(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path)
     change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(own=Named("data")))
     assert f"the checkpoint's metadata names {__name__}.Named" in refusal(empty(), tmp_path)
@@ -389,7 +389,7 @@ def test_an_object_without_a_place_is_named(tmp_path: Path) -> None:
     assert "does not say where w is stored" in refusal({"w": torch.zeros(4)}, tmp_path)
 
 
-def test_a_tensor_of_another_shape_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_whose_shape_contradicts_the_metadata_is_refused(tmp_path: Path) -> None:
     save_plainly({"w": torch.randn(400, 300)}, tmp_path)
     other = io.BytesIO()
     torch.save(torch.randn(300, 400), other)

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bootseer.checkpoint.dcp.writer import Recorded  # noqa: E402
+from bootseer.checkpoint.dcp.writer import RecordedFile  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def test_what_was_saved_is_replayed_from_anywhere() -> None:
     tensor = torch.randn(300, 200)
-    recorded, plain = Recorded(), io.BytesIO()
+    recorded, plain = RecordedFile(), io.BytesIO()
     recorded.write(b"before")
     recorded.save(tensor, recorded)  # type: ignore[arg-type] # it has a method write
     torch.save(tensor, plain)
@@ -30,7 +30,7 @@ def test_what_was_saved_is_replayed_from_anywhere() -> None:
 
 def test_elements_are_not_copied() -> None:
     tensor = torch.zeros(1000, 1000)
-    recorded = Recorded()
+    recorded = RecordedFile()
     recorded.save(tensor, recorded)  # type: ignore[arg-type]
     tensor.fill_(1.0)  # nobody does this; it shows whose memory is read
     loaded = torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes)))
@@ -46,14 +46,14 @@ def test_a_small_tensor_is_one_piece() -> None:
             return super().write(data)
 
     to = Counted()
-    Recorded().save(torch.zeros(10), to)
+    RecordedFile().save(torch.zeros(10), to)
     assert to.num_writes == 1  # torch.save makes some forty of them
     assert not torch.load(io.BytesIO(to.getvalue())).any()
 
 
 def test_small_tensors_are_copied() -> None:
     tensor = torch.zeros(10)
-    recorded = Recorded()
+    recorded = RecordedFile()
     recorded.save(tensor, recorded)  # type: ignore[arg-type]
     tensor.fill_(1.0)
     assert not torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes))).any()

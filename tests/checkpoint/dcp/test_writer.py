@@ -88,7 +88,7 @@ def test_the_checkpoint_may_be_named_by_save(tmp_path: Path) -> None:
     assert_same(full(), loaded(empty(), tmp_path / "one"))
 
 
-def test_a_writer_without_a_checkpoint_says_so() -> None:
+def test_a_writer_without_a_checkpoint_is_a_usage_error() -> None:
     with pytest.raises(CheckpointException, match="the writer has no checkpoint"):
         dcp.save({"w": torch.zeros(1)}, storage_writer=StripedWriter())
 
@@ -141,7 +141,7 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
 def test_nothing_is_saved_as_the_name_of_the_latest(tmp_path: Path, move_latest: bool) -> None:
     if not move_latest:
         dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "step-1", move_latest=True))
-    with pytest.raises(CheckpointException, match=r"latest: this is the pointer `latest`, not a checkpoint"):
+    with pytest.raises(CheckpointException, match=r"latest: this is the file `latest`, not a checkpoint"):
         dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "latest", move_latest=move_latest))
 
 

@@ -19,7 +19,7 @@ import pytest
 fsspec = pytest.importorskip("fsspec")
 
 from bootseer.checkpoint.fsspec import FolderFileSystem, HdfsFileSystem  # noqa: E402
-from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.checkpoint.locations import resolve  # noqa: E402
 
 MIB = 1 << 20
 
@@ -153,7 +153,7 @@ def test_files_of_a_transaction_appear_at_its_end(tmp_path: Path, system: Folder
     assert not system.exists(f"{tmp_path}/other")
 
 
-def test_a_file_is_made_only_where_there_is_none(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_exclusive_creation_refuses_an_existing_file(tmp_path: Path, system: FolderFileSystem) -> None:
     with system.open(f"{tmp_path}/file", "xb") as file:
         file.write(b"1")
     with pytest.raises(FileExistsError):
@@ -291,7 +291,7 @@ def test_ranges_near_each_other_are_one_request(tmp_path: Path, system: FolderFi
     path = put(tmp_path / "file", os.urandom(30 * MIB))
 
     def chunks() -> int:
-        return int(opened(path).system.reading.facts()["chunks"])  # type: ignore[call-overload]
+        return int(resolve(path).system.reading.facts()["chunks"])  # type: ignore[call-overload]
 
     before = chunks()
     starts = [number * 1000 for number in range(1000)]

@@ -108,7 +108,7 @@ def test_of_a_server_that_lies_no_byte_is_believed_and_none_lost(proxy: FaultPro
     assert (elsewhere.target / "large").read_bytes() == _LARGE
 
 
-def test_a_login_that_ends_while_a_file_is_written_is_told_by_close_and_what_was_there_stays(
+def test_a_login_that_expires_during_a_write_is_reported_by_close_and_the_old_content_stays(
     proxy: FaultProxy, mount: Mount, s3_server: S3Server
 ) -> None:
     here = mount()

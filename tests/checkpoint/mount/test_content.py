@@ -110,7 +110,7 @@ def test_a_read_that_begins_while_the_last_one_closes_the_file_is_answered(one: 
     assert not one.versions[0].is_open
 
 
-def test_an_answer_of_another_length_is_an_error_that_is_told(one: Read) -> None:
+def test_an_answer_of_another_length_is_logged_and_eio(one: Read) -> None:
     one.content.begin_reading()
     one.versions[0].answer = DATA[:4]
     one.read()

@@ -64,7 +64,7 @@ def _mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's mounts are open to other users")
 @pytest.mark.parametrize("only_me", [False, True])
-def test_root_is_told_who_can_use_the_mount(cluster: HdfsCluster, tmp_path: Path, only_me: bool) -> None:
+def test_root_is_warned_about_who_can_use_the_mount(cluster: HdfsCluster, tmp_path: Path, only_me: bool) -> None:
     env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
 
     def ckpt(*words: str) -> str:

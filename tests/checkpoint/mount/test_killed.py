@@ -81,9 +81,7 @@ def test_a_killed_writer_ends_while_the_place_hangs_and_what_it_wrote_is_publish
     assert data == b"".join(bytes([number]) * MIB for number in range(len(data) // MIB))
 
 
-def test_what_a_killed_writer_wrote_is_published_although_somebody_reads_it(
-    one: MountedPlace, other: MountedPlace
-) -> None:
+def test_what_a_killed_writer_wrote_is_published_while_the_file_is_read(one: MountedPlace, other: MountedPlace) -> None:
     argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -95,7 +93,9 @@ def test_what_a_killed_writer_wrote_is_published_although_somebody_reads_it(
             assert reader.read() == b"x" * 10
 
 
-def test_what_a_killed_writer_wrote_and_could_not_be_published_is_told(tmp_path: Path, one: MountedPlace) -> None:
+def test_what_a_killed_writer_wrote_and_could_not_be_published_is_listed_as_lost(
+    tmp_path: Path, one: MountedPlace
+) -> None:
     (one.target / "folder").mkdir()
     argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "folder/f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:

@@ -103,7 +103,7 @@ def test_what_was_read_is_in_the_nodes_cache_for_the_next_mount(runtime: Runtime
     assert status["place_bytes"] == 0
 
 
-def test_a_mount_in_use_is_left_alone_and_says_what_is_being_written(runtime: Runtime, start: Start) -> None:
+def test_a_mount_in_use_stays_and_the_error_names_files_being_written(runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     with (target / "f").open("wb", buffering=0) as file:
         file.write(b"x")
@@ -114,7 +114,7 @@ def test_a_mount_in_use_is_left_alone_and_says_what_is_being_written(runtime: Ru
     the(runtime, target).unmount()
 
 
-def test_an_unmount_says_what_it_waits_for(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_an_unmount_reports_what_it_waits_for(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     (target / "sent").write_bytes(b"1")
     assert the(runtime, target).ending() == f"unmounting {target}"
@@ -217,7 +217,7 @@ def test_a_read_only_mount_changes_nothing(tmp_path: Path, runtime: Runtime, sta
         (target / "g").write_bytes(b"y")
 
 
-def test_stripes_of_new_files_are_those_that_were_asked_for(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_new_files_have_the_requested_stripes(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start(stripes=2, parity=True)["target"])
     (target / "f").write_bytes(bytes(LARGE))
     the(runtime, target).unmount()
@@ -231,7 +231,7 @@ def test_a_daemon_may_have_as_many_files_open_as_the_machine_allows(start: Start
     assert soft == most
 
 
-def test_an_unmount_says_what_could_not_be_published(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_an_unmount_lists_what_could_not_be_published(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     (target / "folder").mkdir()
     code = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x'); print(flush=True); input()"
@@ -265,7 +265,7 @@ def test_a_mount_for_a_job_ends_with_it_and_lies_in_a_folder_of_its_own(tmp_path
     assert (tmp_path / "place/f").read_bytes() == b"x"
 
 
-def test_what_one_start_reads_is_brought_for_the_next(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_what_one_start_reads_is_prefetched_for_the_next(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start(cache="")["target"])
     for step in (1, 2):
         (target / f"step-{step}").mkdir()

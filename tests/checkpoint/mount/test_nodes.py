@@ -34,7 +34,7 @@ def test_a_folder_is_the_same_whatever_changes_in_it(nodes: Nodes) -> None:
     assert nodes.acquire("a", info("a", "1", folder=True)) is nodes.acquire("a", info("a", "2", folder=True))
 
 
-def test_a_node_goes_when_it_was_forgotten_as_often_as_told(nodes: Nodes) -> None:
+def test_a_node_is_dropped_at_a_lookup_count_of_zero(nodes: Nodes) -> None:
     node = nodes.acquire("a", info("a"))
     nodes.acquire("a", info("a"))
     nodes.forget(node.number, 1)

@@ -55,7 +55,7 @@ with open(sys.argv[1], "wb") as file:
 
 
 @pytest.mark.parametrize("flags", [0, os.O_EXCL])
-def test_a_file_is_made_by_who_only_reads(one: MountedPlace, other: MountedPlace, flags: int) -> None:
+def test_a_file_is_created_by_an_open_for_reading(one: MountedPlace, other: MountedPlace, flags: int) -> None:
     handle = os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT | flags, 0o640)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert os.read(handle, 10) == b""
@@ -69,7 +69,7 @@ def test_a_file_is_made_by_who_only_reads(one: MountedPlace, other: MountedPlace
 
 
 @pytest.mark.parametrize("size", [7, LARGE])
-def test_a_file_is_emptied_by_who_only_reads(one: MountedPlace, other: MountedPlace, size: int) -> None:
+def test_a_file_is_emptied_by_an_open_for_reading(one: MountedPlace, other: MountedPlace, size: int) -> None:
     (one.target / "f").write_bytes(os.urandom(size))
     handle = os.open(one.target / "f", os.O_RDONLY | os.O_TRUNC)
     assert (os.read(handle, 10), os.fstat(handle).st_size) == (b"", 0)
@@ -96,9 +96,7 @@ def test_a_file_without_a_name_is_changed_as_any_other(one: MountedPlace) -> Non
     assert number_of(lambda: os.open(one.target, os.O_TMPFILE | os.O_RDWR)) == errno.EOPNOTSUPP
 
 
-def test_what_is_written_to_a_file_that_was_removed_is_for_those_who_have_it_open(
-    one: MountedPlace, other: MountedPlace
-) -> None:
+def test_what_is_written_to_a_removed_file_is_seen_by_its_open_handles(one: MountedPlace, other: MountedPlace) -> None:
     (one.target / "f").write_bytes(b"published")
     with (one.target / "f").open("r+b", buffering=0) as file, (one.target / "f").open("rb", buffering=0) as reader:
         (one.target / "f").unlink()

@@ -198,7 +198,7 @@ def test_attributes_that_are_set_back_after_a_sync_are_those_of_the_published_fi
     assert (one.target / "f").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_close_that_cannot_publish_drops_nothing_that_somebody_else_has_written(held: Held) -> None:
+def test_a_close_that_cannot_publish_keeps_what_others_have_written(held: Held) -> None:
     root = held.mounted.target
     (root / "f").write_text("old")
     writer = os.open(root / "f", os.O_RDWR)
@@ -221,7 +221,7 @@ def test_a_close_that_cannot_publish_drops_nothing_that_somebody_else_has_writte
     assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "NEW"
 
 
-def test_of_two_who_close_at_once_both_hear_that_nothing_was_published(held: Held) -> None:
+def test_of_two_concurrent_closes_both_report_a_failed_publication(held: Held) -> None:
     """Both are the last ones: each has seen that the other one is done."""
     root = held.mounted.target
     (root / "f").write_text("old")
@@ -236,7 +236,7 @@ def test_of_two_who_close_at_once_both_hear_that_nothing_was_published(held: Hel
 
     def publish() -> None:
         try:
-            held.mounted.shown._open._publish_if_last(node.content, give_up=True)
+            held.mounted.shown._open._publish_if_last(node.content, discard=True)
         except BootseerError as error:
             told.append(error)
 

@@ -357,7 +357,7 @@ def test_writing_anew_keeps_rights(one: MountedPlace, other: MountedPlace) -> No
     assert (other.target / "f").stat().st_mode == 0o100600
 
 
-def test_the_room_of_the_place_is_told(one: MountedPlace) -> None:
+def test_statfs_reports_the_space_of_the_place(one: MountedPlace) -> None:
     total, free = one.place.space()
     said = os.statvfs(one.target)
     assert said.f_blocks * said.f_frsize <= total

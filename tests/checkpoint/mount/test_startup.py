@@ -79,13 +79,13 @@ def place_bytes(reading: Reading) -> int:
     return found
 
 
-def test_a_node_of_many_without_a_record_brings_what_is_small(job: Job) -> None:
+def test_a_node_of_many_without_a_record_prefetches_small_files(job: Job) -> None:
     startup, _ = job.start()
     startup.begin()
     assert job.opened == ["step-1/meta"]
 
 
-def test_a_node_that_is_alone_brings_the_latest_checkpoint(job: Job) -> None:
+def test_a_single_node_prefetches_the_latest_checkpoint(job: Job) -> None:
     startup, reading = job.start("")
     startup.begin()
     assert job.opened[0] == "step-1/meta", "what is small comes first"
@@ -93,7 +93,7 @@ def test_a_node_that_is_alone_brings_the_latest_checkpoint(job: Job) -> None:
     until(lambda: place_bytes(reading) >= 2 * LARGE, "brought")
 
 
-def test_what_one_start_read_the_next_one_brings_of_the_next_checkpoint(job: Job) -> None:
+def test_the_record_of_one_start_applies_to_the_next_checkpoint(job: Job) -> None:
     first, _ = job.start()
     first.begin()
     first.note("step-1/used", 2 * MIB, MIB)
@@ -121,7 +121,7 @@ def test_another_node_of_the_job_has_a_record_of_its_own(job: Job) -> None:
     assert job.opened == ["step-1/meta"]
 
 
-def test_a_record_that_is_none_is_told_and_replaced(job: Job) -> None:
+def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
     first, _ = job.start()
     first.note("step-1/used", 0, MIB)
     first.end()
@@ -148,10 +148,10 @@ def test_a_file_that_is_gone_does_not_end_the_rest(job: Job) -> None:
     startup, _ = job.start("")
     startup.begin()
     assert job.opened[-1] == "step-1/used"
-    assert ["step-1/unused is not brought" in line for line in job.said] == [True]
+    assert ["step-1/unused is not prefetched" in line for line in job.said] == [True]
 
 
-def test_the_end_of_a_mount_ends_what_is_being_brought(job: Job) -> None:
+def test_unmounting_ends_the_prefetch(job: Job) -> None:
     reached, gate = threading.Event(), threading.Event()
 
     def wait(path: str) -> None:
@@ -171,7 +171,7 @@ def test_the_end_of_a_mount_ends_what_is_being_brought(job: Job) -> None:
     assert job.said == []
 
 
-def test_a_place_without_checkpoints_is_brought_from_its_top_alone(tmp_path: Path) -> None:
+def test_without_checkpoints_only_the_top_folder_is_prefetched(tmp_path: Path) -> None:
     (tmp_path / "p/folder").mkdir(parents=True)
     (tmp_path / "p/top").write_bytes(b"x")
     (tmp_path / "p/folder/inside").write_bytes(b"x")

@@ -53,7 +53,9 @@ def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_what_it_was(
         assert (one.target / "f").read_bytes() == new
 
 
-def test_opening_asks_also_while_one_who_saw_the_file_grow_has_it_open(one: MountedPlace, other: MountedPlace) -> None:
+def test_opening_asks_the_place_while_a_reader_of_new_content_has_the_file_open(
+    one: MountedPlace, other: MountedPlace
+) -> None:
     old, new = b"o" * LARGE, b"n" * LARGE
     with (one.target / "f").open("wb", buffering=0) as writer:
         writer.write(old)

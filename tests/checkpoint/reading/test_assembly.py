@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
+from bootseer.checkpoint.reading.buffer import ChunkBuffer, Key, PieceRequest
 from bootseer.checkpoint.reading.file import Assembly
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
 MIB = 1 << 20
 
 
-def ask(number):
-    return Ask(Key(1, number * MIB), number * MIB, MIB)
+def request(number):
+    return PieceRequest(Key(1, number * MIB), number * MIB, MIB)
 
 
 def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
@@ -24,7 +24,7 @@ def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
 
     def read(first):
         assembly = Assembly(buffer, first * MIB + MIB // 2, MIB, 2, answers.append)
-        buffer.want([ask(first), ask(first + 1)], load, assembly.arrived)
+        buffer.acquire([request(first), request(first + 1)], load, assembly.arrived)
 
     # The first readers take all memory; what they want, others want too, and each of those one more piece.
     for first in (10, 20, 30, 40):
@@ -39,15 +39,17 @@ def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
         first = answer[0]
         assert bytes(answer) == bytes([first]) * (MIB // 2) + bytes([first + 1]) * (MIB // 2)
     buffer.drop(1)
-    assert buffer.taken_bytes == 0
+    assert buffer.used_bytes == 0
 
 
 def test_the_error_of_any_piece_is_the_answer_when_all_have_ended():
     buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Counters())
     begun, answers = [], []
-    asks = [ask(number) for number in range(3)]
-    buffer.want(
-        asks, lambda pieces, urgent: begun.extend(pieces), Assembly(buffer, 5, 3 * MIB - 5, 3, answers.append).arrived
+    requests = [request(number) for number in range(3)]
+    buffer.acquire(
+        requests,
+        lambda pieces, urgent: begun.extend(pieces),
+        Assembly(buffer, 5, 3 * MIB - 5, 3, answers.append).arrived,
     )
     buffer.finish(begun[1], TransientError("no"))
     buffer.finish(begun[0], None)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.buffer import ChunkBuffer, Key, PieceRequest
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
@@ -50,122 +50,122 @@ def buffer(timer):
     return ChunkBuffer(8 * MIB, 60.0, timer, Counters())
 
 
-def ask(number, file=1, length=MIB):
-    return Ask(Key(file, number * MIB), number * MIB, length)
+def request(number, file=1, length=MIB):
+    return PieceRequest(Key(file, number * MIB), number * MIB, length)
 
 
-def test_all_who_want_a_piece_wait_for_one_load(buffer):
+def test_a_piece_is_loaded_once_for_all_its_readers(buffer):
     load, got = Loads(), []
-    buffer.want([ask(0)], load, got.append)
-    buffer.want([ask(0)], load, got.append)
+    buffer.acquire([request(0)], load, got.append)
+    buffer.acquire([request(0)], load, got.append)
     assert (len(load.begun), got) == (1, [])
     buffer.finish(load.begun[0], None)
     assert got == [load.begun[0]] * 2
-    buffer.want([ask(0)], load, got.append)
+    buffer.acquire([request(0)], load, got.append)
     assert len(got) == 3
     assert len(load.begun) == 1
 
 
 def test_a_piece_that_failed_is_loaded_again_for_the_next(buffer):
     load, got = Loads(), []
-    buffer.want([ask(0)], load, got.append)
+    buffer.acquire([request(0)], load, got.append)
     buffer.finish(load.begun[0], TransientError("no"))
     assert str(got[0].error) == "no"
-    buffer.let_go(got[0])
-    assert buffer.taken_bytes == 0
-    buffer.want([ask(0)], load, got.append)
+    buffer.release(got[0])
+    assert buffer.used_bytes == 0
+    buffer.acquire([request(0)], load, got.append)
     assert len(load.begun) == 2
 
 
 def test_readers_wait_in_turn_when_all_memory_is_held(buffer):
     load, got = Loads(), []
-    buffer.want([ask(number) for number in range(8)], load, got.append)
-    buffer.want([ask(8), ask(9)], load, got.append)
+    buffer.acquire([request(number) for number in range(8)], load, got.append)
+    buffer.acquire([request(8), request(9)], load, got.append)
     assert len(load.begun) == 8
     for piece in list(load.begun):
         buffer.finish(piece, None)
     assert len(load.begun) == 8, "held pieces were dropped"
-    buffer.let_go(got[3])
+    buffer.release(got[3])
     assert [piece.offset for piece in load.begun[8:]] == [8 * MIB]
-    assert not buffer.holds(ask(3).key)
-    assert buffer.most_bytes == 8 * MIB
+    assert not buffer.contains(request(3).key)
+    assert buffer.peak_bytes == 8 * MIB
 
 
 def test_reading_ahead_leaves_room_for_readers_and_drops_only_what_is_used_up(buffer):
     load = Loads()
-    done, begun_bytes = buffer.ahead([ask(number) for number in range(8)], load)
+    done, begun_bytes = buffer.read_ahead([request(number) for number in range(8)], load)
     assert (done, begun_bytes) == (6, 6 * MIB)
     assert not any(load.urgent)
     for piece in load.begun:
         buffer.finish(piece, None)
-    assert buffer.ahead([ask(20)], load) == (0, 0)
+    assert buffer.read_ahead([request(20)], load) == (0, 0)
     used = []
-    buffer.want([ask(0)], load, used.append)
-    buffer.let_go(used[0], spent=True)
-    assert buffer.ahead([ask(20)], load) == (1, MIB)
-    assert not buffer.holds(ask(0).key)
-    assert buffer.holds(ask(1).key)
+    buffer.acquire([request(0)], load, used.append)
+    buffer.release(used[0], consumed=True)
+    assert buffer.read_ahead([request(20)], load) == (1, MIB)
+    assert not buffer.contains(request(0).key)
+    assert buffer.contains(request(1).key)
 
 
 def test_readers_drop_what_was_used_longest_ago(buffer):
     load, got = Loads(), []
     for number in range(8):
-        buffer.want([ask(number)], load, got.append)
+        buffer.acquire([request(number)], load, got.append)
         buffer.finish(load.begun[-1], None)
-        buffer.let_go(got[-1])
-    buffer.want([ask(0)], load, got.append)
-    buffer.let_go(got[-1])
-    buffer.want([ask(9)], load, got.append)
-    assert buffer.holds(ask(0).key)
-    assert not buffer.holds(ask(1).key)
+        buffer.release(got[-1])
+    buffer.acquire([request(0)], load, got.append)
+    buffer.release(got[-1])
+    buffer.acquire([request(9)], load, got.append)
+    assert buffer.contains(request(0).key)
+    assert not buffer.contains(request(1).key)
 
 
 def test_a_file_that_is_closed_leaves_nothing(buffer):
     load, got = Loads(), []
-    buffer.want([ask(0), ask(1)], load, got.append)
-    buffer.ahead([ask(2), ask(0, file=2)], load)
+    buffer.acquire([request(0), request(1)], load, got.append)
+    buffer.read_ahead([request(2), request(0, file=2)], load)
     ready, loading, ahead, other = load.begun
     buffer.finish(ready, None)
-    buffer.let_go(ready)
+    buffer.release(ready)
     buffer.drop(1)
-    assert not buffer.holds(ready.key)
+    assert not buffer.contains(ready.key)
     buffer.finish(ahead, None)
     buffer.finish(loading, None)
-    assert not buffer.has(1) or buffer.holds(loading.key)
-    buffer.let_go(loading)
+    assert not buffer.has(1) or buffer.contains(loading.key)
+    buffer.release(loading)
     assert not buffer.has(1)
     buffer.finish(other, None)
     assert buffer.has(2)
-    assert buffer.taken_bytes == MIB
+    assert buffer.used_bytes == MIB
 
 
-def test_what_nobody_uses_is_dropped_after_a_while(timer):
+def test_unused_pieces_are_dropped_when_idle(timer):
     buffer = ChunkBuffer(8 * MIB, 0.05, timer, Counters())
     load = Loads()
-    buffer.ahead([ask(0), ask(1)], load)
+    buffer.read_ahead([request(0), request(1)], load)
     for piece in load.begun:
         buffer.finish(piece, None)
-    assert buffer.taken_bytes == 2 * MIB
+    assert buffer.used_bytes == 2 * MIB
     assert buffer.wait_empty(10.0)
 
 
 def test_memory_for_other_purposes_counts(buffer):
-    assert buffer.take(6 * MIB, demand=False)
-    assert not buffer.take(MIB, demand=False)
-    assert buffer.take(2 * MIB, demand=True)
+    assert buffer.reserve(6 * MIB, demand=False)
+    assert not buffer.reserve(MIB, demand=False)
+    assert buffer.reserve(2 * MIB, demand=True)
     load, got = Loads(), []
-    buffer.want([ask(0)], load, got.append)
+    buffer.acquire([request(0)], load, got.append)
     assert not load.begun
-    buffer.give(8 * MIB)
+    buffer.free(8 * MIB)
     assert len(load.begun) == 1
 
 
-def test_pieces_that_nobody_else_can_use_are_dropped_when_they_were_used(buffer):
+def test_private_pieces_are_dropped_after_use(buffer):
     load, got = Loads(), []
-    buffer.want([Ask(Key(1, -1), 12345, 100)], load, got.append)
+    buffer.acquire([PieceRequest(Key(1, -1), 12345, 100)], load, got.append)
     buffer.finish(load.begun[0], None)
-    buffer.let_go(got[0])
-    assert buffer.taken_bytes == 0
+    buffer.release(got[0])
+    assert buffer.used_bytes == 0
 
 
 def test_too_little_memory_is_refused(timer):
@@ -187,27 +187,27 @@ def test_calls_are_made_in_the_order_of_their_times(timer):
 
 def test_a_piece_that_is_let_go_before_its_load_has_ended_is_dropped_once(buffer):
     load, got = Loads(), []
-    buffer.ahead([ask(0), ask(1)], load)
+    buffer.read_ahead([request(0), request(1)], load)
     first, second = load.begun
-    let_go = buffer.hold(first)
+    let_go = buffer.retain(first)
     buffer.drop(1)
     let_go()
-    assert buffer.taken_bytes == 2 * MIB, "memory that is being written to was given away"
+    assert buffer.used_bytes == 2 * MIB, "memory that is being written to was given away"
     buffer.finish(first, None)
     buffer.finish(second, None)
-    assert buffer.taken_bytes == 0
-    buffer.want([ask(0)], load, got.append)
+    assert buffer.used_bytes == 0
+    buffer.acquire([request(0)], load, got.append)
     assert len(load.begun) == 3
 
 
 def test_one_at_a_time_may_take_memory_that_there_is_not(buffer):
-    assert buffer.take(8 * MIB, demand=True)
-    assert not buffer.take(MIB, demand=True)
+    assert buffer.reserve(8 * MIB, demand=True)
+    assert not buffer.reserve(MIB, demand=True)
     assert buffer.overdraw(3 * MIB)
     assert not buffer.overdraw(MIB)
-    buffer.give(3 * MIB, overdrawn=True)
+    buffer.free(3 * MIB, overdrawn=True)
     assert buffer.overdraw(MIB)
-    assert buffer.taken_bytes == 9 * MIB
+    assert buffer.used_bytes == 9 * MIB
 
 
 def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
@@ -229,15 +229,15 @@ def test_a_thousand_readers_wait_while_every_load_ends_at_once_and_all_are_answe
 
     def arrived(piece):
         got.append(str(piece.error))
-        buffer.let_go(piece)
+        buffer.release(piece)
 
-    buffer.want([ask(number) for number in range(8)], held, buffer.let_go)
+    buffer.acquire([request(number) for number in range(8)], held, buffer.release)
     for number in range(1000):
-        buffer.want([ask(number, file=2)], refuse, arrived)
+        buffer.acquire([request(number, file=2)], refuse, arrived)
     assert got == []
     buffer.finish(held.begun[0], None)
     assert got == ["no node has it"] * 1000
-    assert buffer.taken_bytes == 7 * MIB
+    assert buffer.used_bytes == 7 * MIB
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("unforeseen"), KeyboardInterrupt()], ids=repr)
@@ -248,10 +248,10 @@ def test_a_load_that_raises_ends_its_pieces_and_the_next_reader_tries_again(buff
         raise error
 
     with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else reported(type(error)):
-        buffer.want([ask(0), ask(1)], broken, got.append)
+        buffer.acquire([request(0), request(1)], broken, got.append)
     assert [type(piece.error) for piece in got] == [TransientError] * 2
     for piece in got:
-        buffer.let_go(piece)
-    assert buffer.taken_bytes == 0
-    buffer.want([ask(0)], load, got.append)
+        buffer.release(piece)
+    assert buffer.used_bytes == 0
+    buffer.acquire([request(0)], load, got.append)
     assert len(load.begun) == 1

@@ -12,7 +12,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 

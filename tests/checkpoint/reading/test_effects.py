@@ -4,17 +4,17 @@ import threading
 
 import pytest
 
-from bootseer.checkpoint.reading.source import carry_out
+from bootseer.checkpoint.reading.transfer import run_effects
 
 
 def test_what_a_call_hands_over_is_done_behind_it_and_behind_all_others():
     order = []
 
     def first():
-        carry_out([lambda: order.append("third"), lambda: order.append("fourth")])
+        run_effects([lambda: order.append("third"), lambda: order.append("fourth")])
         order.append("first")
 
-    carry_out([first, lambda: order.append("second")])
+    run_effects([first, lambda: order.append("second")])
     assert order == ["first", "second", "third", "fourth"]
 
 
@@ -24,9 +24,9 @@ def test_a_chain_of_calls_has_no_end_of_the_stack():
     def step():
         left[0] -= 1
         if left[0]:
-            carry_out([step])
+            run_effects([step])
 
-    carry_out([step])
+    run_effects([step])
     assert left == [0]
 
 
@@ -38,7 +38,7 @@ def test_what_a_call_raises_is_reported_and_the_others_are_made(monkeypatch):
     def broken():
         raise problem
 
-    carry_out([broken, lambda: made.append(1)])
+    run_effects([broken, lambda: made.append(1)])
     assert (reported, made) == ([problem], [1])
 
 
@@ -49,7 +49,7 @@ def test_ctrl_c_in_a_call_is_raised_when_all_others_were_made():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry_out([interrupted, lambda: carry_out([lambda: made.append(1)])])
+        run_effects([interrupted, lambda: run_effects([lambda: made.append(1)])])
     assert made == [1]
-    carry_out([lambda: made.append(2)])
+    run_effects([lambda: made.append(2)])
     assert made == [1, 2]

@@ -41,7 +41,7 @@ def name(request, empty, content):
 @pytest.mark.parametrize("length", [MIB, SIZE], ids=["small", "large"])
 def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, name, length, capfd, monkeypatch):
     monkeypatch.setattr(executor, "_shown_s", -1e9)
-    quick = ReadingSettings(direct_min_bytes=2 * MIB, deadline_s=0.5, lost_s=0.5)
+    quick = ReadingSettings(direct_min_bytes=2 * MIB, deadline_s=0.5, stall_s=0.5)
     reading = Reading(empty, settings=quick)
     with reading.open(name) as file:
         empty.decide = lambda _: LOST
@@ -57,7 +57,7 @@ def test_a_head_whose_read_is_lost_is_an_error(empty, content):
     put_striped(empty, "file", content)
     empty.decide = lambda _: LOST
     with pytest.raises(TransientError, match=r"file: not read within 1 s"):
-        Reading(empty, settings=ReadingSettings(deadline_s=0.5, lost_s=0.5)).open("file")
+        Reading(empty, settings=ReadingSettings(deadline_s=0.5, stall_s=0.5)).open("file")
 
 
 def test_nothing_is_written_into_the_memory_of_a_reader_that_was_interrupted_while_it_began(empty, name):
@@ -114,13 +114,13 @@ class SlowCache(Cache):
         super().__init__(root)
         self.opened = 0
         self.waits = threading.Event()
-        self.go_on = threading.Event()
+        self.pump = threading.Event()
 
     def open(self, index):
         self.opened += 1
         if self.opened > 1:
             self.waits.set()
-            assert self.go_on.wait(PATIENCE_S)
+            assert self.pump.wait(PATIENCE_S)
         return super().open(index)
 
 
@@ -137,7 +137,7 @@ def test_readers_of_one_segment_do_not_wait_while_the_cache_opens_another_one(em
         here.start()
         here.join(PATIENCE_S)
         waits = here.is_alive()
-        cache.go_on.set()
+        cache.pump.set()
         other.join(PATIENCE_S)
     reading.close()
     assert not waits

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.ranges import apart
+from bootseer.checkpoint.ranges import split_overlaps
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 20)).map(lambda one: (one[0], one[0] + one[1])), max_size=12
@@ -11,8 +11,8 @@ RANGES = st.lists(
 
 
 @given(RANGES)
-def test_every_byte_is_read_once_and_copied_to_all_who_want_it(ranges):
-    pieces, copies = apart(ranges)
+def test_overlapping_ranges_are_read_once_and_copied(ranges):
+    pieces, copies = split_overlaps(ranges)
     read = [byte for piece in pieces for byte in range(piece.start, piece.end)]
     assert sorted(read) == read
     assert len(set(read)) == len(read)

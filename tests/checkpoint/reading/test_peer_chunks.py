@@ -111,7 +111,7 @@ def test_nodes_that_are_killed_while_they_read_are_replaced(cluster, nodes, cont
     assert sent(cluster) - before < 1.5 * SIZE
 
 
-def test_a_node_that_hangs_holds_nobody_up_for_long(nodes, content):
+def test_a_hung_peer_delays_readers_only_briefly(nodes, content):
     nodes[0].begin("file", WHOLE)
     healthy = nodes[0].ended()
     assert "digest" in healthy
@@ -145,8 +145,8 @@ until [ $(ls $OVER.* | wc -l) = 2 ]; do sleep 0.05; done
 """
 PROGRAM = """
 import hashlib, sys
-from bootseer.checkpoint.opened import opened
-with opened(sys.argv[1]).open() as file:
+from bootseer.checkpoint.locations import resolve
+with resolve(sys.argv[1]).open() as file:
     print(hashlib.sha256(file.read(0, file.size_bytes)).hexdigest(), " -")
 """
 

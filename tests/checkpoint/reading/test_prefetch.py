@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key, Prefetch
+from bootseer.checkpoint.reading.buffer import ChunkBuffer, Key, PieceRequest, Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD
@@ -48,7 +48,7 @@ def test_a_whole_file_comes_into_the_cache_through_little_memory(empty, reading_
     assert reading.facts()["place_bytes"] == before
 
 
-def test_what_is_there_is_not_brought_again(empty, reading_of, content):
+def test_prefetch_skips_what_is_cached(empty, reading_of, content):
     reading = reading_of()
     file = reading.open("file")
     file.read(0, 10 * MIB)
@@ -71,7 +71,7 @@ def test_without_a_cache_the_beginning_comes_into_memory(empty, content, name):
     assert reading.facts()["memory_bytes"] == 0
 
 
-def test_a_prefetch_that_fails_is_nobodys_error(empty, reading_of, content):
+def test_errors_of_a_prefetch_are_ignored(empty, reading_of, content):
     reading = reading_of(settings=SMALL)
     file = reading.open("file")
     empty.decide = lambda _: ERROR
@@ -92,7 +92,7 @@ def test_closing_the_file_ends_its_prefetch(empty, reading_of, content):
     assert reading.facts()["kept_chunks"] < 21
 
 
-def test_nothing_is_brought_beyond_the_end(empty, reading_of, content):
+def test_prefetch_stops_at_the_end_of_the_file(empty, reading_of, content):
     reading = reading_of()
     file = reading.open("file")
     file.prefetch(SIZE, MIB)
@@ -100,27 +100,27 @@ def test_nothing_is_brought_beyond_the_end(empty, reading_of, content):
     until(lambda: reading.facts()["kept_chunks"] == 1)
 
 
-def test_what_is_to_be_brought_is_not_listed_before_there_is_room_for_it():
+def test_prefetch_lists_its_pieces_lazily():
     listed = []
 
-    def asks():
+    def requests():
         for number in range(1_000_000):  # a terabyte
             listed.append(number)
-            yield Ask(Key(1, number * MIB), number * MIB, MIB)
+            yield PieceRequest(Key(1, number * MIB), number * MIB, MIB)
 
     timer = Timer()
     run = Prefetch(
-        asks(),
+        requests(),
         buffer=ChunkBuffer(8 * MIB, 60.0, timer, Counters()),
         timer=timer,
         load=lambda pieces, urgent: None,
-        is_wanted=lambda ask: True,
+        is_wanted=lambda request: True,
         has_room=lambda num_bytes: True,
         max_bytes=3 * MIB,
-        spent=True,
+        consumed=True,
         ended=lambda run: None,
     )
-    run.go_on()
+    run.pump()
     assert 3 <= len(listed) < 20
     run.cancel()
     timer.close()
@@ -133,19 +133,19 @@ def test_a_prefetch_without_memory_that_no_thread_can_wait_for_ends():
 
     timer, over = Timer(), []
     buffer = ChunkBuffer(8 * MIB, 60.0, timer, Counters())
-    assert buffer.take(8 * MIB, demand=True)
+    assert buffer.reserve(8 * MIB, demand=True)
     run = Prefetch(
-        iter([Ask(Key(1, 0), 0, MIB)]),
+        iter([PieceRequest(Key(1, 0), 0, MIB)]),
         buffer=buffer,
         timer=NoThread(),
         load=lambda pieces, urgent: None,
-        is_wanted=lambda ask: True,
+        is_wanted=lambda request: True,
         has_room=lambda num_bytes: True,
         max_bytes=3 * MIB,
-        spent=True,
+        consumed=True,
         ended=over.append,
     )
-    going = threading.Thread(target=run.go_on, daemon=True)
+    going = threading.Thread(target=run.pump, daemon=True)
     going.start()
     going.join(10)
     run.cancel()

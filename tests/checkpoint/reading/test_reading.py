@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.cache.cache import Cache
-from bootseer.checkpoint.ahead import AheadSettings
 from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.read_ahead import ReadAheadSettings
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
@@ -203,7 +203,7 @@ def test_sequential_readers_find_the_next_bytes_in_memory(place, reading, conten
 @pytest.mark.parametrize(("name", "reaches"), [("plain", True), ("striped", False)])
 def test_ordinary_files_are_read_ahead_as_far_as_half_of_the_memory(place, content, name, reaches):
     """Their disks take turns at long stretches; those of striped files do not."""
-    settings = ReadingSettings(memory_bytes=32 * MIB, ahead=AheadSettings(first_bytes=MIB, max_bytes=2 * MIB))
+    settings = ReadingSettings(memory_bytes=32 * MIB, ahead=ReadAheadSettings(first_bytes=MIB, max_bytes=2 * MIB))
     reading = Reading(place, settings=settings)
     place.log.clear()
     with reading.open(name) as file:
@@ -316,7 +316,7 @@ def test_wrong_bytes_in_the_parity_part_too_are_an_error(place, reading, made):
         reading.open("parity").read(0, 10)
 
 
-def test_a_part_that_is_expected_late_is_not_asked_at_all(place, content, made):
+def test_a_part_that_is_expected_late_is_not_read_at_all(place, content, made):
     reading = Reading(place)
     slow = part_paths("parity", made.heads["parity"])[2]
     place.delay_of = lambda path: 30.0 if path == slow else 0.0

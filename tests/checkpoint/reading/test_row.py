@@ -6,7 +6,7 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.timer import Timer
@@ -36,7 +36,7 @@ class OneChunk:
     def delay_s(self, offset, length):
         return 0.0
 
-    def then(self, call):
+    def when_open(self, call):
         call(self, None)
 
     def read_into(self, offset, into, done, **_):
@@ -47,13 +47,13 @@ class OneChunk:
     def cancel(self):
         pass
 
-    def left_s(self):
+    def remaining_s(self):
         return 0.0
 
-    def hold(self, segment):
+    def retain(self, segment):
         pass
 
-    release = hold
+    release = retain
 
 
 class LateChunk:
@@ -69,7 +69,7 @@ class LateChunk:
     def __init__(self, row, segment):
         self.segment = segment
         self.into = memoryview(bytearray(len(CHUNK)))
-        self.abandoned = False
+        self.is_cancelled = False
         self.ends = []
         self.ended_early = False
         self.ended = threading.Semaphore(0)
@@ -79,7 +79,7 @@ class LateChunk:
         pass
 
     def is_right(self, data):
-        self.abandoned = True
+        self.is_cancelled = True
         self._row.own_ended(self, self.problem, keep=False)
         self.ended_early = bool(self.ends)
         return data == CHUNK
@@ -87,7 +87,7 @@ class LateChunk:
     def stop(self):
         pass
 
-    def left_s(self):
+    def remaining_s(self):
         return 0.0
 
     def finish(self, error, *, keep=True):
@@ -98,7 +98,7 @@ class LateChunk:
 def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = ReadContext("file", segment, ReadingSettings(late_s=0.01, look_s=0.01), facts, timer, buffer, None)
+    context = ReadContext("file", segment, ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer, None)
     row = Row(context, range(1))
     job = LateChunk(row, segment)
     row.add(job)
@@ -130,16 +130,16 @@ def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_m
     row.own_ended(job, job.problem, keep=False)
     assert job.ends == [None]
     assert job.into == CHUNK
-    assert buffer.taken_bytes == 0
+    assert buffer.used_bytes == 0
     timer.close()
 
 
-def test_a_reader_that_fails_when_it_is_told_leaves_no_memory_taken(monkeypatch):
+def test_a_callback_that_raises_leaves_no_memory_reserved(monkeypatch):
     reported = []
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = ReadContext("file", segment, ReadingSettings(look_s=0.01), facts, timer, buffer, None)
+    context = ReadContext("file", segment, ReadingSettings(row_check_s=0.01), facts, timer, buffer, None)
     row = Row(context, range(1))
     job = Refused(row, segment)
 

@@ -10,7 +10,7 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.context import ReadContext, Segments
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters, Transfer
+from bootseer.checkpoint.reading.transfer import Counters, Transfer
 from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
@@ -68,7 +68,7 @@ class Striping:
         place = LinkedPlace(self._folder, links)
         segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, max_open=64)
         for part in segments.acquire(0).parts:
-            part.then(lambda file, error: None)
+            part.when_open(lambda file, error: None)
         buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)
         context = ReadContext("file", segments, settings, facts, clock, buffer, None)
         return Reader(self.content, links, StripedSource(self._head, context, None), settings)
@@ -87,8 +87,8 @@ class Reader:
         """Read all of it, and compare: MiB/s."""
         return rate(len(self._content), self.read_part(0, len(self._content)))
 
-    def read_part(self, start, end, then=lambda: None):
-        """Read a range, and compare: seconds. `then` is called when it has begun."""
+    def read_part(self, start, end, on_end=lambda: None):
+        """Read a range, and compare: seconds. `on_end` is called when it has begun."""
         memory, ends = memoryview(bytearray(end - start)), []
         wants = [(at, memory[at - start : at - start + MIB]) for at in range(start, end, MIB)]
         settings = self._settings
@@ -97,10 +97,10 @@ class Reader:
             wants,
             max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
-            moved=lambda: None,
-            then=ends.append,
+            on_progress=lambda: None,
+            on_end=ends.append,
         ).start()
-        then()
+        on_end()
         seconds = self.links.run(lambda: bool(ends))
         assert ends == [None]
         assert memory == self._content[start:end]

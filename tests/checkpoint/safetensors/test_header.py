@@ -46,7 +46,7 @@ def read(data: bytes) -> Header:
     return read_header(MemoryFile(data), "model")
 
 
-def test_a_header_says_where_the_tensors_are() -> None:
+def test_a_header_gives_the_positions_of_the_tensors() -> None:
     header = {"__metadata__": {"k": "v"}, "b": entry(offsets=(4, 12)), "a": entry("BF16", (1, 2), (0, 4))}
     data = encoded(header, bytes(12))
     found = read(data)
@@ -64,7 +64,7 @@ def test_a_file_may_begin_anywhere_in_another() -> None:
     assert found.data == 13 + len(data) - 8
 
 
-def test_one_read_brings_a_usual_header_and_two_a_long_one() -> None:
+def test_a_usual_header_takes_one_read_and_a_long_one_two() -> None:
     short = MemoryFile(encoded({"a": entry()}, bytes(8)))
     read_header(short, "model")
     assert len(short.reads) == 1

@@ -15,7 +15,7 @@ library = pytest.importorskip("safetensors")
 
 import safetensors.torch  # noqa: E402
 
-from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.checkpoint.locations import resolve  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file, load_sharded, safe_open  # noqa: E402
 from bootseer.checkpoint.tensors import _NAMES, PAIRS  # noqa: E402
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError  # noqa: E402
@@ -100,7 +100,7 @@ def test_only_the_named_tensors_are_read(tmp_path: Path) -> None:
 
 
 def place_bytes(folder: Path) -> int:
-    return int(opened(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
+    return int(resolve(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
 
 
 def test_safe_open_is_the_librarys_twin(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_writer_is_like_bytes_in_memory(
                 assert writer.sync().size_bytes == len(model)
                 shown = bytes(model)
             else:
-                writer.sending.send_now()
+                writer.sending.flush_some()
             assert writer.size_bytes == len(model)
             if shown is not None:
                 assert desk.read("job/file") == shown
@@ -402,7 +402,7 @@ def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_make_room(tmp_p
         wait_idle = writer.sending.wait_idle
 
         def send_and_wait(timeout_s: float) -> bool:
-            writer.sending.send_now()  # as another writer does that waits for room
+            writer.sending.flush_some()  # as another writer does that waits for room
             return wait_idle(timeout_s)
 
         writer.sending.wait_idle = send_and_wait  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ def test_a_segment_is_begun_when_it_is_known_where_the_one_before_lies(desk: Des
 
     def begin_parts(paths, **options):  # type: ignore[no-untyped-def]
         with lock:
-            spared.append(set(options["spare"]))
+            spared.append(set(options["last_resort"]))
         return begin(paths, **options)
 
     desk.place.begin_parts = begin_parts  # type: ignore[method-assign]

@@ -90,7 +90,7 @@ def test_a_source_that_changes_between_two_tries_of_a_part_is_noticed(desk: Desk
             raise TransientError("a node died")
 
     desk.place.before = fail_once
-    with pytest.raises(PermanentError, match="changed meanwhile"):
+    with pytest.raises(PermanentError, match="data changed"):
         desk.writing.write_file("job/file", *in_memory(data), policy=SMALL)
     assert desk.leftovers() == []
 

@@ -1,5 +1,5 @@
-"""What a load plan needs from which bytes of which file, checked against the checkpoint's metadata; and which part of a
-stored tensor a target wants, as bytes in a row.
+"""The stored objects that a load plan needs, checked against the checkpoint's metadata; and which contiguous bytes of a
+stored tensor a target needs.
 
 Decides and reads nothing.
 """
@@ -31,40 +31,40 @@ class Form(Enum):
     """How an object is stored."""
 
     BYTES = auto()
-    """As it is."""
+    """Raw bytes."""
     SAVED = auto()
     """By `torch.save`."""
     SAFETENSORS = auto()
-    """In a safetensors file, which begins where the item does and holds all tensors of the file."""
+    """In a safetensors file that starts at the item's offset and contains all tensors of the file."""
     BARE = auto()
-    """As nothing but its elements."""
+    """The elements alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object in a file, and the requests that want it or parts of it."""
+    """A stored object, and the requests for it or parts of it."""
 
     file: str
     offset: int
     length: int
     form: Form
     descriptors: tuple[str, ...]
-    """Names of the transformations to undo."""
+    """Names of the transformations to be undone."""
     index: MetadataIndex
     sizes: tuple[int, ...]
     """Shape of a tensor; () for bytes."""
     dtype: torch.dtype
-    """Of a tensor, as the metadata has it."""
+    """Of a tensor, by the metadata."""
     requests: tuple[ReadItem, ...]
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The offset after its last byte."""
         return self.offset + self.length
 
 
 def stored_items(plan: LoadPlan, metadata: Metadata, storage_data: Mapping[Any, Any], uri: str) -> list[Stored]:
-    """Each object that the plan names, once. Raises `CorruptError` for metadata that contradicts itself."""
+    """The objects that the plan needs, each once. Raises `CorruptError` for inconsistent metadata."""
     wanted: dict[tuple[MetadataIndex, LoadItemType], list[ReadItem]] = {}
     for request in plan.items:
         wanted.setdefault((request.storage_index, request.type), []).append(request)
@@ -90,7 +90,7 @@ def _stored(
     if kind == LoadItemType.BYTE_IO:
         return Stored(file, offset, length, Form.BYTES, descriptors, index, (), torch.uint8, requests)
     dtype, sizes = chunks.of(index)
-    # torch.save never takes as little room as the elements alone.
+    # torch.save always takes more space than the elements alone.
     form = Form.SAFETENSORS if length == math.prod(sizes) * dtype.itemsize and not descriptors else Form.SAVED
     for request in requests:
         for first, count, size in zip(request.storage_offsets, request.lengths, sizes, strict=True):
@@ -122,7 +122,7 @@ class _Chunks:
 
 
 def _is_inside(file: object) -> bool:
-    """Whether this is the name of something in the checkpoint's own folder."""
+    """Whether this is a path inside the checkpoint's folder."""
     return isinstance(file, str) and bool(file) and not file.startswith("/") and ".." not in file.split("/")
 
 
@@ -131,7 +131,7 @@ def _is_count(number: object) -> bool:
 
 
 def bare_items(items: Iterable[Stored], open_file: Callable[[str], CheckpointFile]) -> list[Stored]:
-    """The same items with the places of their elements. Raises `CorruptError` when they are not in the files."""
+    """Replace safetensors items by the positions of their elements. Raises `CorruptError` if they are missing."""
     by_begin: dict[tuple[str, int], list[Stored]] = {}
     for item in items:
         by_begin.setdefault((item.file, item.offset), []).append(item)
@@ -152,16 +152,16 @@ def _bare(item: Stored, header: Header) -> Stored:
 
 
 class Part(NamedTuple):
-    """Bytes of the elements that a target takes as they are."""
+    """The contiguous elements that a target takes unchanged."""
 
     start: int
     length: int
     total: int
-    """Of all elements."""
+    """Bytes of all elements of the tensor."""
 
 
 def part_for(item: Stored, request: ReadItem, target: torch.Tensor) -> Part | None:
-    """What to read straight into `target`, if what is stored has its type and the elements are in a row."""
+    """What to read straight into `target`, if the dtypes match and the elements are contiguous."""
     if not is_plain(target) or tuple(target.shape) != tuple(request.lengths):
         return None
     row = _row(item.sizes, request.storage_offsets, request.lengths)
@@ -172,10 +172,10 @@ def part_for(item: Stored, request: ReadItem, target: torch.Tensor) -> Part | No
 
 
 def _row(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Index of the first element of a box in a tensor, or None when its elements are not in a row."""
-    inner = 1  # elements in one step of this dimension
+    """Index of the first element of a box in a tensor; None if the box is not contiguous."""
+    inner = 1  # elements per step of this dimension
     first = 0
-    ended = False  # a dimension was cut: those further out must be of one step
+    ended = False  # whether a dimension was cut: outer ones must have length 1 then
     for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
         if ended and length != 1:
             return None
@@ -186,8 +186,8 @@ def _row(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -
 
 
 class Expected:
-    """Where `torch.save` puts elements: it depends on the lengths of numbers in its pickle, so that tensors of one
-    kind have them at one place. What is wrong costs time and is noticed: `layout_of` has the last word."""
+    """Guesses where `torch.save` puts the elements: the offset depends on the lengths of numbers in its pickle, so that
+    similar tensors have the same one. A wrong guess costs a second read: `layout_of` tells the true offset."""
 
     def __init__(self) -> None:
         sample = io.BytesIO()
@@ -196,14 +196,14 @@ class Expected:
         self._first = layout.at if layout else 0
         self._seen: dict[tuple[object, ...], int] = {}
         self.again = threading.Lock()
-        """Held while an item is read as a whole that could not be taken straight: no budget counts that memory."""
+        """Held while an item is read as a whole after a wrong guess: no budget covers that memory."""
 
     def of(self, item: Stored) -> int:
-        """Where in the item its elements begin, by experience; 0 when they cannot be taken as they are."""
+        """The expected offset of the elements in the item; 0 if they cannot be read directly."""
         return self._seen.get(_kind(item), self._first)
 
     def note(self, item: Stored, at: int) -> None:
-        """Remember where they began, or 0. Safe from any thread: a lost note costs a little time."""
+        """Remember the true offset, or 0. Safe from any thread: a lost update costs a little time."""
         self._seen[_kind(item)] = at
         self._first = at or self._first
 

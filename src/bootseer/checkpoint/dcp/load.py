@@ -1,10 +1,10 @@
-"""Loads what a plan names: many reads in flight, decoded in threads, within a bound of memory.
+"""Loading a plan: many reads in flight, decoded in threads, within a memory budget.
 
-Only the thread that called asks the planner anything, since planners are not made for threads. The first error ends
-the load at once: other ranks wait in a collective until this one has something to say.
+Only the calling thread uses the planner, since planners are not thread-safe. The first error ends the load at once:
+other ranks wait for this one in a collective.
 
-A `Job` is one read: `prepare` says where its bytes go, in the thread that called; `perform` makes tensors of them, in
-any.
+A `Job` is one read: `prepare` allocates its destinations in the calling thread, `perform` reads and decodes in any
+thread.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bootseer.checkpoint.dcp.items import Expected, Form, Part, Stored, part_for
 from bootseer.checkpoint.dcp.saved import Layout, Pieces, layout_of
 from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.tensors import arena, memory_of
+from bootseer.checkpoint.tensors import empty_bytes, memory_of
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 
 _EDGE_BYTES = 4096
-"""Enough of an archive's beginning and end to know what it holds, when only a part of its elements is read."""
+"""Enough of an archive's beginning and end to know its layout, when only a part of the elements is read."""
 _WORTH_SKIPPING = 4 << 20
 
 Undo = Callable[[Stored, IO[bytes]], IO[bytes]]
-"""The bytes of an object without the transformations that it was written with."""
+"""Undoes the transformations that an object was written with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +45,32 @@ class LoadSettings:
     """The defaults suit a node with a few GB of free memory for each rank."""
 
     threads: int = 16
-    """Reads in flight, each of up to `span_bytes`; the threads that wait for them decode too."""
+    """Reads in flight, each of up to `span_bytes`; the waiting threads also decode."""
     span_bytes: int = 32 << 20
-    """Neighbours are joined to reads of at most so many bytes."""
+    """Maximum size of a read that joins neighbours."""
     gap_bytes: int = GAP_BYTES
-    """Neighbours with no more than this between them are joined."""
+    """Maximum gap between joined neighbours."""
     buffer_bytes: int = 512 << 20
-    """Memory for what cannot be read straight into a tensor. One object that is larger is read all the same, alone."""
+    """Memory for what cannot be read straight into a tensor. A larger object is still read, alone."""
     direct_bytes: int = 128 << 10
-    """Smaller tensors are read together with their neighbours and copied: that is cheaper than checking each."""
+    """Smaller tensors are read together with their neighbours and copied: cheaper than checking each."""
     stall_s: float = 300.0
-    """When nothing at all has arrived for so long, the load fails. Each read has a shorter deadline of its own."""
+    """The load fails when nothing has arrived for so long. Each read has a shorter deadline of its own."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """An object, the bytes that are read of it, and where they go."""
+    """One object of a read, and its destination."""
 
     item: Stored
     content: Pieces
     """The item, as far as it is read."""
     buffer: torch.Tensor | None = None
-    """All of the item, unless it is read straight into a tensor."""
+    """The whole item, unless it is read straight into a tensor."""
     part: Part | None = None
-    """What is read straight into the target."""
+    """The part that is read straight into the target."""
     at: int = 0
-    """Where in the item the elements are expected."""
+    """Expected offset of the elements in the item."""
     targets: tuple[tuple[ReadItem, torch.Tensor], ...] = ()
 
 
@@ -86,13 +86,13 @@ class Job:
 
 
 def prepare(file: str, span: Span[Stored], planner: LoadPlanner, expected: Expected, settings: LoadSettings) -> Job:
-    """Decide where the bytes of a span go. Asks the planner for the tensors."""
+    """Allocate destinations for a span. Uses the planner."""
     job = Job(file, span.end)
     at = span.start
     for one in span.ranges:
-        if at < one.start:  # a gap that costs less to read than to leave out
+        if at < one.start:  # reading this gap costs less than a second request
             job.reads.append((at, _buffer(job, one.start - at)[1]))
-        _prepare_item(job, one.what, planner, expected, settings)
+        _prepare_item(job, one.item, planner, expected, settings)
         at = one.end
     return job
 
@@ -108,7 +108,7 @@ def _prepare_item(job: Job, item: Stored, planner: LoadPlanner, expected: Expect
     part, at = direct
     edges: list[tuple[int, memoryview]] = []
     if item.form is not Form.BARE:
-        # All around the elements, or as much as it takes to know where they are.
+        # Everything around the elements, or enough to know their layout.
         is_whole = part.length == part.total
         head = at if is_whole else min(_EDGE_BYTES, at + part.start)
         tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
@@ -124,7 +124,8 @@ def _direct(
     expected: Expected,
     settings: LoadSettings,
 ) -> tuple[Part, int] | None:
-    """What to read straight into the target and where in the item it is expected, if that is possible and worth it."""
+    """The part to read straight into the target, and its expected offset; None if that is not possible or not worth
+    it."""
     if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
         return None
     request, target = targets[0]
@@ -132,7 +133,7 @@ def _direct(
     if part is None or part.length < settings.direct_bytes or target.dtype != item.dtype:
         return None
     if item.form is Form.BARE:
-        return part, 0  # there is no archive around the elements: the metadata alone says what they are
+        return part, 0  # no archive around the elements: the metadata describes them
     at = expected.of(item)
     if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
         return None
@@ -151,14 +152,14 @@ def _target(item: Stored, request: ReadItem, planner: LoadPlanner) -> torch.Tens
 
 def _buffer(job: Job, length: int) -> tuple[torch.Tensor, memoryview]:
     job.buffer_bytes += length
-    buffer = arena(length)
+    buffer = empty_bytes(length)
     return buffer, memory_of(buffer)
 
 
 def perform(
     job: Job, file: CheckpointFile, expected: Expected, undo: Undo
 ) -> list[tuple[ReadItem, torch.Tensor | bytes]]:
-    """Read and decode: each request with its filled tensor, or the bytes of its object. Raises `CorruptError`."""
+    """Read and decode: returns each request with its filled tensor, or its object's bytes. Raises `CorruptError`."""
     if job.end > file.size_bytes:
         raise CorruptError(f"{job.file} has {file.size_bytes} bytes; the metadata places objects up to {job.end}")
     file.read_ranges(job.reads)
@@ -178,7 +179,7 @@ def perform(
 
 
 def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected: Expected) -> bool:
-    """Whether the target holds its elements, after another read if they were elsewhere in the item."""
+    """Whether the target holds its elements, after a second read if they were at another offset."""
     item = delivery.item
     if item.form is Form.BARE:
         return True
@@ -189,15 +190,16 @@ def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected:
         return False
     expected.note(item, layout.at)
     if layout.at != delivery.at:
-        # Not moved within the target: tensors may share their memory (tied weights), and another thread fill it now.
+        # Read again, not moved within the target: tensors may share memory (tied weights), and another thread may be
+        # filling it.
         file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
     return True
 
 
 def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
-    """The same with all of the item at hand."""
+    """The same delivery with the whole item in a buffer."""
     item = delivery.item
-    buffer = arena(item.length)
+    buffer = empty_bytes(item.length)
     view = memory_of(buffer)
     file.read_ranges([(item.offset, view)])
     return Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=delivery.targets)
@@ -208,7 +210,7 @@ def _copy(delivery: Delivery, expected: Expected, undo: Undo) -> None:
     item = delivery.item
     try:
         tensor = _tensor(delivery, expected, undo)
-    except Exception as error:  # torch.load raises whatever the damage leads to
+    except Exception as error:  # torch.load raises anything for damaged data
         raise CorruptError(
             f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, is not a saved tensor:"
             f" {type(error).__name__}: {error}"
@@ -264,8 +266,8 @@ def load_all(
     settings: LoadSettings,
     position: float = 0.0,
 ) -> None:
-    """Fill the planner's tensors with the items, of which the first lies at `position`, a part of all. Raises what the
-    first read that failed raised."""
+    """Fill the planner's tensors with the items, starting at the fraction `position` of the reads. Raises the first
+    error."""
     by_file: dict[str, list[Range[Stored]]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(Range(item.offset, item.end, item))
@@ -280,7 +282,7 @@ def load_all(
 
 
 class _Load:
-    """One load. `_done` is the only way back from its threads."""
+    """One load. Its threads return results through `_done` alone."""
 
     def __init__(
         self,
@@ -328,7 +330,7 @@ class _Load:
         self._buffered += job.buffer_bytes
 
     def _take(self, timeout_s: float) -> None:
-        """Hand one finished job to the planner. Raises its error."""
+        """Pass one finished job's results to the planner. Raises its error."""
         try:
             job, results = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -344,7 +346,7 @@ class _Load:
                 self._planner.commit_tensor(request, result)
 
     def _end(self) -> None:
-        """After an error, drop what was not begun, and wait a little for what was."""
+        """After an error: drop what was not started, and wait briefly for what was."""
         self._ended = True
         self._files.close()
         until = time.monotonic() + _GRACE_S
@@ -365,12 +367,12 @@ class _Load:
 
 
 class _Files:
-    """Files that are opened when they are first read, and closed after their last read."""
+    """The files of a load: opened on first use, closed after their last read."""
 
     def __init__(self, open_file: Callable[[str], CheckpointFile], reads_of: Counter[str]) -> None:
         self._open_file = open_file
         self._reads_of = reads_of
-        self._lock = threading.Lock()  # guards what follows; each file has another for its opening
+        self._lock = threading.Lock()  # guards what follows; each file has another one for its opening
         self._opening = {file: threading.Lock() for file in reads_of}
         self._open: dict[str, CheckpointFile] = {}
         self._is_closed = False
@@ -395,7 +397,7 @@ class _Files:
                 mine.close()
 
     def close(self) -> None:
-        """Close what is still open, which ends the reads of it."""
+        """Close the files, which fails reads in flight."""
         with self._lock:
             self._is_closed = True
             left = list(self._open.values())

@@ -1,8 +1,8 @@
-"""`StripedReader`: loads DCP checkpoints, striped or not, from HDFS or a folder, without a mount.
+"""`StripedReader`: loads DCP checkpoints, striped or not, from HDFS, buckets or a folder, without a mount.
 
-Reads what PyTorch's `FileSystemReader` reads, and gives it to the planner in the same way; only the order, the number
-of reads in flight and the copies differ. Errors are raised at once, inside DCP's own exchange of results, so that all
-ranks end with a `CheckpointException` instead of waiting for a collective's time-out.
+Reads what PyTorch's `FileSystemReader` reads, and passes it to the planner in the same way. Errors are raised inside
+DCP's exchange of results, so that all ranks end with a `CheckpointException` instead of waiting for a collective's
+time-out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.futures import Future
 from bootseer.checkpoint.dcp.items import Form, Stored, bare_items, stored_items
 from bootseer.checkpoint.dcp.load import LoadSettings, load_all
 from bootseer.checkpoint.dcp.saved import metadata_content, metadata_name, parse_metadata
-from bootseer.checkpoint.opened import Opened, is_uri, opened
+from bootseer.checkpoint.locations import Location, is_uri, resolve
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 
 
@@ -49,7 +49,7 @@ class StripedReader(StorageReader):
         self._settings = settings or LoadSettings()
         self._extensions = extension_registry or ExtensionRegistry()
         self._uri: str | None = None
-        self._folder: Opened | None = None
+        self._folder: Location | None = None
         self._metadata: Metadata | None = None
         self._read: _MetadataFile | None = None
         self._failed: BootseerError | None = None
@@ -57,7 +57,7 @@ class StripedReader(StorageReader):
         self.reset(uri)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget what was read; from now on read `checkpoint_id` if it is given."""
+        """Reset, to read `checkpoint_id` from now on if it is given."""
         self._folder = None
         self._metadata = None
         self._read = None
@@ -67,11 +67,11 @@ class StripedReader(StorageReader):
             self._uri = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata, or with `rank=…` that of one rank."""
+        """The checkpoint's metadata, or that of one rank with `rank=…`."""
         rank = kwargs.get("rank")
         if rank is not None and self._failed is not None and not isinstance(self._failed, NotFoundError):
-            # DCP asks for the rank's own metadata when the common one could not be read. Ranks that could read it
-            # would then wait in collectives for this one.
+            # DCP falls back to the rank's own metadata if the common one could not be read. Ranks that could read it
+            # would then wait for this one in collectives.
             raise self._failed
         try:
             if rank is None or self._folder is None:
@@ -101,8 +101,8 @@ class StripedReader(StorageReader):
         return replace(plan, storage_data=((self._read.digest, uri.rpartition("/")[2]), uri))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Runs once. Raises `TransientError` when ranks have read different metadata: `latest` was moved, or the
-        checkpoint replaced, while they looked at it. The paths by which they reach it may differ."""
+        """Runs once. Raises `TransientError` if ranks have read different metadata: `latest` was moved, or the
+        checkpoint replaced meanwhile. The paths by which ranks reach it may differ."""
         seen = dict(plan.storage_data for plan in plans if plan.storage_data is not None)
         if len(seen) > 1:
             named = " and ".join(sorted(seen.values()))
@@ -110,7 +110,7 @@ class StripedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan names. Raises the first error; reads have deadlines, so that it ends in any case."""
+        """Read what the plan needs. Raises the first error; ends in any case, since reads have deadlines."""
         folder = self._folder
         if self._metadata is None or folder is None:
             raise UsageError("the reader knows no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
@@ -124,9 +124,9 @@ class StripedReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _check_unchanged(self, folder: Opened) -> None:
-        """Files of two checkpoints, one written over the other, would fit together: same names, same sizes. Our writer
-        and every tool that replaces the folder remove the metadata before any of the new data is there."""
+    def _check_unchanged(self, folder: Location) -> None:
+        """Files of two checkpoints, one written over the other, would fit together: same names, same sizes. Our writer,
+        and every tool that replaces the folder, removes the metadata before writing new data."""
         if self._read is None:
             return
         try:
@@ -143,10 +143,10 @@ class StripedReader(StorageReader):
                 stream = extension.transform_from(stream)
         return stream
 
-    def _look(self) -> Opened:
+    def _look(self) -> Location:
         if self._uri is None:
             raise UsageError("the reader has no checkpoint", hint="StripedReader(URI), or dcp.load(checkpoint_id=URI)")
-        return opened(self._uri).latest()
+        return resolve(self._uri).latest()
 
     @property
     def checkpoint_id(self) -> str | None:

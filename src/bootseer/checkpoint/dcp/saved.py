@@ -1,14 +1,12 @@
-"""The two pickled forms of a DCP checkpoint: its `.metadata`, and where the elements lie in what `torch.save` wrote for
-one tensor.
+"""The two pickled formats of a DCP checkpoint: `.metadata`, and tensors written by `torch.save`.
 
-A tensor is a ZIP archive of records that are not compressed: a pickle that says type, shape and strides, the elements,
-and a few short ones. Knowing the place of the elements, they are read where they belong instead of through
-`torch.load`, which allocates and copies. Whatever is not exactly of this kind is left to `torch.load`.
+A saved tensor is a ZIP archive of uncompressed records: a pickle with dtype, shape and strides, the elements, and a few
+short ones. With the offset of the elements they can be read to their destination, without `torch.load`, which allocates
+and copies. Anything unusual is left to `torch.load`.
 
-Nothing of the pickle is executed but the four functions that make a tensor, which here only note their arguments.
-
-Of `.metadata` only the classes that PyTorch puts there are made. Classes of a job's own (in a planner's data) are made
-when `torch.serialization.add_safe_globals` was told of them.
+Security: nothing in the pickle of a tensor is executed except the four functions that build tensors, which here only
+record their arguments. In `.metadata` only the classes that PyTorch puts there are instantiated, and those that the job
+registered by `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as current
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from bootseer.checkpoint.reading.file import CheckpointFile, Positioned
+from bootseer.checkpoint.reading.file import CheckpointFile, PositionedRawIO
 from bootseer.errors import AccessError, CorruptError
 
 if TYPE_CHECKING:
@@ -39,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class ForeignName(pickle.UnpicklingError):
-    """The pickle names a class or function that does not belong to its kind."""
+    """The pickle names a class or function that is not allowed."""
 
 
-class Restricted(pickle.Unpickler):
-    """Reads one pickle. `names` has what stands for each known name, types of elements are known in any case."""
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads one pickle. `names` maps allowed names to objects; dtypes are always allowed."""
 
     def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -61,25 +59,25 @@ class Restricted(pickle.Unpickler):
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 4 << 30
-"""Of a file of metadata. Checkpoints of tens of thousands of ranks have some hundred MB."""
+"""Metadata of checkpoints of tens of thousands of ranks has some hundred MB."""
 
 
 def metadata_name(rank: int | None) -> str:
-    """The file of a checkpoint's metadata, or of one rank's when each rank wrote its own."""
+    """The name of the metadata file, or of one rank's when each rank wrote its own."""
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
 def metadata_content(file: CheckpointFile, uri: str) -> bytes:
-    """All of a file of metadata. Raises `CorruptError` when it is too large to be one."""
+    """All of a metadata file. Raises `CorruptError` if it is too large to be one."""
     if file.size_bytes > _MAX_METADATA_BYTES:
         raise CorruptError(f"{uri}: {file.size_bytes} bytes are more than the metadata of any checkpoint")
     return file.read(0, file.size_bytes)
 
 
 def parse_metadata(data: bytes, uri: str, load_id: str) -> Metadata:
-    """The metadata in the content of the file `where`. Raises `CorruptError`, `AccessError` for what could run code."""
+    """Decode the metadata in the file `uri`. Raises `CorruptError`, `AccessError` for what could run code."""
     try:
-        metadata = Restricted(data, _allowed_names()).load()
+        metadata = RestrictedUnpickler(data, _allowed_names()).load()
     except ForeignName as error:
         raise AccessError(
             f"{uri}: the checkpoint's metadata names {error}, which could run code and is not loaded;"
@@ -98,7 +96,7 @@ def parse_metadata(data: bytes, uri: str, load_id: str) -> Metadata:
 
 
 def _allowed_names() -> dict[tuple[str, str], Any]:
-    """What stands for each name in a file of metadata."""
+    """The objects for the allowed names in a metadata file."""
     declared: dict[tuple[str, str], Any] = {}
     for one in torch.serialization.get_safe_globals():
         made, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
@@ -125,11 +123,11 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 
 
 class MissingError(OSError):
-    """Bytes are asked for that were not read."""
+    """Bytes were requested that have not been read."""
 
 
-class Pieces(Positioned):
-    """`length` bytes, of which some are there. Not safe for several threads at once."""
+class Pieces(PositionedRawIO):
+    """A file of `length` bytes of which some pieces are in memory. Not safe for concurrent use."""
 
     def __init__(self, length: int, pieces: Iterable[tuple[int, memoryview]]) -> None:
         super().__init__(length)
@@ -148,7 +146,7 @@ class Pieces(Positioned):
         return max(done, 0)
 
     def view(self, at: int, length: int) -> memoryview:
-        """Up to `length` bytes from `at` on, as far as one piece goes. Raises `MissingError`."""
+        """Up to `length` bytes from `at` on, within one piece. Raises `MissingError`."""
         number = bisect_right(self._starts, at) - 1
         if number >= 0:
             start, piece = self._pieces[number]
@@ -177,7 +175,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor whose elements lie in the archive as they would in memory."""
+    """A tensor whose elements are stored as they would be in memory."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -185,13 +183,13 @@ class Layout:
     first: int
     """Index of the tensor's first element in the record."""
     at: int
-    """Where the record begins in the archive."""
+    """Offset of the record in the archive."""
     num_elements: int
-    """In the record."""
+    """Elements in the record."""
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the record is the tensor's elements, in order."""
+        """Whether the record is exactly the tensor's elements, in order."""
         expected = 1
         for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -201,7 +199,8 @@ class Layout:
 
 
 def layout_of(archive: Pieces) -> Layout | None:
-    """What the archive holds, or None when only `torch.load` can tell. Does not look at the elements."""
+    """The layout of the tensor in an archive, or None if only `torch.load` can read it. Does not look at the
+    elements."""
     try:
         with zipfile.ZipFile(archive) as listed:
             records = {one.filename.partition("/")[2]: one for one in listed.infolist()}
@@ -210,12 +209,12 @@ def layout_of(archive: Pieces) -> Layout | None:
         order = records.get("byteorder")
         if order is not None and _content(archive, order, 16) != sys.byteorder.encode():
             return None
-        noted = _Notes(_content(archive, records["data.pkl"], _MAX_PICKLE_BYTES), _NAMES).load()
+        noted = _ArgumentRecorder(_content(archive, records["data.pkl"], _MAX_PICKLE_BYTES), _NAMES).load()
         if not isinstance(noted, _Tensor):
             return None
         record = records[f"data/{noted.storage.key}"]
         return _checked(noted, record, _begin(archive, record))
-    except Exception:  # whatever is wrong with it, torch.load finds it too, and says so
+    except Exception:  # torch.load meets the same problem, and reports it
         return None
 
 
@@ -269,8 +268,8 @@ _NAMES: dict[tuple[str, str], object] = {
 }
 
 
-class _Notes(Restricted):
-    """Notes what the tensor is made of, and makes none."""
+class _ArgumentRecorder(RestrictedUnpickler):
+    """Records what the tensor is built from, without building it."""
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         kind, dtype, key, _device, length = pid
@@ -280,7 +279,7 @@ class _Notes(Restricted):
 
 
 def _checked(noted: _Tensor, record: zipfile.ZipInfo, at: int) -> Layout | None:
-    """The layout, if all of the tensor lies in the record."""
+    """The layout, if the record contains all of the tensor."""
     numbers = (noted.first, *noted.size, *noted.stride)
     if len(noted.size) != len(noted.stride) or any(type(one) is not int or one < 0 for one in numbers):
         return None
@@ -293,7 +292,8 @@ def _checked(noted: _Tensor, record: zipfile.ZipInfo, at: int) -> Layout | None:
 
 
 def _begin(archive: Pieces, record: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin: behind its own header, which is of another length than its entry in the list."""
+    """Where a record's bytes begin: after its local header, whose length differs from its entry in the central
+    directory."""
     archive.seek(record.header_offset)
     signature, name, extra = _LOCAL.unpack(archive.read(_LOCAL.size))
     if signature != b"PK\3\4":

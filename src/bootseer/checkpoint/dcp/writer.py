@@ -1,12 +1,12 @@
-"""`StripedWriter`: saves DCP checkpoints in striped files on HDFS or in a folder, without a mount.
+"""`StripedWriter`: saves DCP checkpoints in striped files on HDFS, in buckets or in a folder, without a mount.
 
-What it writes is what PyTorch's `FileSystemWriter` writes, file for file, so that PyTorch loads it through a mount.
-Different are: an error in a thread fails the save instead of leaving a checkpoint with holes; `.metadata` appears whole
-and last; and the metadata of a checkpoint that is overwritten goes first, so that at no time old metadata lies beside
-new data.
+It writes the files that PyTorch's `FileSystemWriter` writes, so that PyTorch loads them through a mount. Differences:
+an error in a thread fails the save instead of leaving an incomplete checkpoint; `.metadata` is published last and
+whole; and when a checkpoint is overwritten, its metadata is removed first, so that old metadata never lies beside new
+data.
 
-What `torch.save` writes is kept as it lies in memory (`Recorded`): the elements of tensors are not copied, and a part
-of a striped file that fails is sent a second time from there.
+The output of `torch.save` is recorded by reference (`RecordedFile`): the elements of tensors are not copied, and a
+failed part of a striped file is sent again from there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.futures import Future
 from bootseer.checkpoint.dcp.saved import metadata_name
 from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.opened import FOLDERS, is_uri, opened
+from bootseer.checkpoint.locations import FOLDERS, is_uri, resolve
 from bootseer.checkpoint.tensors import memory_of
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError, PermanentError, UsageError
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class Streamed(io.RawIOBase):
-    """Appends to a `FileWriter`. Closing it ends nothing: the caller commits or drops the writer."""
+class AppendStream(io.RawIOBase):
+    """Appends to a `FileWriter`. Closing it has no effect: the caller commits or aborts the writer."""
 
     def __init__(self, writer: FileWriter) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class StripedFileSystem(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Generator[io.IOBase, None, None]:
-        """A new file, which appears when the block ends without an error."""
+        """A new file, published when the block ends without an error."""
         if mode != "wb":
             raise PermanentError(f"{path}: this opens files to be written only, not {mode!r}")
-        target = opened(path)
+        target = resolve(path)
         writer = target.system.writing.open(target.path)
         try:
-            yield Streamed(writer)
+            yield AppendStream(writer)
         except BaseException:
             writer.abort()
             raise
@@ -88,15 +88,15 @@ class StripedFileSystem(FileSystemBase):
         return f"{os.fspath(path).rstrip('/')}/{suffix}"
 
     def rename(self, path: Path, new_path: Path) -> None:
-        source, target = opened(path), opened(new_path)
+        source, target = resolve(path), resolve(new_path)
         source.system.files.rename(source.path, target.path)
 
     def init_path(self, path: Path) -> str:
-        """The address of a checkpoint, as it is used from now on."""
+        """The address of a checkpoint."""
         return os.fspath(path)
 
     def mkdir(self, path: Path) -> None:
-        target = opened(path)
+        target = resolve(path)
         target.system.files.make_folder(target.path, parents=True)
 
     @classmethod
@@ -105,7 +105,7 @@ class StripedFileSystem(FileSystemBase):
         return is_uri(os.fspath(checkpoint_id))
 
     def exists(self, path: Path) -> bool:
-        target = opened(path)
+        target = resolve(path)
         try:
             target.system.files.stat(target.path)
         except NotFoundError:
@@ -113,17 +113,17 @@ class StripedFileSystem(FileSystemBase):
         return True
 
     def rm_file(self, path: Path) -> None:
-        target = opened(path)
+        target = resolve(path)
         target.system.files.remove(target.path)
 
 
 _MIN_BYTES = 1 << 16
-"""No record but one of elements is so long."""
+"""Records other than elements are shorter."""
 _COMPARED_BYTES = 4096
 
 
-class Recorded(io.RawIOBase):
-    """A file that is written once and then read, by many threads."""
+class RecordedFile(io.RawIOBase):
+    """A file that is written once and then read by many threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Recorded(io.RawIOBase):
         self._saved: memoryview | None = None
 
     def save(self, tensor: torch.Tensor, to: IO[bytes]) -> None:
-        """`torch.save` to `to`, which writes here. The tensor must not change before the last read."""
+        """`torch.save` to `to`, which writes to this file. The tensor must not change before the last read."""
         if tensor.nbytes < _MIN_BYTES:  # it makes forty writes of a few bytes
             whole = io.BytesIO()
             torch.save(tensor, whole)
@@ -160,7 +160,7 @@ class Recorded(io.RawIOBase):
         return len(view)
 
     def replay(self, offset: int, length: int) -> bytes:
-        """These bytes, which must be there. Safe from many threads, once all is written."""
+        """Read written bytes. Safe from many threads after the last write."""
         pieces = []
         number = bisect_right(self._starts, offset) - 1
         while length:
@@ -173,7 +173,7 @@ class Recorded(io.RawIOBase):
         return b"".join(pieces)
 
     def _kept(self, view: memoryview) -> memoryview:
-        """The same bytes, which stay: those of the tensor that is being saved, or a copy."""
+        """A stable view of the bytes: the tensor being saved, or a copy."""
         saved = self._saved
         if (
             saved is not None
@@ -186,7 +186,7 @@ class Recorded(io.RawIOBase):
 
 
 _MAX_COPIED_BYTES = 256 << 20
-"""Of one file, what may be held in memory because it does not lie there as it is saved."""
+"""Memory per file for tensors that must be copied to be saved."""
 
 
 class _NewFile(NamedTuple):
@@ -194,8 +194,8 @@ class _NewFile(NamedTuple):
     items: Sequence[WriteItem]
 
 
-class _Objects:
-    """What a planner saves. Planners are not made for threads: they are asked by one at a time."""
+class _PlannerData:
+    """The data that a planner saves. Planners are not thread-safe: calls are serialized."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
@@ -245,13 +245,13 @@ class StripedWriter(filesystem.FileSystemWriter):
             raise UsageError("the writer has no checkpoint", hint="StripedWriter(URI), or dcp.save(checkpoint_id=URI)")
         if os.fspath(self.path).rstrip("/").rpartition("/")[2] == LATEST and (self._move_latest or self._is_file()):
             raise UsageError(
-                f"{self.path}: this is the pointer `latest`, not a checkpoint",
+                f"{self.path}: this is the file `latest`, not a checkpoint",
                 hint="save under a name of its own, with move_latest=True",
             )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Runs once, before any rank writes: from here on, what may be there is no checkpoint any more."""
+        """Runs once, before any rank writes: an older checkpoint in the folder ceases to be one."""
         metadata = self._metadata_uri()
         if self.fs.exists(metadata):
             self.fs.rm_file(metadata)
@@ -265,7 +265,7 @@ class StripedWriter(filesystem.FileSystemWriter):
         else:
             groups = [[item] for item in plan.items]
         files = [_NewFile(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}", group) for number, group in enumerate(groups)]
-        objects = _Objects(planner)
+        objects = _PlannerData(planner)
         with Tasks("bootseer-dcp", self.thread_count) as threads:
             results = [
                 one for written in threads.map(lambda file: self._write(file, objects), files) for one in written
@@ -275,37 +275,37 @@ class StripedWriter(filesystem.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint: all its files are there."""
+        """Publish the checkpoint: all its files are written."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
         metadata.storage_meta = self.storage_meta()
-        target = opened(self._metadata_uri())
+        target = resolve(self._metadata_uri())
         policy = target.system.files.policy(target.path.rpartition("/")[0])
         if target.root != FOLDERS:
-            # All ranks of all nodes read it. Only striped files have digests, by which they can share it.
+            # Read by all ranks of all nodes. Only striped files have digests, and can be shared between nodes.
             policy = replace(policy, min_bytes_per_stripe=CHUNK_BYTES)
         data = pickle.dumps(metadata)
         target.system.writing.write_file(
             target.path, len(data), lambda offset, length: data[offset : offset + length], policy=policy
         )
         if self._move_latest:
-            folder, _, name = opened(self.path).path.rpartition("/")
+            folder, _, name = resolve(self.path).path.rpartition("/")
             move_latest(target.system.files, folder, name)
 
-    def _write(self, file: _NewFile, objects: _Objects) -> list[WriteResult]:
-        target = opened(self._striped.concat_path(self.path, file.name))
+    def _write(self, file: _NewFile, objects: _PlannerData) -> list[WriteResult]:
+        target = resolve(self._striped.concat_path(self.path, file.name))
         if not self._can_replay(file.items, objects):
             with self._striped.create_stream(target.uri, "wb") as stream:
-                return [self._write_item(cast(Streamed, stream), item, file.name, objects) for item in file.items]
-        recorded = Recorded()
+                return [self._write_item(cast(AppendStream, stream), item, file.name, objects) for item in file.items]
+        recorded = RecordedFile()
         results = [self._write_item(recorded, item, file.name, objects) for item in file.items]
         target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay)
         return results
 
-    def _can_replay(self, items: Sequence[WriteItem], objects: _Objects) -> bool:
-        """Whether the file lies in memory, all but little: then nothing is kept on the local disk until it is written.
+    def _can_replay(self, items: Sequence[WriteItem], objects: _PlannerData) -> bool:
+        """Whether the file can be replayed from memory with few copies: then nothing is spooled to the local disk.
 
-        Planners of others may make each tensor anew when it is asked for: those are written one after the other.
+        Custom planners may create each tensor when it is requested: those are written one after the other.
         """
         kind = type(objects.planner)
         if self.transforms.extensions or not (
@@ -321,7 +321,9 @@ class StripedWriter(filesystem.FileSystemWriter):
                 copied += 0 if _is_as_saved(tensor) else tensor.nbytes
         return copied <= _MAX_COPIED_BYTES
 
-    def _write_item(self, stream: Recorded | Streamed, item: WriteItem, file: str, objects: _Objects) -> WriteResult:
+    def _write_item(
+        self, stream: RecordedFile | AppendStream, item: WriteItem, file: str, objects: _PlannerData
+    ) -> WriteResult:
         data = objects[item]
         begin = stream.tell()
         to, descriptors = self.transforms.transform_save_stream(item, stream)
@@ -329,7 +331,7 @@ class StripedWriter(filesystem.FileSystemWriter):
             tensor = data.cpu()
             if not _is_as_saved(tensor):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
-            if isinstance(stream, Recorded):
+            if isinstance(stream, RecordedFile):
                 stream.save(tensor, to)
             else:
                 torch.save(tensor, to)
@@ -341,7 +343,7 @@ class StripedWriter(filesystem.FileSystemWriter):
         return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
 
     def _is_file(self) -> bool:
-        folder = opened(self.path)
+        folder = resolve(self.path)
         try:
             return not folder.system.files.stat(folder.path).is_folder
         except NotFoundError:
@@ -352,7 +354,7 @@ class StripedWriter(filesystem.FileSystemWriter):
 
 
 def _is_as_saved(tensor: torch.Tensor) -> bool:
-    """Whether `torch.save` writes just what lies in memory: a view would drag along all that it is a view of."""
+    """Whether `torch.save` writes exactly the tensor's memory: a view would be saved with all of its base."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().size() == tensor.nbytes and tensor.is_contiguous()
 
 

@@ -1,10 +1,7 @@
-"""The file systems that fsspec opens for `bootseer+hdfs://`, `bootseer+s3://` and others.
+"""The fsspec file systems `bootseer+hdfs://`, `bootseer+s3://` and others, and their open files.
 
-Reads go through read-ahead and many requests at once, writes make striped files as the folder's policy says, names and
-sizes are those that the mount shows. An instance holds no connection of its own: it can be pickled, and used after a
-fork.
-
-Open files as fsspec hands them out: buffered readers, and writers whose file appears when they are closed.
+Reads use read-ahead and concurrent requests, writes create striped files by the folder's policy, names and sizes are
+those of a mount. Instances hold no connection: they can be pickled, and used after a fork.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ from fsspec.compression import compr  # type: ignore[import-untyped]
 from fsspec.core import get_compression  # type: ignore[import-untyped]
 
 from bootseer.checkpoint.files import FileInfo
-from bootseer.checkpoint.opened import FileSystem, opened_below
+from bootseer.checkpoint.locations import FileSystem, resolve_below
 from bootseer.checkpoint.os_errors import os_errors
 from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
-from bootseer.checkpoint.reading.file import CheckpointFile, Positioned
+from bootseer.checkpoint.reading.file import CheckpointFile, PositionedRawIO
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError
 from bootseer.io.tasks import Tasks
@@ -38,11 +35,11 @@ if TYPE_CHECKING:
 
 
 _BUFFER_BYTES = 1 << 17
-"""For readers of lines and of single numbers; larger reads pass it by."""
+"""For reads of lines and single numbers; larger reads bypass the buffer."""
 
 
 class ReadFile(io.BufferedReader):
-    """A file to read, with what fsspec's own open files have besides."""
+    """A file to read, with the attributes of fsspec's own open files."""
 
     mode = "rb"
 
@@ -56,7 +53,7 @@ class ReadFile(io.BufferedReader):
         return self.path
 
 
-class _RawFile(Positioned):
+class _RawFile(PositionedRawIO):
     def __init__(self, file: CheckpointFile, path: str) -> None:
         super().__init__(file.size_bytes)
         self._file = file
@@ -76,11 +73,11 @@ class _RawFile(Positioned):
 
 
 class WriteFile(io.RawIOBase):
-    """A new file, written from its beginning to its end. It appears, whole and durable, when this is closed; it never
-    does when a `with` block ends in an error, or when this is forgotten.
+    """A new file, written sequentially. It is published when it is closed; never if its `with` block ends in an error,
+    or if it is garbage-collected unclosed.
 
-    What fsspec and Python put around it (`fsspec.open`, text, compression) only call `close` when their `with` block
-    ends in an error. So a `close` while an error is on its way that was not at the opening drops the file too.
+    Wrappers (`fsspec.open`, text, compression) only call `close` when their `with` block ends in an error. So a `close`
+    during the handling of an exception that was raised after the opening discards the file too.
     """
 
     mode = "wb"
@@ -119,7 +116,7 @@ class WriteFile(io.RawIOBase):
         super().close()
 
     def commit(self) -> None:
-        """Make the file appear: for fsspec's transactions, and for `close`."""
+        """Publish the file: for fsspec's transactions, and for `close`."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with os_errors(self.path):
@@ -132,7 +129,7 @@ class WriteFile(io.RawIOBase):
 
     def _is_failing(self) -> bool:
         error = sys.exception()
-        # The end of an iteration is not an error: `except StopIteration: file.close()` means what it says.
+        # StopIteration is not an error: `except StopIteration: file.close()` publishes.
         return not (error is None or error is self._handled or isinstance(error, StopIteration | StopAsyncIteration))
 
     def __exit__(
@@ -155,7 +152,7 @@ class WriteFile(io.RawIOBase):
 
 
 def closing_both(compressed: Any, file: ReadFile | WriteFile) -> Any:
-    """Let the closing of a compressor close the file that it writes to; most leave it open, and it would be lost."""
+    """Make closing a compressor close its underlying file: most do not, and it would not be published."""
     close = compressed.close
 
     def close_both() -> None:
@@ -175,19 +172,19 @@ _COPY_BYTES = 8 << 20
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """What both file systems have in common. Paths begin with `/`, the root of the file system."""
+    """Base of the file systems. Paths begin with `/`, the root of the file system."""
 
     root_marker = "/"
     scheme: ClassVar[str]
 
     def __init__(self, authority: str = "", **storage_options: Any) -> None:
-        """`authority`: host and port of the NameNode, or the name of a nameservice; nothing for folders."""
+        """`authority`: host and port of the NameNode, a nameservice, or a bucket; "" for folders."""
         super().__init__(authority=authority, **storage_options)
         self.authority = authority
 
     @property
     def fsid(self) -> str:
-        """Names the file system, not the class."""
+        """Identifies the file system, not the class."""
         return f"{self.scheme}://{self.authority}"
 
     @classmethod
@@ -206,7 +203,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return {"authority": path.partition("://")[2].partition("/")[0]}
 
     def unstrip_protocol(self, name: str) -> str:
-        """The whole address of a path."""
+        """The full address of a path."""
         return f"{self.protocol}://{self.authority}{self._strip_protocol(name)}"
 
     # --- names ---
@@ -229,7 +226,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return infos if detail else [one["name"] for one in infos]
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether there is something. Raises `OSError` when that is not known."""
+        """Whether the path exists. Raises `OSError` if that is unknown."""
         try:
             self.info(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -237,11 +234,11 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return True
 
     def modified(self, path: str) -> datetime:
-        """When the content last changed."""
+        """The modification time of the content."""
         return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
 
     def created(self, path: str) -> datetime:
-        """When the file appeared: files are written whole, and not changed later."""
+        """As `modified`: files are written once."""
         return self.modified(path)
 
     def ukey(self, path: str) -> str:
@@ -250,13 +247,13 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         if not exist_ok and self.exists(path):
-            raise FileExistsError(errno.EEXIST, "there is such a name already", path)
+            raise FileExistsError(errno.EEXIST, "it already exists", path)
         with self._at(path) as (system, below):
             system.files.make_folder(below, parents=True)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
         if self.exists(path):
-            raise FileExistsError(errno.EEXIST, "there is such a name already", path)
+            raise FileExistsError(errno.EEXIST, "it already exists", path)
         with self._at(path) as (system, below):
             system.files.make_folder(below, parents=create_parents)
 
@@ -283,9 +280,9 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
                     self.rm_file(found)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """Give a file or folder another name, in one step; a striped file goes to another folder by copying.
+        """Rename a file or folder atomically; a striped file is copied into another folder.
 
-        Into `path2`, if that is a folder, as all file systems of fsspec do.
+        Into `path2` if that is a folder, as in all file systems of fsspec.
         """
         if self.isdir(path2):
             path2 = posixpath.join(path2, posixpath.basename(self._strip_protocol(path1)))
@@ -299,7 +296,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
             self.rm_file(path1)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Copy a file, or make a folder of the name of a folder."""
+        """Copy a file, or create the folder for a folder."""
         if self.isdir(path1):
             self.makedirs(path2, exist_ok=True)
             return
@@ -318,7 +315,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         compression: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A file to read or to write, as text without `b` in `mode`. A missing folder of a new file is made."""
+        """Open a file for reading or writing, as text without `b` in `mode`. Creates a missing folder of a new file."""
         if compression is None or "b" not in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
         file = super().open(path, mode, block_size, cache_options, None, **kwargs)
@@ -330,7 +327,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
             with self._at(path) as (system, below):
                 return ReadFile(system.reading.open(below), path)
         if mode == "xb" and self.exists(path):
-            raise FileExistsError(errno.EEXIST, "there is such a file already", path)
+            raise FileExistsError(errno.EEXIST, "it already exists", path)
         if mode not in ("wb", "xb"):
             raise OSError(errno.EOPNOTSUPP, f"files are read or written whole, not opened with {mode!r}", path)
         with self._at(path) as (system, below):
@@ -342,7 +339,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return WriteFile(writer, path, autocommit=autocommit)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        """The bytes of a file from `start` to `end`, which count from its end when they are negative."""
+        """The bytes of a file from `start` to `end`; negative ones count from its end."""
         with self._at(path) as (system, below), contextlib.closing(system.reading.open(below)) as file:
             first, last, _ = slice(start, end).indices(file.size_bytes)
             return file.read(first, last - first) if last > first else b""
@@ -356,9 +353,9 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[Any]:
-        """The bytes of many ranges: sorted, joined over gaps of up to `max_gap` bytes, and read at the same time.
+        """The bytes of many ranges: sorted, joined over gaps of up to `max_gap` bytes, and read concurrently.
 
-        `on_error="return"` puts the error in the place of each range that cannot be read, else it is raised.
+        With `on_error="return"` the result of a range that cannot be read is its error; otherwise it is raised.
         """
         if not isinstance(paths, (list, tuple)):
             raise TypeError("paths must be a list")
@@ -382,7 +379,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
                     with os_errors(path):
                         ranges.read(files[path], span)
                 except OSError as error:
-                    ranges.failed((one.what for one in span.ranges), error)
+                    ranges.failed((one.item for one in span.ranges), error)
 
             begun = dict(zip(numbers, threads.map(begin, numbers), strict=True))
             files = {path: file for path, file in begun.items() if not isinstance(file, OSError)}
@@ -400,15 +397,15 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
 
     @contextlib.contextmanager
     def _at(self, path: str, *, follow: bool = True) -> Iterator[tuple[FileSystem, str]]:
-        """The file system and the path as it knows it; its errors become those that callers of fsspec know."""
+        """The file system and the path in it; maps its errors to those that callers of fsspec expect."""
         stripped = self._strip_protocol(path)
         with os_errors(stripped):
-            found = opened_below(f"{self.scheme}://{self.authority}/", stripped, follow=follow)
+            found = resolve_below(f"{self.scheme}://{self.authority}/", stripped, follow=follow)
             yield found.system, found.path
 
 
 class _Ranges:
-    """What `cat_ranges` reads, by the number of each range. Threads write different results."""
+    """The ranges of `cat_ranges`, by number. Threads write different results."""
 
     def __init__(self, starts: Sequence[int | None], ends: Sequence[int | None], gap_bytes: int) -> None:
         self._starts = starts
@@ -424,7 +421,7 @@ class _Ranges:
     def read(self, file: CheckpointFile, span: Span[int]) -> None:
         data = memoryview(file.read(span.start, span.end - span.start))
         for one in span.ranges:
-            self.results[one.what] = bytes(data[one.start - span.start : one.end - span.start])
+            self.results[one.item] = bytes(data[one.start - span.start : one.end - span.start])
 
     def failed(self, numbers: Iterable[int], error: OSError) -> None:
         for number in numbers:
@@ -468,7 +465,7 @@ class AzureFileSystem(CheckpointFileSystem):
 
 
 class FolderFileSystem(CheckpointFileSystem):
-    """`bootseer+file:///PATH`: any folder, as one that many nodes share."""
+    """`bootseer+file:///PATH`: any folder, for example one shared by many nodes."""
 
     protocol = "bootseer+file"
     scheme = "file"

@@ -1,12 +1,12 @@
 """The content of one open file: a published version that is read, or new content that will be published.
 
-A file that is written exists twice: what the place has under its name, which all other machines see, and what was
-written here, which every program on this mount sees. `publish` makes the second take the place of the first, in one
-step. To change a part of a published file, or to append to it, it is written anew, which is done for small files only.
+A file that is being written has two contents: the published one in the place, which all other machines see, and the new
+one, which every program on this mount sees. `publish` replaces the first by the second atomically. Published files
+cannot be changed in place: to change a part or to append, a small file is rewritten.
 
-What changes the content or its name takes turns (`changing`), and a turn lasts as long as the place takes to publish.
-`lock` guards what the content consists of and is held for moments: never while the place is asked. So files are opened,
-read and looked at while they are published. Turn before lock.
+Two locks, `changing` before `lock`. `changing` serializes changes of the content and its name, and is held as long as a
+publication takes. `lock` guards the state and is held for moments, never during a request to the place. So a file can
+be opened, read and looked at while it is published.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bootseer.checkpoint.files import FileInfo, Files
-from bootseer.checkpoint.os_errors import number_of, refusal, stale
+from bootseer.checkpoint.os_errors import number_of, os_error
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.writing import FileWriter
@@ -30,32 +30,32 @@ from bootseer.places.place import Entry
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
-"""Seconds between two checks whether the caller that waits for its turn is being killed."""
+"""Interval at which a caller that waits for `changing` checks whether it is being killed."""
 Check = Callable[[], None]
-"""Raises when the caller does not wait any more."""
+"""Raises when the caller is being killed."""
 
 
 def no_check() -> None:
-    """For callers that cannot give up."""
+    """For callers that cannot be interrupted."""
 
 
 class Node:
     """One file or folder as the kernel knows it."""
 
-    __slots__ = ("content", "held", "info", "number", "pages_of", "path")
+    __slots__ = ("cached_version", "content", "info", "lookup_count", "number", "path")
 
     def __init__(self, number: int, path: str, info: FileInfo) -> None:
         self.number = number
         self.path: str | None = path
-        """None when the name leads elsewhere or nowhere by now."""
+        """None when the name leads to another node, or is gone."""
         self.info = info
-        """The latest that is known."""
+        """The latest known attributes."""
         self.content: Content | None = None
-        """There while the file is open."""
-        self.held = 0
-        """The kernel's lookup count: how often it got this node, minus how often it forgot it."""
-        self.pages_of: str | None = None
-        """The version whose pages the kernel may have; None when it has none, "" when they must go."""
+        """Set while the file is open."""
+        self.lookup_count = 0
+        """The kernel's lookup count: references handed out minus references forgotten."""
+        self.cached_version: str | None = None
+        """The version that may be in the page cache; None: nothing is, "": what is there must be invalidated."""
 
     @property
     def is_folder(self) -> bool:
@@ -66,28 +66,28 @@ class Node:
         return self.content is not None and self.content.is_live
 
 
-class HeldReader:
-    """One version of a file, closed when its last holder lets it go. Safe for many threads.
+class SharedReader:
+    """One version of a file, reference-counted: closed by its last holder. Safe to use from many threads.
 
-    A file that is opened again is read by a new reader from then on, and so it is after a rename; reads that were about
-    to begin go on with the old one, which must not be closed under them.
+    After another open or a rename the file is read by a new reader; concurrent reads continue on the old one, which
+    must not be closed under them.
     """
 
     def __init__(self, reader: CheckpointFile, path: str) -> None:
         self.reader = reader
         self.path = path
-        """Where it was opened; it may open parts there later."""
+        """The path at which it was opened; parts may be opened there later."""
         self._lock = threading.Lock()
         self._holders = 1
 
-    def hold(self) -> HeldReader:
-        """One more holder. Called by one that holds it."""
+    def retain(self) -> SharedReader:
+        """Add a holder. Called by a holder."""
         with self._lock:
             self._holders += 1
         return self
 
-    def let_go(self) -> None:
-        """One of its holders does not need it any more."""
+    def release(self) -> None:
+        """Drop a holder."""
         with self._lock:
             self._holders -= 1
             is_over = not self._holders
@@ -97,60 +97,61 @@ class HeldReader:
 
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """Where content comes from and goes to."""
+    """The mount's file tree and settings."""
 
     files: Files
     open: Callable[[str], CheckpointFile]
     begin: Callable[[str, int], FileWriter]
     """Begins new content for a path, with these permission bits."""
     rewrite_bytes: int
-    """The largest published file that is written anew when a part of it changes."""
+    """The largest published file that may be rewritten to change a part of it."""
     on_error: Callable[[str], None]
     on_read: Callable[[str, int, int], None]
-    """Called with each read of a published file: path, offset and length."""
+    """Called for each read of a published file with path, offset and length."""
 
 
 class Content:
-    """See the module. Made when a file is opened; over when the last one has closed it."""
+    """See the module. Created when a file is opened; ends with the last close."""
 
     def __init__(self, node: Node, context: MountContext, detach: Callable[[Node], None]) -> None:
-        """`detach` lets the node's name lead to what the place has."""
+        """`detach` makes the node's name lead to what the place has."""
         self.lock = threading.RLock()
         self._turn = threading.RLock()
         self.handles: set[int] = set()
-        """The open files that lead here; kept by `open_files`."""
+        """Handles of the file; maintained by `open_files`."""
         self.num_writers = 0
-        """How many of them can write; kept by `open_files`."""
+        """How many of them can write; maintained by `open_files`."""
         self._node = node
         self._context = context
         self._detach = detach
-        self._read: HeldReader | None = None
-        """The version that is read, once it is."""
+        self._read: SharedReader | None = None
+        """The version that is read; None until the first read."""
         self._writer: FileWriter | None = None
         self._is_dirty = False
         self._num_changes = 0
-        """Rises with every change of content or attributes, so that code that ran without the lock can detect one."""
+        """Incremented with every change of content or attributes, so that code that ran without the lock can detect
+        one."""
         self.is_removed = False
-        """Whether the name is gone, or leads to another file, by what was done here."""
+        """Whether the file was unlinked or replaced on this mount."""
         self._mtime_ns: int | None = None
-        """The time of the last change that a program has set."""
-        self._given_up: BootseerError | None = None
+        """The modification time that a program has set."""
+        self._discard_reason: BootseerError | None = None
         self._published: Written | None = None
-        """What was published last. A writer says the same again when nothing was written since."""
+        """The latest publication. A writer returns the same one if nothing was written since."""
 
     @property
     def is_live(self) -> bool:
-        """Whether this, and not the place, says what the file's name leads to."""
+        """Whether this content, and not the place's, is what the file's name leads to."""
         return self._writer is not None and not self.is_removed and (self._is_dirty or self.num_writers > 0)
 
     @property
-    def is_left(self) -> bool:
-        """Whether it is left to readers, after it was published: the place may have another version by now."""
+    def is_published(self) -> bool:
+        """Whether all writers have closed it and only readers are left: the place may have another version by now."""
         return self._writer is not None and not self.is_removed and not self.is_live
 
     @property
     def is_dirty(self) -> bool:
-        """Whether something of it is not published, and should be."""
+        """Whether there is something to publish."""
         return self._is_dirty and not self.is_removed
 
     @property
@@ -160,7 +161,7 @@ class Content:
 
     @contextlib.contextmanager
     def changing(self, check: Check = no_check) -> Iterator[None]:
-        """Wait for the turn to change the content or its name. `check` is called now and then meanwhile."""
+        """Serialize changes of the content or its name. `check` is called regularly while this waits."""
         while not self._turn.acquire(timeout=_LOOK_S):
             check()
         try:
@@ -169,9 +170,9 @@ class Content:
             self._turn.release()
 
     def begin_reading(self) -> bool:
-        """Open what the name leads to now. Whether pages that the kernel has of the node are of that.
+        """Open the current version. Returns whether the kernel's cached pages belong to it.
 
-        Raises ESTALE when the node is of another version: its name leads to another node from then on.
+        Raises ESTALE when it is not the node's version: the name leads to another node from then on.
         """
         while True:
             with self.lock:
@@ -182,31 +183,31 @@ class Content:
             reader = fresh.reader
             with self.lock:
                 if num_changes == self._num_changes:
-                    if not self._is_right(reader):
+                    if not self._matches_node(reader):
                         break
-                    keep = self._read is not None or self._node.pages_of in (None, reader.version)
-                    self._end_reading()  # reads that were begun still end
-                    self._read, self._node.pages_of = fresh, reader.version
+                    keep = self._read is not None or self._node.cached_version in (None, reader.version)
+                    self._end_reading()  # reads in flight still end
+                    self._read, self._node.cached_version = fresh, reader.version
                     return keep
-            fresh.let_go()
-        raise self._outdated(fresh)
+            fresh.release()
+        raise self._stale_version(fresh)
 
     def begin_writing(self) -> bool:
-        """A handle that writes and does not read. As `begin_reading`."""
+        """Open for writing only. Returns as `begin_reading`."""
         with self.lock:
             if self._writer is None and self._read is None:
-                # Whatever is written anew begins with what the place has then.
-                self._node.pages_of = None
+                # A rewrite will start from the version that the place has then.
+                self._node.cached_version = None
                 return False
             return True
 
     def begin_appending(self) -> None:
-        """Refuse what `write` would refuse at the end of the file."""
+        """Refuse to append to a file that is too large for it."""
         if self._writer is None:
             self._check_small(self.size_bytes)
 
-    def _hold_reader(self) -> HeldReader | None:
-        """The published version, to be let go of, or None while there is new content."""
+    def _hold_reader(self) -> SharedReader | None:
+        """The published version, to be released by the caller; None while there is new content."""
         with self.lock:
             held = self._held_reader()
             is_moved = held is not None and self._node.path not in (None, held.path)
@@ -217,58 +218,58 @@ class Content:
         except (BootseerError, OSError):
             if held is None:
                 raise
-            return held  # the old one may have all that it needs
+            return held  # the old reader may have all it needs open
         if held is not None:
-            held.let_go()
+            held.release()
         with self.lock:
             if not is_moved:
-                # What was written has ended, while the file stayed open; the pages are of what was written.
-                self._node.pages_of = ""
+                # The new content was published while the file stayed open; cached pages are those of the new content.
+                self._node.cached_version = ""
             return self._held_reader()
 
-    def _held_reader(self) -> HeldReader | None:
-        return None if self._read is None or self._writer is not None else self._read.hold()
+    def _held_reader(self) -> SharedReader | None:
+        return None if self._read is None or self._writer is not None else self._read.retain()
 
     def _end_reading(self) -> None:
         held, self._read = self._read, None
         if held is not None:
-            held.let_go()
+            held.release()
 
-    def _open_version(self) -> HeldReader:
+    def _open_version(self) -> SharedReader:
         path = self._node.path
         if path is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         try:
-            return HeldReader(self._context.open(path), path)
+            return SharedReader(self._context.open(path), path)
         except NotFoundError:
-            # It may just be getting another name.
+            # It may be being renamed just now.
             with self.changing():
                 moved = self._node.path
                 if moved is None or moved == path:
                     raise
-                return HeldReader(self._context.open(moved), moved)
+                return SharedReader(self._context.open(moved), moved)
 
-    def _is_right(self, reader: CheckpointFile) -> bool:
-        """Whether this is the version that the node is of. The kernel would cut off what is longer than it knows."""
+    def _matches_node(self, reader: CheckpointFile) -> bool:
+        """Whether the reader is of the node's version. The kernel would cut off content beyond the size it knows."""
         known = self._read is None or reader.version == self._read.reader.version
         return known and reader.size_bytes == self._node.info.size_bytes
 
-    def _outdated(self, fresh: HeldReader) -> OSError:
-        """The name leads to another version than the node is of."""
-        fresh.let_go()
+    def _stale_version(self, fresh: SharedReader) -> OSError:
+        """The name leads to another version than the node's."""
+        fresh.release()
         self._detach(self._node)
-        return stale()
+        return os_error(errno.ESTALE)
 
     def read(self, offset: int, length: int, reply: Reply, room: memoryview) -> None:
-        """Answer a read: from what was written, or from the node's version. See `FileSystem.read`."""
-        # Without the lock: a writer that waits for room must not hold up readers.
+        """Answer a read from new content, or from the node's version. See `FileSystem.read`."""
+        # Without the lock: a writer that waits for spool space must not block readers.
         writer = self._writer
         while writer is not None:
             try:
                 reply(writer.read_at(offset, length))
                 return
             except BootseerError:
-                # It may just have ended: then the published version has it all.
+                # The writer may have ended just now: then the published version has all of it.
                 with self.lock:
                     if writer is self._writer:
                         raise
@@ -280,7 +281,7 @@ class Content:
         try:
             self._read_version(held.reader, offset, length, reply, room)
         finally:
-            held.let_go()
+            held.release()
 
     def _read_version(self, reader: CheckpointFile, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         wanted = min(length, reader.size_bytes - offset)
@@ -295,14 +296,14 @@ class Content:
                 reply(number_of(result))
             elif len(result) == wanted:
                 reply(result)
-            else:  # which would tell the kernel that the file ends there
+            else:  # a short answer would mean the end of the file to the kernel
                 self._context.on_error(f"reading {self._node.info.path}: {len(result)} bytes in place of {wanted}")
                 reply(errno.EIO)
 
         reader.read_async(offset, wanted, done, room[:wanted])
 
     def begin_empty(self, check: Check = no_check) -> None:
-        """New content from nothing. What the place has stays until it is published."""
+        """Begin new, empty content. The published version stays until it is replaced."""
         with self.changing(check):
             if self._writer is not None:
                 self._writer.truncate(0)
@@ -311,14 +312,14 @@ class Content:
             self._changed()
 
     def write(self, offset: int, data: memoryview, check: Check) -> None:
-        """Write anywhere; a published file is written anew first, if it is small."""
+        """Write at any offset; a small published file is rewritten first."""
         with self.changing(check):
             writer = self._writer or self._rewrite(self.size_bytes, check)
             writer.write_at(offset, data, check)
             self._changed()
 
     def truncate(self, size_bytes: int) -> None:
-        """Cut, or continue by zeros."""
+        """Cut, or extend by zeros."""
         with self.changing():
             if size_bytes == self.size_bytes:
                 return
@@ -327,23 +328,23 @@ class Content:
             self._changed()
 
     def attributes_changed(self, mtime_ns: int | None) -> None:
-        """The node has other attributes, which what is published gets too; the time of the change if it is given."""
+        """The node's attributes were changed, and are published with the content; `mtime_ns` if it was set."""
         with self.lock:
             self._mtime_ns = self._mtime_ns if mtime_ns is None else mtime_ns
             self._is_dirty = True
             self._num_changes += 1
 
     def publish(self, check: Check = no_check) -> None:
-        """Make what was written durable, verified, and visible to all. After an error it may be tried again."""
+        """Make what was written durable, checked, and visible everywhere. May be repeated after an error."""
         with self.changing(check):
-            if self._given_up is not None:  # others have written to it, too
-                raise self._given_up
+            if self._discard_reason is not None:  # other handles have written to it too
+                raise self._discard_reason
             writer = self._writer
             while self.is_dirty and writer is not None:
                 self._publish_once(writer, check)
 
     def publish_at_once(self) -> None:
-        """Publish what can be without waiting: where it is another thread's turn, that one publishes all."""
+        """Publish if no other thread is changing the content: such a thread publishes everything."""
         if self._turn.acquire(blocking=False):
             try:
                 self.publish()
@@ -351,20 +352,19 @@ class Content:
                 self._turn.release()
 
     def _publish_once(self, writer: FileWriter, check: Check = no_check) -> None:
-        """Publish all that is there now. Attributes may be set meanwhile, and then it is not all."""
+        """Publish the current content. Attributes set meanwhile make it dirty again."""
         num_changes = self._num_changes
         before, self._published = self._published, writer.sync(check)
-        # What the place said before may not be so any more: attributes were set since, or the name is another one.
-        info = self._settled(None if self._published is before else self._published.entry)
+        # An older entry of the place may be outdated: attributes were set since, or the file was renamed.
+        info = self._apply_attributes(None if self._published is before else self._published.entry)
         with self.lock:
             if num_changes == self._num_changes:
                 self._node.info = info
                 self._is_dirty = False
 
     def end_writing(self) -> bool:
-        """Publish, and let the place say again what the name leads to: whether there was anything to publish. After an
-        error what was written is gone.
-        """
+        """Publish, and let the name lead to the place's version again. Returns whether there was anything to publish.
+        After an error the new content is discarded."""
         with self.changing():
             writer, was_dirty = self._writer, self.is_dirty
             if writer is None:
@@ -378,11 +378,11 @@ class Content:
             writer.abort()
             return was_dirty
 
-    def give_up(self, reason: BootseerError) -> None:
-        """Drop what was written: the name leads to what the place has. A later attempt to publish it raises why."""
+    def discard(self, reason: BootseerError) -> None:
+        """Discard the new content: the name leads to the place's version. Later attempts to publish raise `reason`."""
         with self.changing():
             if self._writer is not None:
-                self._given_up = reason
+                self._discard_reason = reason
                 self._drop(self._writer)
 
     def _drop(self, writer: FileWriter) -> None:
@@ -394,29 +394,29 @@ class Content:
         writer.abort()
 
     def _ended(self, writer: FileWriter) -> bool:
-        """End the writing, if nothing is left to be published."""
+        """End the writer, unless something is left to be published."""
         with self.lock:
             if self.is_dirty:
                 return False
             self._writer = None
             self._is_dirty = False
             self._num_changes += 1
-            # What was written is in the kernel's pages. What is read from now on comes from where others read it.
-            self._node.pages_of = ""
+            # The page cache holds what was written here; from now on reads return what the place has.
+            self._node.cached_version = ""
             return True
 
     def renamed(self, path: str) -> None:
-        """The file, which was published, has another name in the same folder. Called in a turn."""
+        """The file, which was published, was renamed in its folder. Called with `changing` held."""
         if self._writer is not None:
             self._writer.path = path
 
     def removed(self) -> None:
-        """The name is gone, or leads to another file: what is written is for the handles that have it open."""
+        """The file was unlinked or replaced: its content exists for its open handles only."""
         with self.lock:
             self.is_removed = True
 
     def close(self) -> None:
-        """No handle is left and none will come: close the version that is read."""
+        """The last handle was closed: close the version that is read."""
         with self.lock:
             self._end_reading()
 
@@ -429,11 +429,11 @@ class Content:
             self._node.info = replace(self._node.info, entry=entry)
 
     def _begin(self) -> FileWriter:
-        """New content, which is the file's from `_start` on."""
-        # What has no name any more is never published; its new content goes where that of its last name would.
+        """A writer of new content at the node's path."""
+        # A file without a name is never published; its parts go where its last name was.
         path = self._node.info.path if self.is_removed else self._node.path
         if path is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         return self._context.begin(path, stat.S_IMODE(self._node.info.entry.mode))
 
     def _start(self, writer: FileWriter) -> FileWriter:
@@ -444,7 +444,7 @@ class Content:
         return writer
 
     def _rewrite(self, keep_bytes: int, check: Check = no_check) -> FileWriter:
-        """Begin with the first `keep_bytes` of what is published."""
+        """Begin new content with the first `keep_bytes` of the published version."""
         self._check_small(keep_bytes)
         if keep_bytes == 0:
             return self._start(self._begin())
@@ -452,8 +452,8 @@ class Content:
             held = self._held_reader()
         if held is None:
             held = self._open_version()
-            if not self._is_right(held.reader):
-                raise self._outdated(held)
+            if not self._matches_node(held.reader):
+                raise self._stale_version(held)
         base = held.reader
         try:
             writer = self._begin()
@@ -465,27 +465,27 @@ class Content:
                 writer.abort()
                 raise
         finally:
-            held.let_go()
+            held.release()
         return self._start(writer)
 
     def _check_small(self, keep_bytes: int) -> None:
         if keep_bytes > self._context.rewrite_bytes:
             self._context.on_error(f"{self._node.info.path} is too large to be changed or appended to: write it anew")
-            raise refusal(errno.EOPNOTSUPP)
+            raise os_error(errno.EOPNOTSUPP)
 
-    def _settled(self, entry: Entry | None) -> FileInfo:
-        """Give what was published the owner, the rights and the time that it should have: what it is then. `entry`:
-        what is known of it."""
+    def _apply_attributes(self, entry: Entry | None) -> FileInfo:
+        """Apply the wanted owner, mode and mtime to the published file; returns its attributes. `entry`: those right
+        after publication, if known."""
         path, files = self._node.path, self._context.files
         if path is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         with self.lock:
             wanted, mtime_ns = self._node.info.entry, self._mtime_ns
         info = files.stat(path) if entry is None else FileInfo(entry, entry.size_bytes, is_striped=False)
         is_same = True
         owner, group = wanted.owner or info.entry.owner, wanted.group or info.entry.group
         if (owner, group) != (info.entry.owner, info.entry.group):
-            with contextlib.suppress(PermanentError):  # only few may give files away
+            with contextlib.suppress(PermanentError):  # only superusers may give files away
                 files.set_owner(path, owner, group)
                 is_same = False
         if stat.S_IMODE(info.entry.mode) != stat.S_IMODE(wanted.mode):

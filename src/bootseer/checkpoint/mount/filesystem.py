@@ -1,7 +1,6 @@
-"""Checkpoints as a mounted file system: what the kernel asks of names, folders and open files.
+"""Checkpoints as a mounted file system: the kernel's requests about names, folders and open files.
 
-Names and attributes come from `Files`, content from `Content`. What holds of POSIX here and what does not is told in
-docs/semantics.md.
+Names and attributes come from `Files`, content from `Content`. docs/semantics.md says what it promises of POSIX.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
 from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
-from bootseer.checkpoint.os_errors import LoggedOsErrors, refusal, stale
+from bootseer.checkpoint.os_errors import LoggedOsErrors, os_error
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
@@ -31,14 +30,14 @@ from bootseer.places.place import Entry, folder_of, join
 _MAX_NAME = 255
 _MAX_NAMES = 100
 _RELEASE_S = 2.0
-"""Names in one answer about what is not published."""
+"""A folder's rename waits so long for releases of files that were just closed."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
-"""For names whose node was not looked up: all numbers of nodes are larger."""
+"""For names without a node. Numbers of nodes are larger."""
 
 
 @dataclass(eq=False, slots=True)
 class _Listing:
-    """One folder that is being listed; what it has is looked at once, at the beginning."""
+    """An open folder. Its entries are read once, at the first request."""
 
     path: str
     entries: list[FileInfo] | None = None
@@ -49,7 +48,7 @@ class CheckpointFiles:
     """A `fuse.filesystem.FileSystem` over a place's visible tree."""
 
     def __init__(self, context: MountContext) -> None:
-        """Asks for the root, so that a place that cannot be reached shows at once."""
+        """Reads the root's attributes, so that an unreachable place fails here."""
         self._context = context
         self._files = context.files
         self._nodes = Nodes(self._files.stat(""))
@@ -90,14 +89,14 @@ class CheckpointFiles:
     def _child(self, parent: int, name: bytes) -> str:
         folder = self._nodes.get(parent).path
         if folder is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         if len(name) > _MAX_NAME:
-            raise refusal(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         try:
             text = name.decode()
         except UnicodeDecodeError:
-            # Places have names of text; one that is not UTF-8 cannot be there, and cannot be made.
-            raise refusal(errno.EILSEQ) from None
+            # Names in places are text: other names cannot exist, and cannot be created.
+            raise os_error(errno.EILSEQ) from None
         return join(folder, text)
 
     # Attributes
@@ -108,14 +107,14 @@ class CheckpointFiles:
         if found.content is None or not found.content.is_live:
             if path is None:
                 if found.content is None:
-                    raise stale()
+                    raise os_error(errno.ESTALE)
             else:
                 with self._logging_errors(f"looking at {path}"):
                     self._refresh(found, path)
         return self._attributes(found)
 
     def _refresh(self, node: Node, path: str) -> None:
-        """Ask what lies at a node's path. A file that is open stays what it was when another one lies there."""
+        """Refresh the attributes of a node. An open file keeps its own when another one has its name."""
         try:
             info = self._listings.recall(path) or self._files.stat(path)
         except NotFoundError:
@@ -123,7 +122,7 @@ class CheckpointFiles:
         if info is not None and is_same(info, node.info):
             node.info = info
         elif node.content is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
 
     def _attributes(self, node: Node) -> Attributes:
         info, content = node.info, node.content
@@ -148,7 +147,7 @@ class CheckpointFiles:
                 with content.lock:
                     is_later = content.is_live or content.is_removed
                     if is_later:
-                        # What is not published gets its attributes when it is, if ever.
+                        # Unpublished content gets its attributes when it is published.
                         found.info = _changed(found.info, changes)
                         content.attributes_changed(changes.mtime_ns)
                 if is_later:
@@ -159,7 +158,7 @@ class CheckpointFiles:
 
     def _resize(self, node: Node, size_bytes: int) -> None:
         if node.is_folder:
-            raise refusal(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         with self._open.changing(node) as content:
             if size_bytes == 0:
                 content.begin_empty()
@@ -169,7 +168,7 @@ class CheckpointFiles:
     def _change_published(self, node: Node, changes: Changes) -> None:
         path = node.path
         if path is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         if changes.uid is not None or changes.gid is not None:
             owner = None if changes.uid is None else owner_of(changes.uid)
             group = None if changes.gid is None else group_of(changes.gid)
@@ -180,7 +179,8 @@ class CheckpointFiles:
             self._files.set_mtime(path, changes.mtime_ns)
         self._listings.forget(folder_of(path))
         info = self._files.stat(path)
-        # Another time is another version, and might be another file, whose size the readers of this one must not see.
+        # Another mtime is another version. It may also be another file, whose size must not be shown to readers of this
+        # one.
         is_ours = node.content is None or info.size_bytes == node.info.size_bytes
         node.info = info if is_ours else _changed(node.info, changes)
 
@@ -191,7 +191,7 @@ class CheckpointFiles:
         with self._logging_errors(f"creating {path}"):
             if self._is_there(path):
                 if flags & os.O_EXCL:
-                    raise refusal(errno.EEXIST)
+                    raise os_error(errno.EEXIST)
                 found = self._acquired(path, self._files.stat(path))
                 try:
                     return found, self.open(found.node, flags, caller)
@@ -202,7 +202,7 @@ class CheckpointFiles:
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
             node = self._nodes.acquire_new(path, FileInfo(entry, 0, is_striped=False))
             try:
-                opened = self._open.open(node, flags | os.O_TRUNC, caller.thread, _for(caller))
+                opened = self._open.open(node, flags | os.O_TRUNC, caller.thread, _kill_check(caller))
             except BaseException:
                 self._nodes.detach(node)
                 self._nodes.forget(node.number, 1)
@@ -210,7 +210,7 @@ class CheckpointFiles:
             return FoundNode(node.number, self._attributes(node)), opened
 
     def _group_in(self, parent: int, caller: Caller) -> str:
-        """The group of what is made in a folder; "": the one that the place gives."""
+        """The group of a new entry of a folder; "" for the place's default."""
         entry = self._nodes.get(parent).info.entry
         if entry.mode & stat.S_ISGID:
             return entry.group
@@ -231,13 +231,13 @@ class CheckpointFiles:
     def open(self, node: int, flags: int, caller: Caller) -> Opened:
         found = self._nodes.get(node)
         if found.is_folder:
-            raise refusal(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         path = found.path
         with self._logging_errors(f"opening {path}"):
             try:
-                return self._open.open(found, flags, caller.thread, _for(caller))
+                return self._open.open(found, flags, caller.thread, _kill_check(caller))
             except (OSError, BootseerError):
-                # What is remembered of the name may be the reason, and the kernel is about to ask again.
+                # A stale listing may be the reason, and the kernel will look the name up again.
                 if path is not None:
                     self._listings.forget(folder_of(path))
                 raise
@@ -248,21 +248,21 @@ class CheckpointFiles:
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         with self._logging_errors(f"writing {self._open.node(handle).path}"):
-            self._open.write(handle, offset, data, _for(caller))
+            self._open.write(handle, offset, data, _kill_check(caller))
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
         with self._publishing(self._open.node(handle)):
-            self._open.flush(handle, caller.thread, _for(caller))
+            self._open.flush(handle, caller.thread, _kill_check(caller))
 
     def sync(self, node: int, handle: int, caller: Caller) -> None:
         with self._publishing(self._open.node(handle)):
-            self._open.sync(handle, _for(caller))
+            self._open.sync(handle, _kill_check(caller))
 
     def release(self, node: int, handle: int) -> None:
         opened = self._open.node(handle)
         path = opened.path
         try:
-            if self._open.only_reads(handle):  # which leaves alone what is known of its folder
+            if self._open.only_reads(handle):  # leaves the folder's cached listing valid
                 with self._logging_errors(f"closing {path}"):
                     self._open.close(handle)
                 return
@@ -275,7 +275,7 @@ class CheckpointFiles:
 
     @contextmanager
     def _publishing(self, node: Node) -> Iterator[None]:
-        """Something happens that may change what its folder's listing says of a file."""
+        """The block may change the file's entry in its folder's listing."""
         path = node.path
         try:
             with self._logging_errors(f"publishing {path}"):
@@ -308,11 +308,11 @@ class CheckpointFiles:
         path = self._new_child(parent, name)
         with self._logging_errors(f"making {path}"):
             if self._nodes.at(path) is not None and self._is_there(path):
-                raise refusal(errno.EEXIST)
+                raise os_error(errno.EEXIST)
             self._files.make_folder(path, mode=mode | self._nodes.get(parent).info.entry.mode & stat.S_ISGID)
             self._listings.forget(folder_of(path))
             if caller.uid != os.geteuid():
-                with suppress(PermanentError):  # only few may give folders away
+                with suppress(PermanentError):  # only superusers may give folders away
                     self._files.set_owner(path, owner_of(caller.uid), self._group_in(parent, caller))
             return self._acquired(path, self._files.stat(path))
 
@@ -320,7 +320,7 @@ class CheckpointFiles:
         path = self._child(parent, name)
         with self._logging_errors(f"removing {path}"):
             if self._nodes.live_below(path):
-                raise refusal(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             self._files.remove_folder(path)
             self._nodes.remove(path)
             self._listings.forget(folder_of(path), path)
@@ -329,25 +329,25 @@ class CheckpointFiles:
         source, target = self._child(parent, name), self._new_child(to_parent, to_name)
         with self._logging_errors(f"renaming {source} to {target}"):
             if not replace and self._is_there(target):
-                raise refusal(errno.EEXIST)
+                raise os_error(errno.EEXIST)
             node, replaced = self._nodes.at(source), self._nodes.at(target)
             if node is not None and node.is_folder:
-                # What is being written there would be published under its old name. A file whose last descriptor was
-                # just closed counts until the kernel has released it, which it does some time after `close` returned.
+                # Files being written there would be published under their old path. A file whose last descriptor was
+                # just closed counts until the kernel has released it, shortly after `close` has returned.
                 until = time.monotonic() + _RELEASE_S
                 while self._nodes.live_below(source):
                     if time.monotonic() > until:
-                        raise refusal(errno.EBUSY)
+                        raise os_error(errno.EBUSY)
                     time.sleep(0.002)
                 if self._nodes.live_below(target):
-                    raise refusal(errno.ENOTEMPTY)
+                    raise os_error(errno.ENOTEMPTY)
             with _changing(node) as content:
                 if content is not None:
                     content.publish()
                     if folder_of(source) != folder_of(target):
-                        # A writer's parts lie beside its file. It goes on with them when the file cannot be moved.
+                        # Its parts lie in the file's folder. The writer continues there if the file cannot be moved.
                         if self._files.stat(source).is_striped:
-                            raise refusal(errno.EXDEV)
+                            raise os_error(errno.EXDEV)
                         content.end_writing()
                 with _changing(replaced if replaced is not node else None) as lost:
                     self._files.rename(source, target)
@@ -365,11 +365,11 @@ class CheckpointFiles:
         path = self._child(parent, name)
         own_name = path.rpartition("/")[2]
         if is_hidden(own_name):
-            raise refusal(errno.EPERM)
-        reason = self._files.place.refusal(own_name)
-        if reason:  # fail now, and not when all of a file was written
+            raise os_error(errno.EPERM)
+        reason = self._files.place.name_problem(own_name)
+        if reason:  # fail now, not after the whole file was written
             self._context.on_error(f"{path}: {reason}")
-            raise refusal(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         return path
 
     # Folders
@@ -377,7 +377,7 @@ class CheckpointFiles:
     def open_folder(self, node: int) -> int:
         path = self._nodes.get(node).path
         if path is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         number = next(self._numbers)
         self._folders[number] = _Listing(path)
         return number
@@ -403,7 +403,7 @@ class CheckpointFiles:
         name = os.fsencode(info.path.rpartition("/")[2])
         mode = stat.S_IFDIR if info.is_folder else stat.S_IFREG
         node = self._nodes.at(info.path)
-        # What the listing says of a name may be older than what is known of its node: then the kernel asks.
+        # The listing may be older than the node's attributes: then the kernel asks for them.
         if attributes and (node is None or node.is_live or is_same(node.info, info)):
             found = self._acquired(info.path, info)
             return Listed(name, found.attributes.inode, mode, found)
@@ -419,17 +419,17 @@ class CheckpointFiles:
             return Space(*self._files.place.space())
 
     def unpublished(self) -> list[str]:
-        """The files that are being written; the first hundred."""
+        """The first hundred files with unpublished content."""
         live = self._nodes.live_below("")
         names = sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
         return names[:_MAX_NAMES]
 
     def lost(self) -> list[str]:
-        """The files that could not be published after their last close; the latest hundred."""
+        """The latest hundred files that could not be published after their last close."""
         return sorted(self._lost)
 
     def publish_all(self) -> tuple[list[str], list[str]]:
-        """Publish all files that are being written, as they are: those that were, and all that could not be."""
+        """Publish all unpublished content; returns the published files, and all that could not be published."""
         done = []
         for node in self._nodes.live_below(""):
             content = node.content
@@ -443,7 +443,7 @@ class CheckpointFiles:
         return done[:_MAX_NAMES], self.lost()
 
     def facts(self) -> dict[str, int]:
-        """Figures for `status`."""
+        """Statistics for `status`."""
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
     def _logging_errors(self, operation: str) -> LoggedOsErrors:
@@ -462,19 +462,20 @@ def _changed(info: FileInfo, changes: Changes) -> FileInfo:
     return replace(info, entry=entry)
 
 
-def _for(caller: Caller) -> Check:
-    """Raises when the caller is being killed."""
+def _kill_check(caller: Caller) -> Check:
+    """A `Check` that raises EINTR when the caller is being killed."""
 
     def check() -> None:
         if is_dying(caller.thread):
-            raise refusal(errno.EINTR)
+            raise os_error(errno.EINTR)
 
     return check
 
 
 @contextmanager
 def _changing(node: Node | None) -> Iterator[Content | None]:
-    """The content of a file whose name changes, if it is open: it is neither written nor published meanwhile."""
+    """The content of a file whose name is being changed, if it is open. It is neither written nor published
+    meanwhile."""
     content = None if node is None else node.content
     with nullcontext() if content is None else content.changing():
         yield content

@@ -1,13 +1,10 @@
-"""Mount a place on a folder of this machine, and take it away again.
+"""Mounting a place on a folder of this machine, and unmounting it.
 
-What is mounted is written down in the runtime folder, so that another process than the one that mounted it can ask for
-it and unmount it.
+Mounts are recorded in the runtime folder, so that any process can query and unmount them.
 
-Whether a folder of checkpoints is better read as it lies there than through a mount.
-
-A mount pays off where something is far away: it asks many servers at once, begins before the program does, and keeps
-what it got. A local disk has one copy at hand, which the kernel brings faster than a daemon that reads it, compares it,
-writes it into a cache on the same disk, and hands it over.
+`plain_folder` decides whether a folder is better read directly than through a mount. A mount pays off for remote
+storage: it asks many servers at once, reads ahead, and caches. A local disk has one copy, which the kernel reads faster
+than a daemon that reads it, verifies it, and writes it into a cache on the same disk.
 """
 
 from __future__ import annotations
@@ -34,18 +31,18 @@ from bootseer.mounts.state import MountState, Runtime
 from bootseer.places import open_place
 
 END_S = 600.0
-"""How long an unmount waits for what is still being sent to the place."""
+"""How long an unmount waits for unsent data."""
 _START_S = 60.0
 _WINDOW_S = 1800.0
-"""A start reads its checkpoint for so long at most; `began` says earlier that it is over."""
+"""The longest start that is recorded; `began` ends the recording earlier."""
 _FOLDER = "checkpoints"
 PLAIN = "plain"
-"""How a folder is accessed that is shown as it is: by no daemon."""
+"""The `access` of a folder that is shown by a bind mount, without a daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountedCheckpoint:
-    """A mounted place, seen by the process that mounted it or found it."""
+    """A mounted place, found or mounted by this process."""
 
     runtime: Runtime
     state: MountState
@@ -60,7 +57,7 @@ class MountedCheckpoint:
         return self.runtime.health(self.state)
 
     def status(self) -> dict[str, Any]:
-        """What the daemon says of itself; empty when it does not answer."""
+        """The daemon's status; empty if it does not answer."""
         daemon = self._daemon()
         if daemon is not None:
             with contextlib.suppress(BootseerError):
@@ -68,12 +65,12 @@ class MountedCheckpoint:
         return {}
 
     def ending(self) -> str:
-        """What an unmount will wait for, in words."""
+        """What an unmount will wait for, as a message."""
         is_writing = self.status().get("unpublished")
         return f"sending what was written to {self.state.what}" if is_writing else f"unmounting {self.target}"
 
     def began(self) -> dict[str, Any]:
-        """The startup is over: what was read until now is what the next one reads. Returns the daemon's status."""
+        """The startup is over: what was read so far is the next start's hot list. Returns the daemon's status."""
         daemon = self._daemon()
         if daemon is None:
             raise NotFoundError(f"the daemon that serves {self.target} does not run")
@@ -85,17 +82,12 @@ class MountedCheckpoint:
         has_daemon = process is not None and process.alive and self.state.details.get("access") != PLAIN
         return Daemon(self.runtime.folder(self.state), process) if process and has_daemon else None
 
-    def close(self) -> None:
-        """Take it away. Raises `TransientError` while its files are in use."""
-        self.unmount()
-
     def unmount(self, *, force: bool = False, waiting: Waiting = lambda: None) -> Mapping[str, Any]:
-        """Take it away. With `force`, programs that use its files get errors, and what was written so far is published.
+        """Unmount. With `force`, programs that use its files get errors, and what was written so far is published.
 
-        In what is returned, `published` are the files that were published by this, as they were, and `lost` those that
-        could not be, now or after an earlier last close. Where another mount namespace has a copy of the mount,
-        the daemon goes on until that is gone. `waiting` is called twice a second meanwhile; when it raises something,
-        the daemon does its work to the end all the same.
+        The result lists files: `published` by this call, and `lost` ones that could not be published, now or after an
+        earlier close. If another mount namespace has a copy of the mount, the daemon runs until that is gone. `waiting`
+        is called twice a second; when it raises, the daemon finishes its work all the same.
 
         Raises `TransientError` while its files are in use, unless `force`.
         """
@@ -112,7 +104,7 @@ class MountedCheckpoint:
             except PermanentError as error:
                 if kernel.is_mount(self.target):
                     raise TransientError(self._busy(str(error))) from error
-                # Another mount namespace has a copy of it, and the daemon ends with that; `clean` forgets it then.
+                # The daemon ends with the mount's copy in another namespace; `clean` removes its record then.
                 return reply
         self.runtime.remove(self.state)
         return reply
@@ -124,7 +116,7 @@ class MountedCheckpoint:
 
 
 def runtime_of(root: Path) -> Runtime:
-    """Where mounts of checkpoints are written down, below the runtime folder."""
+    """Where mounts of checkpoints are recorded, below the runtime folder."""
     return Runtime(Runtime(root).root / _FOLDER)
 
 
@@ -144,13 +136,13 @@ def mount_checkpoint(
     lifeline: bool = False,
     waiting: Waiting = lambda: None,
 ) -> MountedCheckpoint:
-    """Mount the place `uri` on `target`, an absolute path that is made when it is not there; None: a folder of its own.
+    """Mount the place `uri` on `target`, an absolute path that is created if missing; None: on a folder of its own.
 
-    The other values are those of `MountRequest`; `runtime` is the runtime folder. The process that serves the mount is
-    forked: nothing may have been used before that does not survive a fork. With `lifeline` it ends with this one.
-    `waiting` is called twice a second while the place does not answer; what it raises ends the mount. A
-    mount on `target` whose daemon is dead is taken away first. Raises `UsageError` when something else is mounted
-    there, and what the place raises when it cannot be reached.
+    The other values are those of `MountRequest`; `runtime` is the runtime folder. The daemon is forked: this process
+    must not have used anything before that does not survive a fork. With `lifeline` the daemon ends with this process.
+    `waiting` is called twice a second while the place does not answer; when it raises, the mount is cancelled. A mount
+    on `target` whose daemon is dead is removed first. Raises `UsageError` when something else is mounted there, and
+    errors of the place.
     """
     request = MountRequest(
         uri=_absolute(uri),
@@ -195,8 +187,8 @@ def mount_checkpoint(
 
 
 def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpoint:
-    """Show a folder of this machine on `target` too, until it is unmounted. One that a killed process has left there is
-    taken away first. Only root may. Raises as `mount_checkpoint` does."""
+    """Bind-mount a local folder on `target` until it is unmounted; needs root. A mount left by a killed process is
+    removed first. Raises as `mount_checkpoint`."""
     record = runtime_of(runtime)
     record.remove_stale()
     _make_room(record, MountRequest(uri=str(folder)), target)
@@ -206,7 +198,7 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
         target=str(target),
         what=str(folder),
         boot=record.boot,
-        daemon=ProcessId.of(os.getpid()),  # which takes it away
+        daemon=ProcessId.of(os.getpid()),  # unmounts it
         made_s=time.time(),
         details={"access": PLAIN, "cache": ""},
     )
@@ -221,7 +213,7 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
 
 
 def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
-    """Make the folder that is mounted on, and take away what a dead daemon left there."""
+    """Create the mount point, and remove a mount that a dead daemon has left there."""
     if kernel.is_mount(target):
         state = record.find(target)
         if state is None or record.health(state) != "daemon dead":
@@ -229,7 +221,7 @@ def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
         MountedCheckpoint(record, state).unmount()
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: not a folder", hint="name a folder to mount on")
-    # Its daemon would meet its own mount, and wait for itself.
+    # The daemon would access its own mount, and deadlock.
     place = request.uri.removeprefix("file://")
     if "://" not in place and _lies_in(target, place):
         raise UsageError(f"{target} lies in {place}", hint="mount it outside of what is mounted")
@@ -243,7 +235,7 @@ def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
 
 
 def _absolute(uri: str) -> str:
-    """The daemon works in another folder, where the path of one would lead elsewhere."""
+    """The address with an absolute path: the daemon runs in another working directory."""
     return uri if ":" in uri.partition("/")[0] or not uri else str(Path(uri).absolute())
 
 
@@ -252,12 +244,12 @@ def _lies_in(path: Path | str, folder: Path | str) -> bool:
 
 
 def _label(uri: str) -> str:
-    # These would end the name in the kernel's options.
+    # These characters would end the name in the kernel's mount options.
     return uri if not set(uri) & set(",\\ \n\t") else "bootseer"
 
 
 def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
-    """What is mounted on `target`. Raises `UsageError` when nothing was."""
+    """The mount on `target`. Raises `UsageError` when there is none."""
     state = runtime.find(target)
     if state is None:
         raise UsageError(f"{target}: no checkpoints are mounted there", hint="bootseer ckpt mounted shows what is")
@@ -265,25 +257,25 @@ def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
 
 
 def all_mounted(runtime: Runtime) -> list[MountedCheckpoint]:
-    """All that is mounted, whether its daemon lives or not."""
+    """All mounts, including those whose daemon is dead."""
     return [MountedCheckpoint(runtime, state) for state in runtime.all() if runtime.health(state) != "gone"]
 
 
 Way = Literal["auto", "mount", "plain"]
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "ramfs", "overlay"})
-"""File systems of disks and of memory. All others may be read over a network."""
+"""File systems of disks and memory. All others may be remote."""
 _MAX_FOLDERS = 10_000
 
 
 def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
-    """The folder to read plainly, or None for a mount; and why, empty where there was no choice.
+    """The folder to read directly, or None for a mount; and the reason, "" when there was no choice.
 
-    Raises `UsageError` when it is to be read plainly (`way`) and cannot be.
+    Raises `UsageError` when `way` asks for a direct read that is not possible.
     """
     folder = Path(uri.removeprefix("file://")).absolute()
     is_far = not uri or (":" in uri.partition("/")[0] and not uri.startswith("file:///"))
     if is_far or not os.path.isdir(folder):  # noqa: PTH112 - pathlib raises for one that may not be looked at
-        # The mount knows what to say of a folder that is not there.
+        # The mount reports a missing folder.
         needed, reason = f"{uri} is not a folder of this machine", ""
     else:
         needed = reason = _needs_mount(folder)
@@ -297,12 +289,12 @@ def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
         reason = f"it lies on this machine ({kind}), where a mount and a second copy would only cost time"
     else:
         return None, f"its file system ({kind or 'unknown'}) may be far away"
-    open_place(uri).close()  # refuses what no mount would show
+    open_place(uri).close()  # refuses folders that a mount refuses too
     return folder, reason
 
 
 def _needs_mount(folder: Path) -> str:
-    """Why what lies in a folder, or will, is shown by a mount alone; empty when it is not."""
+    """Why the folder's files, present or future, need a mount; "" if they do not."""
     policies = (f"{above}/{STRIPES}/policy.json" for above in folder.resolve().parents)
     if policy := next(filter(os.path.exists, policies), ""):
         return f"{policy} asks for striped files"
@@ -316,7 +308,7 @@ def _needs_mount(folder: Path) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of the file system that a folder lies in; empty when the table of mounts does not tell."""
+    """The type of the file system of a folder; "" if unknown."""
     real = folder.resolve()
     above = [mount for mount in visible(mount_table()) if real.is_relative_to(mount.path)]
     return max(above, key=lambda mount: len(mount.path)).kind if above else ""

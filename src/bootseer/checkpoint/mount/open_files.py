@@ -1,16 +1,17 @@
-"""The files that programs have open: handles, which of them write, and when a close is the one that publishes.
+"""The mount's tables: nodes (which path the kernel knows under which number), cached listings, and open files (handles,
+which of them write, and which close publishes).
 
-The lock of a content is taken before the lock of the table, never after it; neither is held while a file is published.
+The kernel caches pages by node. So when a file is replaced, its name leads to a new node, and handles of the old one
+keep the old one: pages of two versions never mix.
 
-Which node belongs to which path: what the kernel remembers of names is remembered here too.
-
-The kernel keeps pages of a node. So when a file was replaced, its name leads to a new node, and a handle of the
-old one keeps that; pages of two contents never meet. Safe to use from many threads.
+Lock order: a content's lock before the table's lock. Neither is held while a file is published. Safe to use from many
+threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node, no_check
-from bootseer.checkpoint.os_errors import bad_handle, stale
+from bootseer.checkpoint.os_errors import os_error
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.callers import num_writers, process_of, was_killed
 from bootseer.fuse.filesystem import Opened, Reply
@@ -29,11 +30,11 @@ from bootseer.fuse.protocol import ROOT
 from bootseer.places.place import folder_of
 
 _FIRST = 1 << 40
-"""Numbers of nodes are not smaller, the root's excepted."""
+"""The smallest number of a node, except the root's."""
 
 
 def is_same(one: FileInfo, other: FileInfo) -> bool:
-    """Whether both are of one folder, or of what looks like one version of a file, given that they have one path."""
+    """Whether two infos of one path describe the same folder, or the same version of a file as far as known."""
     return one.is_folder == other.is_folder and (one.is_folder or one.entry.version == other.entry.version)
 
 
@@ -43,25 +44,25 @@ class Nodes:
     def __init__(self, root: FileInfo) -> None:
         self.root = Node(ROOT, "", root)
         self._lock = threading.Lock()
-        # Unlike those of other file systems: by its number alone `fuse.callers` finds the processes that have a file
-        # open.
+        # Random, to differ from inode numbers of other file systems: `fuse.callers` finds the processes that have a
+        # file open by its number alone.
         self._numbers = itertools.count(_FIRST + secrets.randbits(40))
         self._by_number = {ROOT: self.root}
         self._by_path = {"": self.root}
 
     def get(self, number: int) -> Node:
-        """A node that the kernel has got."""
+        """A node that the kernel refers to. Raises ESTALE."""
         node = self._by_number.get(number)
         if node is None:
-            raise stale()
+            raise os_error(errno.ESTALE)
         return node
 
     def at(self, path: str) -> Node | None:
-        """The node that a path leads to, if the kernel has got one."""
+        """The node of a path, if the kernel knows one."""
         return self._by_path.get(path)
 
     def acquire(self, path: str, info: FileInfo) -> Node:
-        """The node for what lies at `path` now, for an answer to the kernel, which holds it once more."""
+        """The node of the file at `path` now, with one more reference by the kernel."""
         with self._lock:
             node = self._by_path.get(path)
             if node is not None and not node.is_live:
@@ -72,17 +73,17 @@ class Nodes:
                     node = None
             if node is None:
                 node = self._new(path, info)
-            node.held += 1
+            node.lookup_count += 1
             return node
 
     def acquire_new(self, path: str, info: FileInfo) -> Node:
-        """A node for a file that was made a moment ago, whatever the path led to before."""
+        """A node for a file that was created just now, whatever the path led to before."""
         with self._lock:
             before = self._by_path.get(path)
             if before is not None:
                 self._detach(before)
             node = self._new(path, info)
-            node.held += 1
+            node.lookup_count += 1
             return node
 
     def _new(self, path: str, info: FileInfo) -> Node:
@@ -91,26 +92,26 @@ class Nodes:
         return node
 
     def forget(self, number: int, count: int) -> None:
-        """The kernel lets go of a node `count` times."""
+        """The kernel drops `count` references."""
         with self._lock:
             node = self._by_number.get(number)
             if node is not None:
-                node.held -= count
+                node.lookup_count -= count
                 self._drop_unused(node)
 
     def closed(self, node: Node) -> None:
-        """No handle has the file open any more."""
+        """The last handle was closed."""
         with self._lock:
             node.content = None
             self._drop_unused(node)
 
     def _drop_unused(self, node: Node) -> None:
-        if node.held <= 0 and node.content is None and node is not self.root:
+        if node.lookup_count <= 0 and node.content is None and node is not self.root:
             self._by_number.pop(node.number, None)
             self._detach(node)
 
     def detach(self, node: Node) -> None:
-        """The node's name leads elsewhere or nowhere from now on."""
+        """The node's name leads to another node, or is gone."""
         with self._lock:
             self._detach(node)
 
@@ -126,7 +127,7 @@ class Nodes:
                 self._detach(node)
 
     def rename(self, source: str, target: str) -> None:
-        """What was at `source`, and below, is at `target` now; what was at `target` is gone."""
+        """What was at `source`, and below, is at `target` now, in place of what was there."""
         with self._lock:
             replaced = self._by_path.get(target)
             if replaced is not None:
@@ -140,13 +141,13 @@ class Nodes:
                 self._by_path[node.path] = node
 
     def live_in(self, folder: str) -> list[Node]:
-        """The nodes in a folder whose content is not published."""
+        """The nodes in a folder with unpublished content."""
         with self._lock:
             nodes = [(path, node) for path, node in self._by_path.items() if node.is_live]
         return [node for path, node in nodes if path.rpartition("/")[0] == folder]
 
     def live_below(self, folder: str) -> list[Node]:
-        """The nodes anywhere below a folder whose content is not published."""
+        """The nodes anywhere below a folder with unpublished content."""
         prefix = f"{folder}/" if folder else ""
         with self._lock:
             return [node for path, node in self._by_path.items() if node.is_live and path.startswith(prefix)]
@@ -158,26 +159,26 @@ class Nodes:
 REMEMBERED_S = 5.0
 _MAX_FOLDERS = 64
 _SEEN_S = 0.1
-"""The kernel asks for a name that is to be created or removed right before it does that."""
+"""The kernel looks a name up right before it creates or removes it."""
 _MAX_SEEN = 1024
 
 
 class Listings:
-    """Remembers the latest listings."""
+    """Caches the latest listings and lookups."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` in seconds, from anywhere."""
+        """`clock`: seconds, from any origin."""
         self._clock = clock
         self._lock = threading.Lock()
         self._folders: OrderedDict[str, tuple[float, dict[str, FileInfo]]] = OrderedDict()
         self._seen: dict[str, tuple[float, FileInfo | None]] = {}
-        """When the place was asked for these paths, and what was there."""
+        """The latest lookups: when, and what was found."""
         self.num_changes = 0
-        """How often something has changed. To be asked before a listing begins."""
+        """Incremented with every change. To be read before a listing begins."""
 
     def remember(self, folder: str, infos: Iterable[FileInfo], *, since: int) -> None:
-        """What a listing said that has just come to its end; `since`: `num_changes` at its beginning. It may not have
-        seen what has changed meanwhile."""
+        """Cache a complete listing; `since`: `num_changes` before it began. It is dropped if anything has changed
+        since."""
         by_path = {info.path: info for info in infos}
         with self._lock:
             if self.num_changes != since:
@@ -188,7 +189,7 @@ class Listings:
                 self._folders.popitem(last=False)
 
     def recall(self, path: str) -> FileInfo | None:
-        """What the latest listing of its folder said of a path; None when there is none that is fresh."""
+        """The entry of a path in its folder's cached listing; None if there is none that is fresh."""
         folder = folder_of(path)
         with self._lock:
             listed_s, by_path = self._folders.get(folder, (0.0, {}))
@@ -209,30 +210,30 @@ class Listings:
                 self._folders.pop(folder, None)
 
     def forget_all(self) -> None:
-        """A folder has another name, and what lies below it."""
+        """A folder was renamed, with everything below it."""
         with self._lock:
             self.num_changes += 1
             self._folders.clear()
 
     def removed(self, path: str) -> None:
-        """A file is gone."""
+        """A file was removed."""
         with self._lock:
             self.num_changes += 1
             self._folders.get(folder_of(path), (0.0, {}))[1].pop(path, None)
 
     def looked_up(self, path: str, info: FileInfo | None) -> None:
-        """The place was asked for a path."""
+        """A path was looked up in the place."""
         with self._lock:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.clear()
             self._seen[path] = self._clock(), info
 
     def was_missing(self, path: str) -> bool:
-        """Whether a path was not there when it was looked up a moment ago. Forgets that."""
+        """Whether a lookup a moment ago found nothing. Forgets the lookup."""
         return self._take_seen(path) == (True, None)
 
     def was_there(self, path: str) -> FileInfo | None:
-        """What was at a path when the place was asked for it a moment ago. Forgets that."""
+        """What a lookup a moment ago found. Forgets the lookup."""
         return self._take_seen(path)[1]
 
     def _take_seen(self, path: str) -> tuple[bool, FileInfo | None]:
@@ -244,13 +245,13 @@ class Listings:
 
 @dataclass(eq=False, slots=True)
 class _Handle:
-    """One open file, however many descriptors lead to it."""
+    """One open file description, shared by all descriptors that were duplicated from it."""
 
     node: Node
     content: Content
     writes: bool
     opener: int
-    """The process that opened it; 0 when unknown."""
+    """The pid of the opening process; 0 if unknown."""
     is_done: bool = False
     """Whether its last descriptor seems to be closed."""
 
@@ -266,16 +267,16 @@ class OpenFiles:
         self._numbers = itertools.count(1)
 
     def open(self, node: Node, flags: int, thread: int, check: Check) -> Opened:
-        """Open a file as open(2) does with these flags; with O_TRUNC, new content takes the place of what it has.
+        """Open a file as open(2) with these flags; O_TRUNC begins new content.
 
-        `thread` asks; `check` raises when it is being killed.
+        `thread` is the caller's; `check` raises when it is being killed.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         if flags & os.O_TRUNC and not writes:
-            # This handle adds nothing, and its close is not reported.
+            # This handle cannot write, so its close would not report errors: published at once.
             with self.changing(node) as emptied:
                 emptied.begin_empty(check)
-        was_left = node.content is not None and node.content.is_left
+        was_published = node.content is not None and node.content.is_published
         handle = self._new_handle(node, writes, thread)
         try:
             content = self._handles[handle].content
@@ -286,7 +287,7 @@ class OpenFiles:
                 if writes and flags & os.O_APPEND:
                     content.begin_appending()
                 is_read = flags & os.O_ACCMODE != os.O_WRONLY
-                if was_left:
+                if was_published:
                     self._check_version(node)
                 keep_pages = content.begin_reading() if is_read else content.begin_writing()
         except BaseException:
@@ -295,14 +296,14 @@ class OpenFiles:
         return Opened(handle, keep_pages)
 
     def _check_version(self, node: Node) -> None:
-        """Raise ESTALE when the node's name leads to another version by now: the kernel looks for the name again."""
+        """Raise ESTALE when the node's name leads to another version by now, so that the kernel looks it up again."""
         try:
             is_current = node.path is not None and is_same(self._context.files.stat(node.path), node.info)
         except NotFoundError:
             is_current = False
         if not is_current:
             self._nodes.detach(node)
-            raise stale()
+            raise os_error(errno.ESTALE)
 
     def _new_handle(self, node: Node, writes: bool, thread: int) -> int:
         opener = process_of(thread) if writes else 0
@@ -318,7 +319,8 @@ class OpenFiles:
 
     @contextlib.contextmanager
     def changing(self, node: Node) -> Iterator[Content]:
-        """The content of a file that may not be open. If it was not, it is published when the block ends."""
+        """The content of a file, open or not, to be changed in the block. Published at the end if the file was not
+        open."""
         number = self._new_handle(node, writes=True, thread=0)
         handle = self._handles[number]
         handle.is_done = True
@@ -332,14 +334,14 @@ class OpenFiles:
         return self._get(handle).node
 
     def only_reads(self, handle: int) -> bool:
-        """Whether a handle cannot write, and nothing that was written to its file is left to be published."""
+        """Whether a handle cannot write and its file has no unpublished content."""
         opened = self._get(handle)
-        return not (opened.writes or opened.content.is_live or opened.content.is_left)
+        return not (opened.writes or opened.content.is_live or opened.content.is_published)
 
     def _get(self, number: int) -> _Handle:
         handle = self._handles.get(number)
         if handle is None:
-            raise bad_handle()
+            raise os_error(errno.EBADF)
         return handle
 
     def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
@@ -354,21 +356,21 @@ class OpenFiles:
         self._get(handle).content.publish(check)
 
     def flush(self, handle: int, thread: int, check: Check) -> None:
-        """A descriptor was closed by `thread`: publish, if no other one is left that can write."""
+        """A descriptor was closed by `thread`: publish, unless another one is left that can write."""
         opened = self._get(handle)
         if not opened.writes:
             return
         if was_killed(thread):
-            return  # no program is left to get an error, and it could not end before: `close` publishes
+            return  # no program is left to get the error: `close` publishes
         process = process_of(thread)
         with opened.content.lock:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return
             opened.is_done = True
-        self._publish_if_last(opened.content, check, give_up=True)
+        self._publish_if_last(opened.content, check, discard=True)
 
     def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
-        """Whether these have more descriptors that can write to the file than its other open handles explain."""
+        """Whether these processes have more writable descriptors of the file than its other open handles explain."""
         name = (opened.node.path or "").rpartition("/")[2]
         others = sum(
             other is not opened and other.writes and not other.is_done and other.opener in processes
@@ -380,25 +382,25 @@ class OpenFiles:
         with self._lock:
             return [self._handles[number] for number in content.handles]
 
-    def _publish_if_last(self, content: Content, check: Check = no_check, *, give_up: bool = False) -> None:
-        """Publish, unless a handle may still write, whose close publishes then. `give_up`: drop what cannot be
-        published, unless a handle may write by then."""
+    def _publish_if_last(self, content: Content, check: Check = no_check, *, discard: bool = False) -> None:
+        """Publish, unless another handle may still write, whose close publishes then. `discard`: drop content that
+        could not be published, unless a handle may write by then."""
         if self._has_writer(content):
             return
-        # In one turn: what a program writes that opens it meanwhile must not be dropped behind its back.
+        # Under one `changing`: content written by a program that opens the file meanwhile must not be dropped.
         with content.changing(check):
             if self._has_writer(content):
                 return
             try:
                 content.publish(check)
             except BootseerError as error:
-                # The program got the error, and cannot try again: its handle is closed.
-                if give_up and not self._has_writer(content):
-                    content.give_up(error)
+                # The program got the error, and cannot retry: its handle is closed.
+                if discard and not self._has_writer(content):
+                    content.discard(error)
                 raise
 
     def publish_if_closed(self, content: Content) -> None:
-        """Attributes were set: publish them if all that write have closed the file, of which the kernel tells late."""
+        """Attributes were set: publish them if all writers have closed the file, which the kernel reports late."""
         if not self._has_writer(content):
             content.publish_at_once()
 
@@ -406,7 +408,7 @@ class OpenFiles:
         return any(handle.writes and not handle.is_done for handle in self._handles_of(content))
 
     def close(self, handle: int) -> None:
-        """The last descriptor of a handle is gone; with the last one that writes, what was not published is."""
+        """The last descriptor of a handle was closed. The last writer's close publishes."""
         opened = self._get(handle)
         content = opened.content
         with self._lock:
@@ -422,7 +424,7 @@ class OpenFiles:
             with content.changing():
                 if not content.handles:
                     content.end_writing()
-                elif opened.writes:  # it was opened again meanwhile, and the same content goes on
+                elif opened.writes:  # opened again meanwhile: the same content goes on
                     self._publish_if_last(content)
         finally:
             with self._lock:

@@ -1,12 +1,11 @@
-"""What the daemon of a mounted place makes for itself: the place, what reads it, what writes it, and the file system.
+"""What the daemon of a mounted place serves: the place, its reader and writer, and the file system.
 
-`Serving` is the `open` of a `DaemonSpec`. Everything is made inside the daemon, because neither connections nor
+`Serving` is the `open` of a `DaemonSpec`. Everything is created inside the daemon, because neither connections nor
 threads survive a fork.
 
-For the start of a job a mount brings what the start will read, and notes what it did read.
-
-The checkpoint is the one that `latest` names, or what lies in the mounted folder itself. What was read is kept in the
-node's cache, for the next start of the same part of the job.
+`Startup` prefetches what a job's start will read, and records what it reads. The checkpoint is the one that `latest`
+names, or the mounted folder itself. The record is kept in the node's cache, for the next start of the same slot of the
+job.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from typing import Any
 from bootseer.artifact.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.hot import MAX_BYTES, Range, Recorder, decode, encode, plan
+from bootseer.checkpoint.hot_list import MAX_BYTES, Range, Recorder, decode, encode, plan
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.locations import job_peers
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
-from bootseer.checkpoint.opened import job_peers
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -46,13 +45,13 @@ _MAX_DEPTH = 8
 
 
 class Startup:
-    """One start. Safe for many threads. It is what a daemon calls a recorder."""
+    """The prefetch and the record of one start (a daemon's recorder). Safe to use from many threads."""
 
     def __init__(
         self, files: Files, reading: Reading, slot: str, cache: Path | None, memory_bytes: int, on_error: OnError
     ) -> None:
-        """`slot`: which of the job's nodes this is, "" for the only one; `cache`: the cache's root. Without one,
-        `memory_bytes` are brought."""
+        """`slot`: the node's position in the job, "" for the only one; `cache`: the cache's root. Without a cache, at
+        most `memory_bytes` are prefetched."""
         self._files = files
         self._reading = reading
         self._slot = slot
@@ -71,7 +70,7 @@ class Startup:
                 self._recorder.read(path, offset, length)
 
     def begin(self) -> None:
-        """Bring what the start will read, the first need first. Gives way to readers."""
+        """Prefetch what the start will read, in order of need. Yields to readers."""
         self._checkpoint = read_latest(self._files.place, "") or ""
         files = list(self._walk(self._checkpoint, _MAX_DEPTH if self._checkpoint else 0))
         for one in plan(files, self._known(), alone=not self._slot, budget_bytes=self._budget_bytes()):
@@ -81,9 +80,9 @@ class Startup:
                     return
                 file.prefetch(one.offset, one.length)
             except (NotFoundError, AccessError, CorruptError) as error:
-                self._on_error(f"{one.path} is not brought: {error}")
+                self._on_error(f"{one.path} is not prefetched: {error}")
             except PermanentError:
-                if not self._is_over:  # else it was closed a moment ago
+                if not self._is_over:  # closed meanwhile
                     raise
 
     @property
@@ -92,7 +91,7 @@ class Startup:
             return self._recorder is None
 
     def _opened(self, path: str) -> CheckpointFile | None:
-        """A file that stays open while it is brought; None when the start is over."""
+        """An open file, kept open during its prefetch; None when the start is over."""
         if self._is_over or path in self._ahead:
             return self._ahead.get(path)
         file = self._reading.open(path)
@@ -104,14 +103,14 @@ class Startup:
         return None
 
     def end(self) -> None:
-        """The start is over: nothing that is read from now on belongs to it."""
+        """The start is over: later reads are not recorded."""
         with self._lock:
             if self._recorder is not None:
                 self._ranges = self._recorder.ranges()
                 self._recorder = None
 
     def close(self) -> None:
-        """Keep what was noted for the next start."""
+        """Save the record for the next start."""
         path = self._path()
         if path is not None and self._ranges:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ class Startup:
             new.replace(path)
 
     def drop(self) -> None:
-        """Bring nothing any more."""
+        """Stop prefetching."""
         self.end()
         with self._lock:
             files = list(self._ahead.values())
@@ -156,7 +155,7 @@ class Startup:
         return self._cache / _FOLDER / f"{key}.json"
 
     def _budget_bytes(self) -> int:
-        """Half of what is free on the cache's disk: it is not the only thing that needs room there."""
+        """Half of the free space of the cache's disk, which others need too."""
         if self._cache is not None:
             with contextlib.suppress(OSError):
                 return shutil.disk_usage(self._cache).free // 2
@@ -169,33 +168,33 @@ REWRITE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
-    """A place, and how it is to be shown. Paths are absolute."""
+    """A place, and how to mount it. Paths are absolute."""
 
     uri: str
-    """As `open_place` takes it."""
+    """As `open_place` accepts it."""
     cache: Path | None = None
-    """The root of the node's cache, in which what was read of striped files stays; None reads all from the place."""
+    """The root of the node's cache, for chunks of striped files; None: no cache."""
     spool: Path | None = None
-    """A folder on a local disk for what is written and not sent yet; None: one in the cache's root, or without a cache
-    where temporary files lie."""
+    """A folder on a local disk for unsent data; None: one in the cache's root, or the temporary folder without a
+    cache."""
     read_only: bool = False
     memory_bytes: int = MEMORY_BYTES
-    """What reading holds in memory of its own, for all files of the mount."""
+    """Memory for reads, of all files of the mount."""
     rewrite_bytes: int = REWRITE_BYTES
-    """The largest published file that may be changed in the middle or appended to, by writing it anew."""
+    """The largest published file that may be rewritten to change a part or to append."""
     stripes: int | None = None
-    """For new files, in the place of what their folder's policy says."""
+    """For new files; None: as their folder's policy says."""
     parity: bool | None = None
-    """For new files, in the place of what their folder's policy says."""
+    """For new files; None: as their folder's policy says."""
 
     only_me: bool = False
-    """Whether other users of the machine are shut out; a mount that is not root's is so in any case."""
+    """Whether other users are refused; mounts by others than root always are so."""
     slot: str | None = None
-    """Which of a job's nodes this is, for a mount that reads ahead what earlier starts read: "" for the only one. None
-    reads nothing ahead."""
+    """The node's position in a job, for a mount that prefetches what earlier starts read: "" for the only one. None: no
+    prefetch."""
 
     def policy(self, folders: Policy) -> Policy:
-        """What holds for a new file of this mount, in a folder with this policy."""
+        """The policy of a new file of this mount, in a folder with the policy `folders`."""
         return replace(
             folders,
             stripes=folders.stripes if self.stripes is None else self.stripes,
@@ -208,12 +207,12 @@ _MIB = 1 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Keep up to 64 MiB. False where the C library is not glibc, which has this setting."""
+    """Have malloc keep up to 64 MiB of freed memory. Returns False without glibc."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
     options = (
-        # Threads that have memory of their own would each keep some; Python's lock lets only one ask at a time anyway.
+        # One arena: several would each keep memory, and Python's lock lets only one thread allocate at a time anyway.
         (_ARENA_MAX, 1),
         (_MMAP_THRESHOLD, 32 * _MIB),
         (_TRIM_THRESHOLD, 64 * _MIB),
@@ -231,12 +230,12 @@ _FIGURES = {
     "rebuilt": "rebuilt",
     "refused": "wrong_chunks",
 }
-"""Figures of the daemon's status, and what `Reading` calls them."""
+"""Names in the daemon's status, and the counters of `Reading` they show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Calling it opens everything. Raises what the place raises."""
+    """Opens everything when called. Raises errors of the place."""
 
     request: MountRequest
 
@@ -255,11 +254,11 @@ class Serving:
 
 
 def _ignore(path: str, offset: int, length: int) -> None:
-    """Reads are not recorded."""
+    """Used where reads are not recorded."""
 
 
 class _MountedPlace:
-    """The parts of one mount, and their end."""
+    """The parts of one mount, and their shutdown."""
 
     def __init__(self, request: MountRequest, on_error: OnError) -> None:
         self._request = request
@@ -311,10 +310,10 @@ class _MountedPlace:
         }
 
     def end(self) -> dict[str, object]:
-        """The mount is gone: publish what was being written."""
+        """Unmounted: publish what was being written."""
         published, lost = self.shown.publish_all()
         return {"published": published, "lost": lost}
 
     def close(self) -> None:
-        """Give back connections and room."""
+        """Release connections and files."""
         self._opened.close()

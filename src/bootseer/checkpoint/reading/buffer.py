@@ -1,14 +1,13 @@
-"""Pieces of files in memory: read ahead of their readers, shared by all readers of the same file, bounded for all
-files.
+"""Pieces of files in memory: read ahead of their readers, shared by all readers of a file, within one memory budget.
 
-A piece is waiting for memory, loading, or ready; a ready one never changes. A reader holds the pieces that it uses, and
-nothing that is held is dropped. Memory is taken before it is allocated. When there is none left, reads that a reader
-waits for drop what was read ahead and not used for longest, or wait in turn until others let go; reads ahead drop only
-what is used up or idle, and else are refused.
+A piece is queued for memory, loading, or ready; a ready piece never changes. Pieces are reference-counted, and a piece
+in use is never dropped. Memory is reserved before it is allocated. When the budget is exhausted, demand reads evict
+pieces that were read ahead, least recently used first, or queue until others are released; read-ahead only evicts
+consumed or idle pieces, and is refused otherwise.
 
-`Prefetch` brings a part of a file into the node's cache, or into memory, before it is read. It keeps a bounded number
-of pieces under way, gives way to all that wait for a read, for memory or for the disk, and its failure does no harm:
-what it did not bring is read when it is wanted.
+`Prefetch` loads a range of a file into the node's cache, or into memory, before it is read. It keeps a bounded number
+of pieces in flight and yields to everything that waits for a read, for memory or for the disk. Its failures do no harm:
+what it did not load is read on demand.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from bootseer.checkpoint.reading.source import Counters, Effect, Job, carry_out, failure
+from bootseer.checkpoint.reading.transfer import Counters, Effect, Job, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.timer import Timer
 
 MIN_BYTES = 8 << 20
-"""With less, the largest pieces would hardly fit."""
-_FOR_DEMAND = 4
-"""One of so many bytes is left by reads ahead to reads that a reader waits for."""
+"""With less memory, the largest pieces would hardly fit."""
+_DEMAND_SHARE = 4
+"""Read-ahead leaves 1/4 of the memory to demand reads."""
 
 
 class Key(NamedTuple):
-    """Which piece: of which file, and from where on. Pieces that no other read can use have a `start` below zero."""
+    """Identity of a piece: its file and start. Pieces that no other read can share have a negative `start`."""
 
     file: int
     start: int
 
 
-class Ask(NamedTuple):
+class PieceRequest(NamedTuple):
     """A piece that is wanted: `length` bytes of the file from `offset` on."""
 
     key: Key
@@ -54,37 +53,48 @@ class _State(Enum):
 
 
 class BufferedPiece:
-    """One piece. `data` may be read while it is held and `error` is None."""
+    """One piece. `data` may be read by holders while `error` is None."""
 
     __slots__ = (
-        "data", "dropped", "error", "job", "key", "length", "load", "offset", "spent", "state", "used_s", "users",
+        "consumed",
+        "data",
+        "dropped",
+        "error",
+        "job",
+        "key",
+        "length",
+        "load",
+        "offset",
+        "state",
+        "used_s",
+        "users",
         "waiters",
     )  # fmt: skip
 
-    def __init__(self, ask: Ask, load: Load) -> None:
-        self.key, self.offset, self.length = ask
+    def __init__(self, request: PieceRequest, load: Load) -> None:
+        self.key, self.offset, self.length = request
         self.data = bytearray()
         self.error: BootseerError | None = None
         self.job: Job | None = None
-        """The read that loads it. Set by `load`."""
+        """The read in flight that loads it. Set by `load`."""
         self.load = load
         self.state = _State.QUEUED
         self.users = 0
         self.waiters: list[Waiter] = []
         self.used_s = 0.0
         self.dropped = False
-        self.spent = False
+        self.consumed = False
         """Whether it was read to its end."""
 
 
 Waiter = Callable[[BufferedPiece], None]
-"""Called when a piece is ready or has failed, with the piece held: `let_go` when it is not used any more."""
+"""Called when a piece is ready or has failed. The callee holds the piece, and must `release` it."""
 Load = Callable[[Sequence[BufferedPiece], bool], None]
-"""Reads pieces into their `data`; True when a reader waits. Calls `finish` for each of them when it has ended."""
+"""Reads pieces into their `data`; the flag says whether a reader waits. Calls `finish` once for each of them."""
 
 
 class ChunkBuffer:
-    """All pieces of all files. Makes no calls while it holds its lock: see `carry_out`."""
+    """All pieces of all files. Calls nothing while its lock is held: see `run_effects`."""
 
     def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Counters) -> None:
         if limit_bytes < MIN_BYTES:
@@ -97,98 +107,100 @@ class ChunkBuffer:
         self._emptied = threading.Condition(self._lock)
         self._pieces: dict[Key, BufferedPiece] = {}
         self._files: dict[int, set[Key]] = {}
-        # Ready and not held, the one that was used longest ago first; those that were read to their ends apart.
+        # Ready and unused, least recently used first; those that were read to their ends in a list of their own.
         self._idle: OrderedDict[Key, BufferedPiece] = OrderedDict()
-        self._spent: OrderedDict[Key, BufferedPiece] = OrderedDict()
+        self._consumed: OrderedDict[Key, BufferedPiece] = OrderedDict()
         self._queue: deque[BufferedPiece] = deque()
         self._sweeping = False
         self._overdrawn = False
-        self.taken_bytes = 0
+        self.used_bytes = 0
         """Memory in use now."""
-        self.most_bytes = 0
-        """The most memory that was ever in use."""
+        self.peak_bytes = 0
+        """The highest memory use so far."""
 
-    def take(self, num_bytes: int, *, demand: bool) -> bool:
-        """Whether so many bytes are the caller's, for a purpose of its own. `demand`: a reader waits for that."""
+    def reserve(self, num_bytes: int, *, demand: bool) -> bool:
+        """Reserve memory for the caller's own use; returns whether it was granted. `demand`: a reader waits for it."""
         with self._lock:
-            return self._take(num_bytes, demand=demand)
+            return self._reserve(num_bytes, demand=demand)
 
     def overdraw(self, num_bytes: int) -> bool:
-        """Take memory whether there is any or not, for a rebuild without which no memory would come back: one at a
+        """Reserve memory beyond the budget, for a rebuild without which no memory would be released; only one at a
         time."""
         with self._lock:
             if self._overdrawn:
                 return False
             self._overdrawn = True
-            self._add_taken(num_bytes)
+            self._add_used(num_bytes)
             return True
 
-    def give(self, num_bytes: int, *, overdrawn: bool = False) -> None:
-        """Give back what was taken; `overdrawn`: some of it by `overdraw`."""
+    def free(self, num_bytes: int, *, overdrawn: bool = False) -> None:
+        """Free reserved memory; `overdrawn`: some of it was reserved by `overdraw`."""
         with self._lock:
             self._overdrawn = self._overdrawn and not overdrawn
-            self._give(num_bytes)
-            effects = self._serve()
-        carry_out(effects)
+            self._free(num_bytes)
+            effects = self._start_queued()
+        run_effects(effects)
 
     def has(self, file: int) -> bool:
         return file in self._files
 
-    def holds(self, key: Key) -> bool:
-        """Whether there is this piece, or it is on its way."""
+    def contains(self, key: Key) -> bool:
+        """Whether the piece exists, loading or ready."""
         return key in self._pieces
 
-    def want(self, asks: Sequence[Ask], load: Load, waiter: Waiter) -> None:
-        """Hold pieces, loading those that are not there: `waiter` is called for each of them, sooner or later."""
+    def acquire(self, requests: Sequence[PieceRequest], load: Load, waiter: Waiter) -> None:
+        """Hold pieces, loading missing ones; `waiter` is called once for each of them."""
         ready, begun, late = [], [], []
         with self._lock:
-            for ask in asks:
-                piece = self._pieces.get(ask.key) or self._add(ask, load)
+            for request in requests:
+                piece = self._pieces.get(request.key) or self._add(request, load)
                 piece.users += 1
                 if piece.state is _State.READY:
-                    piece.spent = False
-                    self._idle.pop(ask.key, None)
-                    self._spent.pop(ask.key, None)
+                    piece.consumed = False
+                    self._idle.pop(request.key, None)
+                    self._consumed.pop(request.key, None)
                     ready.append(piece)
                     continue
                 if piece.waiters or piece.state is _State.LOADING:
                     late.append(piece)
-                elif not self._queue and self._take(piece.length, demand=True):
+                elif not self._queue and self._reserve(piece.length, demand=True):
                     begun.append(piece)
                     piece.state = _State.LOADING
                 else:
                     self._queue.append(piece)
                     self._facts.add("waited_for_room")
                 piece.waiters.append(waiter)
-        hurries: list[Effect] = [job.hurry for piece in late if (job := piece.job) is not None]
-        carry_out([*hurries, *self._loads(begun, demand=True), *(partial(waiter, piece) for piece in ready)])
+        hurries: list[Effect] = [job.prioritize for piece in late if (job := piece.job) is not None]
+        run_effects([*hurries, *self._loads(begun, demand=True), *(partial(waiter, piece) for piece in ready)])
 
-    def ahead(self, asks: Sequence[Ask], load: Load, *, waiter: Waiter | None = None) -> tuple[int, int]:
-        """Load pieces before a reader wants them, as far as there is room.
+    def read_ahead(
+        self, requests: Sequence[PieceRequest], load: Load, *, waiter: Waiter | None = None
+    ) -> tuple[int, int]:
+        """Load pieces before a reader wants them, as far as memory allows.
 
-        Returns how many of them need no more asking, and the bytes of those that were begun. With a `waiter`, these are
-        held for it.
+        Returns how many of the requests are settled, and the bytes of the reads that were started. With a `waiter`, the
+        started pieces are held for it.
         """
         begun: list[BufferedPiece] = []
         done = 0
         with self._lock:
-            for ask in asks:
-                if ask.key not in self._pieces:
-                    if self._queue or not self._take(ask.length, demand=False):
+            for request in requests:
+                if request.key not in self._pieces:
+                    if self._queue or not self._reserve(request.length, demand=False):
                         break
-                    piece = self._add(ask, load)
+                    piece = self._add(request, load)
                     piece.state = _State.LOADING
                     if waiter is not None:
                         piece.users += 1
                         piece.waiters.append(waiter)
                     begun.append(piece)
                 done += 1
-        carry_out(self._loads(begun, demand=False))
+        run_effects(self._loads(begun, demand=False))
         return done, sum(piece.length for piece in begun)
 
     def finish(self, piece: BufferedPiece, error: BootseerError | None) -> None:
-        """A piece was loaded, or could not be: then it is as if it had not been asked for, and the next reader tries
-        again. The second time, nothing happens."""
+        """A piece was loaded, or failed: then it is forgotten, and the next reader tries again. A second call has no
+        effect."""
         with self._lock:
             if piece.state is _State.READY:
                 return
@@ -198,31 +210,31 @@ class ChunkBuffer:
                 piece.error = error
                 self._remove(piece)
             elif not piece.users:
-                self._rest(piece)
+                self._make_idle(piece)
             piece.state = _State.READY
-            effects: list[Effect] = [*(partial(waiter, piece) for waiter in waiters), *self._serve()]
-        carry_out(effects)
+            effects: list[Effect] = [*(partial(waiter, piece) for waiter in waiters), *self._start_queued()]
+        run_effects(effects)
 
-    def hold(self, piece: BufferedPiece) -> Callable[[], None]:
-        """Hold a piece that is held already once more; call what is returned to let go."""
+    def retain(self, piece: BufferedPiece) -> Callable[[], None]:
+        """Add a holder to a piece in use; call the returned function to release it."""
         with self._lock:
             piece.users += 1
-        return lambda: self.let_go(piece)
+        return lambda: self.release(piece)
 
-    def let_go(self, piece: BufferedPiece, *, spent: bool = False) -> None:
-        """A piece is not used any more by one of its holders. `spent`: it was read to its end."""
+    def release(self, piece: BufferedPiece, *, consumed: bool = False) -> None:
+        """Drop a holder of a piece. `consumed`: the piece was read to its end."""
         with self._lock:
             piece.users -= 1
-            piece.spent = piece.spent or spent
-            # What the cache alone holds may be let go while it is loading, as far as this knows: `finish` lays it down.
+            piece.consumed = piece.consumed or consumed
+            # The cache writer may release a piece that still counts as loading here: then `finish` makes it idle.
             if piece.users or piece.state is not _State.READY or piece.error is not None:
                 return
-            self._rest(piece)
-            effects = self._serve()
-        carry_out(effects)
+            self._make_idle(piece)
+            effects = self._start_queued()
+        run_effects(effects)
 
     def drop(self, file: int) -> None:
-        """The file is not read any more: cancel what is on its way, and drop what is not held."""
+        """The file was closed: cancel its reads in flight, and drop its unused pieces."""
         with self._lock:
             jobs = []
             for key in list(self._files.get(file, ())):
@@ -232,24 +244,24 @@ class ChunkBuffer:
                     self._remove(piece)
                 elif piece.users == 0 and piece.job is not None:
                     jobs.append(piece.job)
-            effects = [*(job.cancel for job in jobs), *self._serve()]
-        carry_out(effects)
+            effects = [*(job.cancel for job in jobs), *self._start_queued()]
+        run_effects(effects)
 
     def cancel(self, error: BootseerError) -> None:
-        """End all reads that are on their way or wait for memory; their readers get an error."""
+        """End all queued and in-flight reads; their readers get `error`."""
         with self._lock:
             queued = list(self._queue)
             self._queue.clear()
             jobs = [piece.job for piece in self._pieces.values() if piece.job is not None]
-        carry_out([*(partial(self.finish, piece, error) for piece in queued), *(job.cancel for job in jobs)])
+        run_effects([*(partial(self.finish, piece, error) for piece in queued), *(job.cancel for job in jobs)])
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until nothing is held or on its way: whether it is so."""
+        """Wait until no memory is in use. Returns whether that was so in time."""
         with self._lock:
-            return self._emptied.wait_for(lambda: not self.taken_bytes, timeout_s)
+            return self._emptied.wait_for(lambda: not self.used_bytes, timeout_s)
 
     def _loads(self, pieces: Iterable[BufferedPiece], *, demand: bool) -> list[Effect]:
-        """The loading of pieces whose state says already that they are loading: those of the same file together."""
+        """Effects that load pieces in the state LOADING, grouped by file."""
         groups: dict[Load, list[BufferedPiece]] = {}
         for piece in pieces:
             groups.setdefault(piece.load, []).append(piece)
@@ -261,15 +273,15 @@ class ChunkBuffer:
                 piece.data = bytearray(piece.length)
             load(pieces, demand)
         except BaseException as error:
-            # Nothing else would ever end these pieces, and every later reader would wait for them.
+            # Nothing else would end these pieces, and every later reader would wait forever.
             for piece in pieces:
                 self.finish(piece, failure(error, f"bytes {piece.offset} to {piece.offset + piece.length}"))
             if not isinstance(error, Exception):
                 raise
 
-    def _add(self, ask: Ask, load: Load) -> BufferedPiece:
-        piece = self._pieces[ask.key] = BufferedPiece(ask, load)
-        self._files.setdefault(ask.key.file, set()).add(ask.key)
+    def _add(self, request: PieceRequest, load: Load) -> BufferedPiece:
+        piece = self._pieces[request.key] = BufferedPiece(request, load)
+        self._files.setdefault(request.key.file, set()).add(request.key)
         return piece
 
     def _remove(self, piece: BufferedPiece) -> None:
@@ -279,71 +291,71 @@ class ChunkBuffer:
         if not keys:
             del self._files[piece.key.file]
         self._idle.pop(piece.key, None)
-        self._spent.pop(piece.key, None)
+        self._consumed.pop(piece.key, None)
         if piece.state is not _State.QUEUED:
-            self._give(piece.length)
+            self._free(piece.length)
         piece.data = bytearray()
 
-    def _give(self, num_bytes: int) -> None:
-        self.taken_bytes -= num_bytes
-        if not self.taken_bytes:
+    def _free(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+        if not self.used_bytes:
             self._emptied.notify_all()
 
-    def _rest(self, piece: BufferedPiece) -> None:
-        """This piece is not held now."""
+    def _make_idle(self, piece: BufferedPiece) -> None:
+        """The last holder has released the piece."""
         if piece.dropped or piece.key.start < 0:
             self._remove(piece)
             return
         piece.used_s = time.monotonic()
-        (self._spent if piece.spent else self._idle)[piece.key] = piece
+        (self._consumed if piece.consumed else self._idle)[piece.key] = piece
         if not self._sweeping:
             self._sweeping = True
             self._sweep_in(self._idle_s)
 
-    def _take(self, num_bytes: int, *, demand: bool) -> bool:
-        limit = self._limit if demand else self._limit - self._limit // _FOR_DEMAND
+    def _reserve(self, num_bytes: int, *, demand: bool) -> bool:
+        limit = self._limit if demand else self._limit - self._limit // _DEMAND_SHARE
         idle_before = time.monotonic() - self._idle_s
-        while self.taken_bytes + num_bytes > limit:
-            if self._spent:
-                self._remove(next(iter(self._spent.values())))
+        while self.used_bytes + num_bytes > limit:
+            if self._consumed:
+                self._remove(next(iter(self._consumed.values())))
                 continue
             oldest = next(iter(self._idle.values()), None)
             if oldest is None or (not demand and oldest.used_s > idle_before):
                 return False
             self._remove(oldest)
-        self._add_taken(num_bytes)
+        self._add_used(num_bytes)
         return True
 
-    def _add_taken(self, num_bytes: int) -> None:
-        self.taken_bytes += num_bytes
-        self.most_bytes = max(self.most_bytes, self.taken_bytes)
+    def _add_used(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def _serve(self) -> list[Effect]:
-        """Give room to the pieces that wait for it, in their order. Returns how they are loaded."""
+    def _start_queued(self) -> list[Effect]:
+        """Start queued pieces, in order, as far as memory allows. Returns effects that load them."""
         served: list[BufferedPiece] = []
-        while self._queue and self._take(self._queue[0].length, demand=True):
+        while self._queue and self._reserve(self._queue[0].length, demand=True):
             piece = self._queue.popleft()
             piece.state = _State.LOADING
             served.append(piece)
         return self._loads(served, demand=True)
 
     def _sweep(self) -> None:
-        """Drop what has been idle for long enough."""
+        """Drop pieces that have been idle for long enough."""
         with self._lock:
             before = time.monotonic() - self._idle_s
-            for pieces in (self._spent, self._idle):
+            for pieces in (self._consumed, self._idle):
                 while pieces and (oldest := next(iter(pieces.values()))).used_s <= before:
                     self._remove(oldest)
-            self._sweeping = bool(self._spent or self._idle)
+            self._sweeping = bool(self._consumed or self._idle)
             if self._sweeping:
                 self._sweep_in(self._idle_s / 2)
-            effects = self._serve()
-        carry_out(effects)
+            effects = self._start_queued()
+        run_effects(effects)
 
     def _sweep_in(self, delay_s: float) -> None:
         try:
             self._timer.after(delay_s, self._sweep)
-        except TransientError:  # no thread can be started: what rests next tries again
+        except TransientError:  # no thread can be started: the next idle piece tries again
             self._sweeping = False
 
 
@@ -352,33 +364,32 @@ _AT_ONCE = 8
 
 
 class Prefetch:
-    """One range that is being brought. Ends by itself, or by `cancel`."""
+    """One range that is being prefetched. Ends by itself, or by `cancel`."""
 
     def __init__(
         self,
-        asks: Iterable[Ask],
+        requests: Iterable[PieceRequest],
         *,
         buffer: ChunkBuffer,
         timer: Timer,
         load: Load,
-        is_wanted: Callable[[Ask], bool],
+        is_wanted: Callable[[PieceRequest], bool],
         has_room: Callable[[int], bool],
         max_bytes: int,
-        spent: bool,
+        consumed: bool,
         ended: Callable[[Prefetch], None],
     ) -> None:
-        """`is_wanted`: asked before a piece is brought. `has_room`: whether so much could be kept now. `spent`: pieces
-        are kept elsewhere, and their memory is of no more use.
-        """
-        self._coming = iter(asks)
-        self._left: deque[Ask] = deque()  # the next of them
+        """`is_wanted`: asked before a piece is loaded. `has_room`: whether so many bytes could be kept now. `consumed`:
+        pieces are kept in the cache, so their memory is of no further use."""
+        self._iterator = iter(requests)
+        self._left: deque[PieceRequest] = deque()  # taken from the iterator, and not started
         self._buffer = buffer
         self._timer = timer
         self._load = load
         self._is_wanted = is_wanted
         self._has_room = has_room
         self._max_bytes = max_bytes
-        self._spent = spent
+        self._consumed = consumed
         self._ended = ended
         self._lock = threading.Lock()
         self._in_flight = 0
@@ -386,21 +397,21 @@ class Prefetch:
         self._pausing = False
         self._over = False
 
-    def go_on(self) -> None:
-        """Bring more, as far as there is room. Called again whenever a piece has ended."""
+    def pump(self) -> None:
+        """Start more pieces, as far as there is room. Called again whenever a piece has ended."""
         with self._lock:
             if self._working:
                 return
             self._working = True
         try:
             while (batch := self._next()) is not None:
-                # Outside of the lock: this looks into the node's cache.
-                asks = [ask for ask in batch if self._is_wanted(ask)]
-                done, begun_bytes = self._buffer.ahead(asks, self._load, waiter=self._arrived)
+                # Not under the lock: this looks into the node's cache.
+                requests = [request for request in batch if self._is_wanted(request)]
+                done, begun_bytes = self._buffer.read_ahead(requests, self._load, waiter=self._arrived)
                 with self._lock:
-                    self._in_flight -= sum(ask.length for ask in batch) - begun_bytes
-                    if done < len(asks):  # no memory for these now
-                        self._left.extendleft(reversed(asks[done:]))
+                    self._in_flight -= sum(request.length for request in batch) - begun_bytes
+                    if done < len(requests):  # no memory for these now
+                        self._left.extendleft(reversed(requests[done:]))
                         self._pause()
         except BaseException:
             with self._lock:
@@ -409,19 +420,20 @@ class Prefetch:
 
     def cancel(self) -> None:
         with self._lock:
-            self._coming = iter(())
+            self._iterator = iter(())
             self._left.clear()
 
-    def _next(self) -> list[Ask] | None:
-        """The next pieces; None when there is no room for any, or none is left. Several at once belong to one row."""
-        batch: list[Ask] = []
+    def _next(self) -> list[PieceRequest] | None:
+        """The next pieces, several from one row; None when there is no room, or none is left."""
+        batch: list[PieceRequest] = []
         with self._lock:
             while self._has_more() and len(batch) < _AT_ONCE and not self._pausing:
-                ask = self._left[0]
-                if self._in_flight + ask.length > self._max_bytes or not self._has_room(self._in_flight + ask.length):
+                request = self._left[0]
+                in_flight = self._in_flight + request.length
+                if in_flight > self._max_bytes or not self._has_room(in_flight):
                     break
                 batch.append(self._left.popleft())
-                self._in_flight += ask.length
+                self._in_flight = in_flight
             if batch:
                 return batch
             self._working = False
@@ -435,7 +447,7 @@ class Prefetch:
 
     def _has_more(self) -> bool:
         if not self._left:
-            self._left.extend(islice(self._coming, _AT_ONCE))
+            self._left.extend(islice(self._iterator, _AT_ONCE))
         return bool(self._left)
 
     def _pause(self) -> None:
@@ -443,17 +455,17 @@ class Prefetch:
             try:
                 self._timer.after(_PAUSE_S, self._resume)
                 self._pausing = True
-            except TransientError:  # no thread can be started to go on: readers bring what they want
-                self._coming = iter(())
+            except TransientError:  # no thread can be started: what is left is read on demand
+                self._iterator = iter(())
                 self._left.clear()
 
     def _resume(self) -> None:
         with self._lock:
             self._pausing = False
-        self.go_on()
+        self.pump()
 
     def _arrived(self, piece: BufferedPiece) -> None:
-        self._buffer.let_go(piece, spent=self._spent)
+        self._buffer.release(piece, consumed=self._consumed)
         with self._lock:
             self._in_flight -= piece.length
-        self.go_on()
+        self.pump()

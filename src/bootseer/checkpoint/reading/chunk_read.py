@@ -1,9 +1,9 @@
-"""One chunk of a striped file: from another process of this node, from another node, from its part, from its part
-again, or from parity.
+"""One chunk of a striped file: read from this node's cache, from another node, from its part, from another replica of
+its part, or rebuilt from parity.
 
-The bytes are compared with the chunk's digest before any reader gets them. Wrong ones are asked for again where other
-nodes have them; a chunk that does not come right at all ends with an error that names file, chunk, part and nodes, or
-is rebuilt where its row has parity: `row` derives from `ChunkRead` for that, and reads the parity by `ParityRead`.
+The bytes are compared with the chunk's digest before any reader gets them. Wrong ones are requested again from other
+replicas. If none is right, the read ends with an error that names file, chunk, part and nodes, or the chunk is rebuilt
+if its row has parity: `row` derives from `ChunkRead` for that, and reads the parity by `ParityRead`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import partial
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, reworded
 from bootseer.checkpoint.reading.peer_chunks import PeerRead, Unit
-from bootseer.checkpoint.reading.source import Done, Want, failure
+from bootseer.checkpoint.reading.transfer import Done, RangeRequest, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import report_exception
@@ -26,34 +26,34 @@ _LOG = logger(__name__)
 
 _POLL_S = 0.01
 _MAX_WRONG = 4
-"""Wrong bytes may be a fault of the way or of one disk; so many times in a row they are the part's."""
+"""Wrong bytes may be due to the network or one disk; so many times in a row, the part itself is damaged."""
 
 
 class ChunkRead:
-    """A `Job`. While its own read is in flight no other thread writes into `into`."""
+    """A `Job`. While its own read is in flight, no other thread writes into `into`."""
 
     _is_chunk = True
 
-    def __init__(self, context: ReadContext, want: Want, stripe: int, *, shared: bool = True) -> None:
-        """`shared`: leave it to another process that fetches it already."""
+    def __init__(self, context: ReadContext, request: RangeRequest, stripe: int, *, shared: bool = True) -> None:
+        """`shared`: wait for another process of this node that is already fetching the chunk."""
         self.lane: Hashable = stripe
-        self.num_bytes = len(want.into)
-        self.chunk = want.start // CHUNK_BYTES
-        self.into = want.into
+        self.num_bytes = len(request.into)
+        self.chunk = request.start // CHUNK_BYTES
+        self.into = request.into
         self.started_s: float | None = None
-        """When its own part was asked for; None: it was not."""
+        """When its own part was requested; None: not yet."""
         self.expected_s = 0.0
-        """How long that would take, by estimate."""
+        """Estimated duration of that read."""
         self.problem: BootseerError = TransientError("it was not read")
-        """What its own part came to at last."""
+        """The error of its own part."""
         self.urgent = False
         """Whether a reader waits for it."""
-        self.abandoned = False
-        """Whether it is not wanted any more."""
+        self.is_cancelled = False
+        """Whether it was cancelled."""
         self.unit: Unit | None = None
-        """Where other nodes of the job may have it: the chunks that are wanted together."""
+        """The group of chunks that are requested together from other nodes of the job; None without peers."""
         self._context = context
-        self._want = want
+        self._request = request
         self._shared = shared
         self._stopped = self._own_is_over = self._is_over = False
         self._opened: OpenSegment | None = None
@@ -64,19 +64,19 @@ class ChunkRead:
 
     @property
     def segment(self) -> OpenSegment:
-        """Open from `start` on."""
+        """Its segment, which is open from `start` on."""
         if self._opened is None:
             raise RuntimeError("this read was not started")
         return self._opened
 
     def _place(self) -> tuple[LazyPart, int]:
-        """The part that it is read from, and its offset there."""
+        """The part to read from, and the offset in it."""
         return self.segment.place_of(self.chunk)
 
     @property
     def where(self) -> str:
-        """What is read, in an error's words."""
-        start = self._want.start
+        """Description for error messages."""
+        start = self._request.start
         part, _ = self._place()
         return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
 
@@ -84,65 +84,65 @@ class ChunkRead:
         self.urgent = self.urgent or urgent
         self._guard(self._begin)
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         self.urgent = True
         if (ticket := self._ticket) is not None:
-            ticket.hurry()
+            ticket.prioritize()
 
     def cancel(self) -> None:
-        self.abandoned = True
+        self.is_cancelled = True
         self.stop()
 
     def stop(self) -> None:
-        """Have its own read end soon, because its row has rebuilt it or it is not wanted any more."""
+        """End its own read soon: it was cancelled, or rebuilt by its row."""
         self._stopped = True
         if (ticket := self._ticket) is not None:
             ticket.cancel()
 
-    def left_s(self) -> float:
-        """Seconds until its own part will have come, by estimate; 0 where that is not known."""
+    def remaining_s(self) -> float:
+        """Estimated seconds until its own part arrives; 0 if unknown."""
         ticket = self._ticket
-        return 0.0 if ticket is None else ticket.left_s()
+        return 0.0 if ticket is None else ticket.remaining_s()
 
     def read_own(self) -> None:
         self._guard(self._read_own)
 
     def _ready(self) -> None:
-        """The chunk is to be read now: its segment is open, and no other process fetches it."""
+        """The chunk must be read now: its segment is open, and no other process of this node fetches it."""
         self.read_own()
 
     def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
-        """Its own part has given the chunk or an error. Called once."""
+        """The read of its own part has ended. Called once."""
         self.finish(error, keep=keep)
 
     def is_right(self, data: memoryview) -> bool:
         return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
 
     def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:
-        """The end; the second time, nothing happens. Without an error, `into` holds the verified bytes."""
+        """End the read; later calls have no effect. Without an error, `into` holds verified bytes."""
         if self._is_over:
             return
         self._is_over = True
         segment = self._opened
         try:
             if segment is not None:
-                self._let_go(segment, keep=error is None and keep)
-        except Exception:  # the cache saves time, and nothing depends on it
+                self._release_segment(segment, keep=error is None and keep)
+        except Exception:  # the cache is an optimisation: reads do not fail with it
             report_exception()
         finally:
-            self._want.done(error)
+            self._request.done(error)
 
-    def _let_go(self, segment: OpenSegment, *, keep: bool) -> None:
+    def _release_segment(self, segment: OpenSegment, *, keep: bool) -> None:
         try:
             if keep:
-                self._context.keep(segment, self.chunk, self.into, self._want.hold)
+                self._context.keep(segment, self.chunk, self.into, self._request.hold)
             elif self._claimed:
                 self._context.release_claim(segment, self.chunk)
         finally:
             self._context.segments.release(segment)
 
     def _guard(self, step: Callable[[], None]) -> None:
-        """Take a step; if that goes wrong, whatever it is, its own read has ended: its readers wait for that."""
+        """Run a step. Any exception ends the read of its own part, because readers wait for that."""
         try:
             step()
         except BaseException as error:
@@ -162,10 +162,10 @@ class ChunkRead:
         part, offset = self._place()
         self.expected_s = part.delay_s(offset, self.num_bytes)
         self.started_s = self._context.timer.now_s()
-        part.then(self._part_opened)
+        part.when_open(self._part_opened)
 
     def _claim(self) -> None:
-        """Leave the chunk to another process that fetches it already, if it does so soon."""
+        """Wait a moment for another process of this node that is already fetching the chunk."""
         context, segment = self._context, self.segment
         self._claimed = self._shared and context.claim(segment, self.chunk)
         if segment.cached is not None and self._shared and not self._claimed and not self._stopped:
@@ -191,10 +191,10 @@ class ChunkRead:
         read = PeerRead(
             self.chunk - segment.first_chunk, self.into, self.is_right, lambda: self._stopped, self._peers_answered
         )
-        unit.read(read, keeps=segment.cached is not None and self._context.keeps(self.num_bytes))
+        unit.read(read, shareable=segment.cached is not None and self._context.will_keep(self.num_bytes))
 
-    def _peers_answered(self, is_here: bool) -> None:
-        self._guard(partial(self._own_ended, None) if is_here else self._ready)
+    def _peers_answered(self, was_received: bool) -> None:
+        self._guard(partial(self._own_ended, None) if was_received else self._ready)
 
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is not None:
@@ -203,7 +203,7 @@ class ChunkRead:
             self._own_ended(self._named(error))
 
     def _ask(self, file: OpenFile, avoid: frozenset[str], *, check: bool) -> None:
-        """`check`: HDFS's own checksums are left out as long as the digest does the same, at less cost."""
+        """`check`: verify HDFS's checksums. Normally omitted: the digest checks the same at lower cost."""
         if self._stopped:
             self._own_ended(TransientError(f"{self.where}: the read was cancelled"))
             return
@@ -243,8 +243,8 @@ class ChunkRead:
         others = [node for node in file.nodes(offset) if node not in bad]
         if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
             facts.add("retries")
-            # The same node gets a second chance, under the place's own checksums: when these fail, too, the place
-            # turns to the others by itself, and knows that this copy is damaged.
+            # The same node gets a second chance with the place's own checksums: if these fail too, the place turns to
+            # other replicas by itself, and reports this one as corrupt.
             again = len(self._wrong) == 1
             self._ask(file, frozenset(others) if again else bad, check=again)
         else:
@@ -255,8 +255,8 @@ class ChunkRead:
         return CorruptError(f"{self.where} has wrong bytes on {', '.join(nodes) or 'the disk'}")
 
     def _named(self, error: BootseerError) -> BootseerError:
-        """The place's error, in words of the file."""
-        return alike(error, f"{self.where}: {error}")
+        """The place's error, with the position in this file."""
+        return reworded(error, f"{self.where}: {error}")
 
     def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:
         if self._own_is_over:
@@ -268,18 +268,18 @@ class ChunkRead:
 
 
 class ParityRead(ChunkRead):
-    """The parity of a row. Only its use tells whether it is right: what is rebuilt from it has a digest."""
+    """The parity of a row. It has no digest: it is verified by the chunk that is rebuilt from it."""
 
     _is_chunk = False
 
     def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, done: Done) -> None:
-        """`first_chunk`: of the row; none is longer. `segment`: held by the row."""
+        """`first_chunk`: of the row, the longest one. `segment`: held by the row."""
         data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
-        super().__init__(context, Want(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
+        super().__init__(context, RangeRequest(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
         self._held = segment
 
     def _begin(self) -> None:
-        self._context.segments.hold(self._held)
+        self._context.segments.retain(self._held)
         self._opened = self._held
         self._ready()
 

@@ -1,9 +1,9 @@
-"""What reads share: the `Engine` of all files (memory, threads, counters), and the `ReadContext` of one striped
-file with its open segments: their parts, and where they are kept in the node's cache.
+"""State shared by reads: the `Engine` of all files (memory, threads, counters), and the `ReadContext` of one striped
+file with its open segments: their parts, and their block files in the node's cache.
 
-Few segments are open at once, however many there are: those that were used last, and those that are in use. Parts are
-opened when they are first read: a file of a terabyte has tens of thousands of them. Opening is a question to a server,
-so it is done by a few threads of its own, and a read waits for it without holding one.
+Few segments are open at a time: those in use, and the most recently used. Parts are opened on first use: a file of a
+terabyte has tens of thousands. Opening is an RPC, so a few threads do it, and reads wait for it without holding a
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.node_cache import CacheWriter, DedupSources
 from bootseer.checkpoint.reading.peer_chunks import PeerChunks
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.timer import Timer
@@ -32,11 +32,11 @@ from bootseer.peers.job import JobPeers
 from bootseer.places.place import OpenFile, Place
 
 Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
-"""Called with the open file, or with the reason why there is none."""
+"""Called with the open file, or with the error."""
 
 
 class LazyPart:
-    """A part that is open, or will be when it is read."""
+    """A part that is opened on first use."""
 
     def __init__(self, place: Place, path: str, part: Part, workers: Executor) -> None:
         self.path = path
@@ -47,8 +47,8 @@ class LazyPart:
         self._file: OpenFile | None = None
         self._waiting: list[Opened] = []
 
-    def then(self, call: Opened) -> None:
-        """Call it with the open file: at once when it is open, else from another thread."""
+    def when_open(self, call: Opened) -> None:
+        """Call `call` with the open file: at once if it is open, else from another thread."""
         with self._lock:
             file = self._file
             if file is None:
@@ -89,7 +89,7 @@ class LazyPart:
             problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
         except BootseerError as error:
             problem = error
-        except Exception as error:  # readers wait for this part: they must get unexpected errors, too
+        except Exception as error:  # readers wait for this part, whatever the error
             problem = TransientError(f"{self.path}: {type(error).__name__}: {error}")
             report_exception()
         if file is not None and problem is not None:
@@ -107,24 +107,24 @@ class LazyPart:
 
 
 class OpenSegment:
-    """One segment. `cached` is None when there is no cache, or none that can be used."""
+    """One open segment. `cached` is None without a usable cache."""
 
     def __init__(self, segment: Segment, parts: list[LazyPart], cached: CachedFile | None) -> None:
         self.segment = segment
         self.index = segment.index
         self.first_chunk = segment.start // CHUNK_BYTES
         self.parts = parts
-        """In the order of the stripes, and behind them the parity if there is one."""
+        """In the order of the stripes, the parity part last."""
         self.cached = cached
         self.users = 0
 
     def place_of(self, chunk: int) -> tuple[LazyPart, int]:
-        """Part of a chunk of the file, and its offset there."""
+        """The part that holds a chunk of the file, and the offset in it."""
         stripe, offset = chunk_place(chunk - self.first_chunk, self.segment.stripes)
         return self.parts[stripe], offset
 
     def parity_of(self, chunk: int) -> tuple[LazyPart, int]:
-        """The parity part, and the offset of this chunk's row there. Only where there is parity."""
+        """The parity part, and the offset of this chunk's row in it. Only for segments with parity."""
         return self.parts[-1], chunk_place(chunk - self.first_chunk, self.segment.stripes)[1]
 
 
@@ -154,7 +154,7 @@ class Segments:
         self._closed = False
 
     def acquire(self, chunk: int) -> OpenSegment:
-        """The segment of a chunk of the file; `release` it afterwards."""
+        """The segment of a chunk of the file; to be released by `release`."""
         number = self._head.segment_at(chunk * CHUNK_BYTES)
         made: OpenSegment | None = None
         while True:
@@ -171,26 +171,26 @@ class Segments:
         return opened
 
     def release(self, opened: OpenSegment) -> None:
-        """A segment is not used any more by one of its users."""
+        """A user does not need the segment any more."""
         with self._lock:
             opened.users -= 1
             closing = self._surplus()
         self._close(closing)
 
-    def hold(self, opened: OpenSegment) -> None:
-        """Use an acquired segment once more."""
+    def retain(self, opened: OpenSegment) -> None:
+        """Add a user to an acquired segment."""
         with self._lock:
             opened.users += 1
 
     def close(self) -> None:
-        """Close all segments, those in use when they are released."""
+        """Close all segments; those in use when they are released."""
         with self._lock:
             self._closed = True
             closing = self._surplus()
         self._close(closing)
 
     def _surplus(self) -> list[OpenSegment]:
-        """Take out what is to be closed. Called with the lock."""
+        """Remove the segments to be closed. Called with the lock held."""
         surplus = len(self._open) if self._closed else len(self._open) - self._max_open
         if surplus <= 0:
             return []
@@ -207,7 +207,7 @@ class Segments:
             try:
                 cached = self._cache.open(segment.index)
             except BootseerError:
-                cached = None  # the cache saves time, and nothing depends on it
+                cached = None  # the cache is an optimisation: reads do not fail with it
         return OpenSegment(segment, parts, cached)
 
     def _close(self, closing: list[OpenSegment]) -> None:
@@ -224,7 +224,7 @@ _RECOUNT_S = 0.25
 
 
 class Engine:
-    """Of one process: a forked child makes its own. Threads are started when they are needed."""
+    """The shared resources of one process: a forked child makes its own. Threads are started on demand."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Engine:
         job: JobPeers | None = None,
     ) -> None:
         self.place = place
-        # A node can pass on only what it keeps.
+        # A node can serve its peers only what it keeps in its cache.
         self.peers = PeerChunks(job, cache.root, facts) if job is not None and cache is not None else None
         self.cache = cache
         self.settings = settings
@@ -252,7 +252,7 @@ class Engine:
         self._counted_s = 0.0
 
     def share_bytes(self, file: int, num_streams: int) -> int:
-        """What may be read ahead for one stream, when this file has so many: half of the memory, for all in use."""
+        """Read-ahead limit of each of this file's streams: half of the memory, divided among all active streams."""
         now = time.monotonic()
         with self._lock:
             self._streams[file] = (now, num_streams)
@@ -264,7 +264,7 @@ class Engine:
             return self.settings.memory_bytes // 2 // max(total, 1)
 
     def close(self) -> None:
-        """All files were closed: end what is on its way, wait a little for what is to be kept, and end the threads."""
+        """After all files were closed: end reads in flight, wait briefly for the cache writer, and end the threads."""
         self.buffer.cancel(TransientError(f"{self.place.uri}: the reading was closed"))
         if self.cache_writer is not None:
             self.cache_writer.close(self.settings.keep_s, self.settings.keep_still_s)
@@ -274,14 +274,14 @@ class Engine:
             self.peers.close()
 
     def settle(self) -> None:
-        """The process ends: wait a little for what is to be kept."""
+        """At exit of the process: wait briefly for the cache writer."""
         if self.cache_writer is not None:
             self.cache_writer.settle(self.settings.keep_s, self.settings.keep_still_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadContext:
-    """Of one file. `cache_writer` is None when there is no cache."""
+    """The context of one file. `cache_writer` is None without a cache."""
 
     path: str
     segments: Segments
@@ -293,7 +293,8 @@ class ReadContext:
     peers: PeerChunks | None = None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:
-        """Whether no other process of this node fetches this chunk from now on. Without a cache, that is not known."""
+        """Claim a chunk, so that no other process of this node fetches it. Returns False if it is claimed, or without a
+        cache."""
         if segment.cached is None:
             return False
         try:
@@ -301,21 +302,21 @@ class ReadContext:
         except BootseerError:
             return False  # then a chunk may be read twice
 
-    def keeps(self, num_bytes: int) -> bool:
-        """Whether so much that is read now is likely to be kept."""
+    def will_keep(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` that are read now will probably be kept in the cache."""
         return self.cache_writer is not None and self.cache_writer.has_room(num_bytes)
 
     def release_claim(self, segment: OpenSegment, chunk: int) -> None:
         if segment.cached is not None:
-            with contextlib.suppress(BootseerError):  # else the kernel does it, when this process ends
+            with contextlib.suppress(BootseerError):  # otherwise the kernel releases it at the end of the process
                 segment.cached.release(chunk - segment.first_chunk)
 
     def is_cached(self, segment: OpenSegment, chunk: int) -> bool:
-        """Whether the chunk is in this node's cache, as far as is known."""
+        """Whether the chunk is in this node's cache, as far as known."""
         return segment.cached is not None and segment.cached.ready(chunk - segment.first_chunk)
 
     def read_cached(self, segment: OpenSegment, chunk: int, start: int, into: memoryview) -> bool:
-        """Read from the cache, from byte `start` of the chunk on: whether it was there and right."""
+        """Read from the cache, from byte `start` of the chunk on. Returns whether the chunk was there and right."""
         if segment.cached is None:
             return False
         offset = (chunk - segment.first_chunk) * segment.index.block_size + start
@@ -329,35 +330,35 @@ class ReadContext:
     def keep(
         self, segment: OpenSegment, chunk: int, data: memoryview, hold: Callable[[], Callable[[], None]] | None
     ) -> None:
-        """Put a verified chunk into the cache behind the caller's back, and give up the claim on it.
+        """Put a verified chunk into the cache in the background, and release the claim on it.
 
-        `hold` keeps `data` as it is until what it returns is called; without it, a copy is kept.
+        `hold` pins `data` until the function that it returns is called; without it, a copy is kept.
         """
         cache_writer = self.cache_writer
         if cache_writer is None or segment.cached is None:
             return
-        if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.take(len(data), demand=False)):
+        if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.reserve(len(data), demand=False)):
             self.facts.add("not_kept_chunks")
             self.release_claim(segment, chunk)
             if self.peers is not None:
                 self.peers.not_kept(segment.index, chunk - segment.first_chunk)
             return
         if hold is None:
-            let_go: Callable[[], None] = lambda: self.buffer.give(len(data))  # noqa: E731
+            release: Callable[[], None] = lambda: self.buffer.free(len(data))  # noqa: E731
             kept = memoryview(bytes(data))
         else:
-            let_go, kept = hold(), data
-        self.segments.hold(segment)
+            release, kept = hold(), data
+        self.segments.retain(segment)
 
         def done() -> None:
-            let_go()
+            release()
             self.segments.release(segment)
 
         cache_writer.put(segment.cached, chunk - segment.first_chunk, kept, done)
 
 
-def alike(error: BootseerError, message: str) -> BootseerError:
-    """An error that means the same, with more words."""
+def reworded(error: BootseerError, message: str) -> BootseerError:
+    """An error of the same kind with another message."""
     if isinstance(error, CorruptError):
         return CorruptError(message)
     return PermanentError(message) if isinstance(error, PermanentError) else TransientError(message)

@@ -1,4 +1,4 @@
-"""An open file of a checkpoint, striped or ordinary: what readers work with."""
+"""An open file of a checkpoint, striped or ordinary: the interface for readers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count, pairwise
 
-from bootseer.checkpoint.ahead import Advice, Ahead
-from bootseer.checkpoint.ranges import apart
-from bootseer.checkpoint.reading.buffer import Ask, BufferedPiece, ChunkBuffer, Key, Prefetch
+from bootseer.checkpoint.ranges import split_overlaps
+from bootseer.checkpoint.read_ahead import Advice, ReadAhead
+from bootseer.checkpoint.reading.buffer import BufferedPiece, ChunkBuffer, Key, PieceRequest, Prefetch
 from bootseer.checkpoint.reading.context import Engine
-from bootseer.checkpoint.reading.source import Gather, Source, Transfer, Waiting, Want, failure
+from bootseer.checkpoint.reading.transfer import Gather, RangeRequest, Source, Transfer, Waiting, failure
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
 Answer = bytes | memoryview | BootseerError
 
 
 class Assembly:
-    """Waits for pieces, and answers when the last is there. Of several, none is held while others are awaited:
-    readers that hold what they have and wait for memory would wait for each other.
-    """
+    """Collects the pieces of one read, and answers when all are there. With several pieces, each is copied and released
+    at once: readers that hold some pieces while they wait for memory could wait for each other."""
 
     def __init__(
         self, buffer: ChunkBuffer, offset: int, length: int, num_pieces: int, done: Callable[[Answer], None]
@@ -44,11 +43,11 @@ class Assembly:
             try:
                 self._done(piece.error or part)
             finally:
-                self._let_go(piece)
+                self._release_piece(piece)
             return
         if piece.error is None:
             self._whole[low - self._offset : high - self._offset] = part
-        self._let_go(piece)
+        self._release_piece(piece)
         with self._lock:
             self._error = self._error or piece.error
             self._missing -= 1
@@ -56,19 +55,19 @@ class Assembly:
                 return
         self._done(self._error or self._whole)
 
-    def _let_go(self, piece: BufferedPiece) -> None:
-        self._buffer.let_go(piece, spent=self._end >= piece.offset + piece.length)
+    def _release_piece(self, piece: BufferedPiece) -> None:
+        self._buffer.release(piece, consumed=self._end >= piece.offset + piece.length)
 
 
 _Slice = tuple[int, memoryview]
-"""Bytes of the file from an offset on, and where they are to go."""
+"""Bytes of the file from an offset on, and their destination."""
 
 
 class SharedFile:
-    """Safe to use from many threads."""
+    """One version of a file, shared by all its handles. Safe to use from many threads."""
 
     def __init__(self, number: int, path: str, engine: Engine, make_source: Callable[[Engine], Source]) -> None:
-        """`number` tells it from all other files of the engine. `make_source` is called again after a fork."""
+        """`number` identifies it within the engine. `make_source` is called again after a fork."""
         self.number = number
         self.path = path
         self._make_source = make_source
@@ -76,29 +75,29 @@ class SharedFile:
         self.size_bytes = self._source.size_bytes
         self.version = self._source.version
         self.direct_min_bytes = engine.settings.direct_min_bytes
-        """Reads from this size on go straight into the caller's memory."""
-        self.lost_s = engine.settings.deadline_s + engine.settings.lost_s
-        """When none of the parts of a read has ended for so long, one was lost."""
+        """Reads of this size and more go straight into the caller's memory."""
+        self.stall_s = engine.settings.deadline_s + engine.settings.stall_s
+        """If no part of a read has ended for so long, its end was lost."""
 
     def renew(self, engine: Engine) -> None:
-        """Begin, or begin anew in a forked child, with nothing of the parent's but what was opened."""
+        """Start with no state except what was opened; called again in a forked child."""
         self._engine = engine
         self._source = self._make_source(engine)
         self.__dict__.pop("_ahead", None)
         self._lock = threading.Lock()
         self._prefetches: set[Prefetch] = set()
-        self._alone = count(1)
+        self._private_numbers = count(1)
         self._closed = False
 
     @cached_property
-    def _ahead(self) -> Ahead:
-        """Not there for small files, which are read at once."""
+    def _ahead(self) -> ReadAhead:
+        """Created on first use: small files are read at once, without it."""
         settings = replace(self._engine.settings.ahead, max_bytes=self._source.max_ahead_bytes)
         row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
-        return Ahead(self._source.size_bytes, settings, row_bytes=row_bytes)
+        return ReadAhead(self._source.size_bytes, settings, row_bytes=row_bytes)
 
     def prepare(self) -> None:
-        """Look for what this node has of it. Not needed, and takes a moment."""
+        """Look up what this node already has of the file: optional, and takes a moment."""
         self._source.prepare()
 
     def read_async(
@@ -109,32 +108,40 @@ class SharedFile:
         engine.facts.add("reads")
         if length == self.size_bytes <= engine.settings.at_once_bytes and not self._source.whole_units:
             data = memoryview(bytearray(length))
-            self._source.jobs([Want(0, data, lambda error: done(error or data), here=True)])[0].start(urgent=True)
+            self._source.jobs([RangeRequest(0, data, lambda error: done(error or data), inline=True)])[0].start(
+                urgent=True
+            )
             return
-        advice = self._note(offset, length)
+        advice = self._advise(offset, length)
         if length >= self.direct_min_bytes:
             whole = memoryview(bytearray(length))
             self.read_ranges([(offset, whole)], Gather(lambda error: done(error or whole)))
         elif not self._read_local(offset, length, done, room):
-            asks = self._asks(offset, length)
-            if not (advice.sequential or self._source.whole_units or any(engine.buffer.holds(ask.key) for ask in asks)):
-                asks = [Ask(Key(self.number, -next(self._alone)), offset, length)]
-            engine.buffer.want(asks, self._load, Assembly(engine.buffer, offset, length, len(asks), done).arrived)
-        self._bring(advice)
+            requests = self._requests(offset, length)
+            if not (
+                advice.sequential
+                or self._source.whole_units
+                or any(engine.buffer.contains(request.key) for request in requests)
+            ):
+                requests = [PieceRequest(Key(self.number, -next(self._private_numbers)), offset, length)]
+            engine.buffer.acquire(
+                requests, self._load, Assembly(engine.buffer, offset, length, len(requests), done).arrived
+            )
+        self._read_ahead(advice)
 
     def read_large(self, offset: int, into: memoryview, gather: Gather) -> None:
-        """Like `read_ranges`, of one range that others may follow."""
+        """As `read_ranges`, for one range, with read-ahead."""
         self._engine.facts.add("reads")
-        advice = self._note(offset, len(into))
+        advice = self._advise(offset, len(into))
         self.read_ranges([(offset, into)], gather)
-        self._bring(advice)
+        self._read_ahead(advice)
 
     def read_ranges(self, ranges: Sequence[_Slice], gather: Gather) -> None:
-        """Fill memory with ranges that lie inside the file. `gather` ends when no thread writes into any of it.
+        """Fill memory with ranges inside the file. `gather` ends when no thread writes into any of it any more.
 
-        Blocks for what lies on this node's disk.
+        Blocks for reads from this node's cache.
         """
-        pieces, copies = apart([(offset, offset + len(into)) for offset, into in ranges])
+        pieces, copies = split_overlaps([(offset, offset + len(into)) for offset, into in ranges])
 
         def view(number: int, start: int, end: int) -> memoryview:
             offset, into = ranges[number]
@@ -163,27 +170,27 @@ class SharedFile:
     def prefetch(self, offset: int, length: int) -> None:
         engine = self._engine
         cache_writer = engine.cache_writer if self._source.whole_units else None
-        if cache_writer is None:  # memory is all there is, and it is for what comes soon
+        if cache_writer is None:  # without a cache it stays in memory, which is for what is read soon
             length = min(length, engine.settings.memory_bytes // 2)
         run = Prefetch(
             self._units(offset, length),
             buffer=engine.buffer,
             timer=engine.timer,
             load=self._load,
-            is_wanted=lambda ask: not self._source.is_local(ask.offset),
+            is_wanted=lambda request: not self._source.is_local(request.offset),
             has_room=cache_writer.has_room if cache_writer is not None else lambda _: True,
             max_bytes=engine.settings.prefetch_bytes,
-            spent=cache_writer is not None,
+            consumed=cache_writer is not None,
             ended=self._prefetches.discard,
         )
         with self._lock:
             if self._closed:
                 return
             self._prefetches.add(run)
-        run.go_on()
+        run.pump()
 
     def close(self) -> None:
-        """No handle has it open any more."""
+        """The last handle was closed."""
         with self._lock:
             self._closed = True
             prefetches = list(self._prefetches)
@@ -192,42 +199,42 @@ class SharedFile:
         self._engine.buffer.drop(self.number)
         self._source.close()
 
-    def _note(self, offset: int, length: int) -> Advice:
+    def _advise(self, offset: int, length: int) -> Advice:
         with self._lock:
             limit = self._engine.share_bytes(self.number, max(self._ahead.num_streams, 1))
-            return self._ahead.note(offset, length, limit)
+            return self._ahead.on_read(offset, length, limit)
 
-    def _bring(self, advice: Advice) -> None:
+    def _read_ahead(self, advice: Advice) -> None:
         if advice.start >= advice.end or self._closed:
             return
-        asks = [
-            ask
-            for ask in self._asks(advice.start, advice.end - advice.start)
-            if not self._engine.buffer.holds(ask.key) and not self._source.is_local(ask.offset)
+        requests = [
+            request
+            for request in self._requests(advice.start, advice.end - advice.start)
+            if not self._engine.buffer.contains(request.key) and not self._source.is_local(request.offset)
         ]
-        done, _ = self._engine.buffer.ahead(asks, self._load)
-        if done < len(asks):
+        done, _ = self._engine.buffer.read_ahead(requests, self._load)
+        if done < len(requests):
             with self._lock:
-                self._ahead.refused(advice, max(asks[done].offset, advice.start))
+                self._ahead.refused(advice, max(requests[done].offset, advice.start))
 
-    def _asks(self, offset: int, length: int) -> list[Ask]:
+    def _requests(self, offset: int, length: int) -> list[PieceRequest]:
         return list(self._units(offset, length))
 
-    def _units(self, offset: int, length: int) -> Iterator[Ask]:
-        """The units of a range: a million where it is a terabyte."""
+    def _units(self, offset: int, length: int) -> Iterator[PieceRequest]:
+        """The units of a range, lazily: a terabyte has a million."""
         unit = self._source.unit_bytes
         end = min(offset + length, self._source.size_bytes)
         first = offset // unit * unit
         for start in range(first, end, unit):
-            yield Ask(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
+            yield PieceRequest(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
 
     def _read_local(self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None) -> bool:
-        """Answer from this node's disk, if all of it is there."""
+        """Answer from this node's cache, if all of the range is there."""
         source, unit, end = self._source, self._source.unit_bytes, offset + length
         starts = range(offset // unit * unit, end, unit)
         if not all(source.is_local(start) for start in starts):
             return False
-        # Fresh memory costs as much as reading into it.
+        # Allocating fresh memory costs as much as reading into it.
         data = memoryview(bytearray(length)) if room is None else room[:length]
         for start in starts:
             low, high = max(start, offset), min(start + unit, end)
@@ -241,7 +248,9 @@ class SharedFile:
         ordered = sorted(pieces, key=lambda piece: piece.offset)
         jobs = self._source.jobs(
             [
-                Want(piece.offset, memoryview(piece.data), partial(buffer.finish, piece), partial(buffer.hold, piece))
+                RangeRequest(
+                    piece.offset, memoryview(piece.data), partial(buffer.finish, piece), partial(buffer.retain, piece)
+                )
                 for piece in ordered
             ]
         )
@@ -251,12 +260,13 @@ class SharedFile:
             job.start(urgent=urgent)
 
     def _fetch(self, slices: Sequence[_Slice], gather: Gather, local: list[_Slice] | None) -> None:
-        """Read slices that do not overlap, in the order of the file; `local` gets what is on this node's disk.
+        """Read slices that do not overlap, in the order of the file; those in this node's cache are appended to
+        `local`.
 
-        Whole units go straight into the caller's memory; others, and those at hand, are copied from the buffer.
+        Whole units go straight into the caller's memory; others, and those in the buffer, are copied from there.
         """
         direct: list[_Slice] = []
-        shared: dict[Ask, list[_Slice]] = {}
+        shared: dict[PieceRequest, list[_Slice]] = {}
         source, buffer = self._source, self._engine.buffer
         for offset, into in slices:
             end = offset + len(into)
@@ -265,28 +275,28 @@ class SharedFile:
                 starts = [offset, *range((offset // step + 1) * step, end, step), end]
                 direct += [(low, into[low - offset : high - offset]) for low, high in pairwise(starts)]
                 continue
-            for ask in self._asks(offset, end - offset):
-                low, high = max(ask.offset, offset), min(ask.offset + ask.length, end)
+            for request in self._requests(offset, end - offset):
+                low, high = max(request.offset, offset), min(request.offset + request.length, end)
                 part = (low, into[low - offset : high - offset])
-                if local is not None and source.is_local(ask.offset):
+                if local is not None and source.is_local(request.offset):
                     local.append(part)
-                elif buffer.holds(ask.key) or (source.whole_units and high - low < ask.length):
-                    shared.setdefault(ask, []).append(part)
+                elif buffer.contains(request.key) or (source.whole_units and high - low < request.length):
+                    shared.setdefault(request, []).append(part)
                 else:
                     direct.append(part)
         if shared:
             gather.expect(len(shared))
-            asks = {ask.key: parts for ask, parts in shared.items()}
+            requests = {request.key: parts for request, parts in shared.items()}
 
             def arrived(piece: BufferedPiece) -> None:
                 if piece.error is None and not gather.has_failed:
                     data = memoryview(piece.data)
-                    for offset, into in asks[piece.key]:
+                    for offset, into in requests[piece.key]:
                         into[:] = data[offset - piece.offset : offset - piece.offset + len(into)]
-                self._engine.buffer.let_go(piece)
+                self._engine.buffer.release(piece)
                 gather.ended(piece.error)
 
-            self._engine.buffer.want(list(shared), self._load, arrived)
+            self._engine.buffer.acquire(list(shared), self._load, arrived)
         if not direct:
             return
         settings = self._engine.settings
@@ -295,8 +305,8 @@ class SharedFile:
             direct,
             max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
-            moved=gather.moved,
-            then=gather.ended,
+            on_progress=gather.on_progress,
+            on_end=gather.ended,
             position=self._engine.peers.position if self._engine.peers is not None else 0.0,
         )
         gather.begin(transfer)
@@ -306,7 +316,7 @@ Buffer = bytearray | memoryview
 
 
 class CheckpointFile:
-    """One version of a file: every byte that is read is of this version and verified, or there is an error.
+    """One version of a file: reads return verified bytes of this version, or an error.
 
     Safe to use from many threads, and in a child after `fork`. All reads raise `BootseerError`.
     """
@@ -328,12 +338,13 @@ class CheckpointFile:
             data = bytearray(length)
             self.readinto(offset, data)
             return bytes(data)
-        return bytes(self._small(offset, length)) if length else b""
+        return bytes(self._read_small(offset, length)) if length else b""
 
     def readinto(self, offset: int, buffer: Buffer) -> int:
-        """Fill the buffer from `offset` on: the number of bytes, less than its size only at the end of the file.
+        """Fill the buffer from `offset` on; returns the number of bytes, less than its size only at the end of the
+        file.
 
-        Large reads go straight into the buffer; it may hold anything when one fails.
+        Large reads go straight into the buffer; its content is undefined after an error.
         """
         view = memoryview(buffer).cast("B")
         length = self._length(offset, len(view))
@@ -341,14 +352,13 @@ class CheckpointFile:
         if length >= self._shared.direct_min_bytes:
             self._wait_for(lambda gather: self._shared.read_large(offset, view, gather))
         elif length:
-            view[:] = self._small(offset, length)
+            view[:] = self._read_small(offset, length)
         return length
 
     def read_ranges(self, ranges: Sequence[tuple[int, Buffer]]) -> None:
-        """Fill each buffer from its offset on, many at once and in the best order. All must lie inside the file.
+        """Fill each buffer from its offset on, concurrently and in the best order. All ranges must lie inside the file.
 
-        They go straight into the buffers, and what several have in common is read once. The buffers may hold anything
-        when one fails.
+        Reads go straight into the buffers; overlaps are read once. The contents are undefined after an error.
         """
         self._check_open()
         views = [(offset, memoryview(buffer).cast("B")) for offset, buffer in ranges]
@@ -362,12 +372,12 @@ class CheckpointFile:
     def read_async(
         self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
     ) -> None:
-        """Read a range, cut at the end of the file: `done` is called once, from any thread. It is waited for when the
-        range is all of a small file; call this without locks.
+        """Read a range, cut at the end of the file; `done` is called once, from any thread, with the bytes, which do
+        not change any more, or the error. It must return quickly. All of a small file is read in this call: hold no
+        locks.
 
-        It gets the bytes, which do not change any more, or the error, and must return soon. With `room`, of `length`
-        bytes, they may lie there when `done` is called before this returns. What will probably be read next is brought
-        meanwhile.
+        With `room`, of `length` bytes, the bytes may lie there when `done` is called before this returns. What will
+        probably be read next is read ahead.
         """
         try:
             length = self._length(offset, length)
@@ -380,17 +390,16 @@ class CheckpointFile:
             done(b"")
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Bring a range into the node's cache without waiting, or into memory when there is no cache.
+        """Load a range into the node's cache in the background, or into memory without a cache.
 
-        Gives way to all that readers wait for. Its errors are not reported: what it did not bring is read when it is
-        wanted.
+        Yields to all readers. Errors are not reported: what was not loaded is read on demand.
         """
         length = self._length(offset, length)
         if length:
             self._shared.prefetch(offset, length)
 
     def close(self) -> None:
-        """Not read any more. Reads that were begun still end. Safe to call twice."""
+        """Close the handle; reads in flight still end. May be called twice."""
         if not self._closed:
             self._closed = True
             self._release()
@@ -401,7 +410,7 @@ class CheckpointFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _small(self, offset: int, length: int) -> bytes | memoryview:
+    def _read_small(self, offset: int, length: int) -> bytes | memoryview:
         answers: list[Answer] = []
         waiting = Waiting()
 
@@ -410,7 +419,7 @@ class CheckpointFile:
             waiting.ended(answer if isinstance(answer, BootseerError) else None)
 
         self._shared.read_async(offset, length, done)
-        waiting.wait(f"{self.path}: bytes {offset} to {offset + length}", self._shared.lost_s)
+        waiting.wait(f"{self.path}: bytes {offset} to {offset + length}", self._shared.stall_s)
         answer = answers[0]
         if isinstance(answer, BootseerError):
             raise answer
@@ -420,11 +429,13 @@ class CheckpointFile:
         waiting = Waiting()
         try:
             begin(waiting.gather)
-            waiting.wait(self.path, self._shared.lost_s)
+            waiting.wait(self.path, self._shared.stall_s)
         except BaseException:
-            if not waiting.is_over:  # a signal, or a part that never ends: what runs still writes into their memory
+            if (
+                not waiting.is_over
+            ):  # after a signal, or for a read whose end was lost: threads may still write into the buffers
                 waiting.gather.cancel(TransientError(f"{self.path}: the read was interrupted"))
-                waiting.wait_over()
+                waiting.wait_ended()
             raise
 
     def _length(self, offset: int, length: int) -> int:
@@ -438,8 +449,8 @@ class CheckpointFile:
             raise PermanentError(f"{self.path}: this file was closed")
 
 
-class Positioned(io.RawIOBase):
-    """Give `readinto`; it reads at `_at` and moves it. Not safe for several threads at once."""
+class PositionedRawIO(io.RawIOBase):
+    """Base of raw files that only implement `readinto`, at position `_at`. Not safe for concurrent use."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

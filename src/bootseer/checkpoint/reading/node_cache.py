@@ -1,14 +1,13 @@
-"""Chunks in the node's cache: those that were read are written to it, and equal chunks of other files are read from it.
+"""The node's cache: chunks that were read are written to it, and equal chunks of other files are read from it.
 
-`CacheWriter` puts chunks into the cache in the background. One thread writes; what waits for it is bounded, and what
-does not fit is not kept, so that a slow or full disk never holds up a reader. What was put is made durable when there
-is nothing else to do, and before a file is closed. A process that ends waits a moment for what is still on its way: the
-next process would have to read it again.
+`CacheWriter` writes chunks in the background by one thread. Its queue is bounded, and what does not fit is not kept, so
+that a slow or full disk never delays a reader. Chunks are synced when the thread is idle, and before a file is closed.
+At exit a process waits briefly for its queue: the next process would have to read these chunks again.
 
-`DedupSources` finds chunks by digest in files that were read before. The next checkpoint of a job has much in common
-with the last: what did not change need not be read again. The cache verifies what it gives out, so wrong bytes cannot
-come from here. One for all files of a `Reading`, because a checkpoint has thousands of them and the search takes a
-moment; it is bounded in number and time, the most recently used files first.
+`DedupSources` finds chunks by digest in cached files. A job's checkpoints have much in common, and unchanged chunks
+need not be read again. The cache verifies what it returns. There is one for all files of a `Reading`, because a
+checkpoint has thousands of files and the search takes a moment; it is bounded in number and time, most recently used
+files first.
 """
 
 from __future__ import annotations
@@ -26,38 +25,37 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import Executor
 
 _QUEUE_BYTES = 64 << 20
 _IDLE_S = 2.0
 _FULL_PAUSE_S = 10.0
-"""A disk that was full is asked again after this."""
+"""Pause after the disk was full."""
 
 
 class CacheWriter:
-    """The thread that puts; what waits for its turn waits in its queue."""
+    """The cache writer's thread and its queue."""
 
     def __init__(self, facts: Counters) -> None:
         self._facts = facts
         self._change = threading.Condition(threading.Lock())
         self._unsynced: set[CachedFile] = set()
         self._queued_bytes = 0
-        self._num_chunks = 0  # queued, or being put
+        self._num_chunks = 0  # queued, or being written
         self._full_until = 0.0
         self._closed = False
         self._thread = Executor("bootseer-keep", 1, idle_s=_IDLE_S, when_idle=self._sync_all)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so much would be kept now."""
+        """Whether `num_bytes` would be kept now."""
         has_room = self._queued_bytes + num_bytes <= _QUEUE_BYTES
         return has_room and not self._closed and time.monotonic() >= self._full_until
 
     def put(self, cached: CachedFile, block: int, data: memoryview, then: Callable[[], None]) -> None:
-        """Keep a verified chunk, and give up the claim on it if there is one. `then` is called when it is done, or not
-        to be done: until then `data` may not be changed nor `cached` closed.
-        """
+        """Keep a verified chunk, and release the claim on it. `then` is called when the chunk is kept or dropped; until
+        then `data` must not change and `cached` must stay open."""
         with self._change:
             accepted = self.has_room(len(data)) and self._submit(partial(self._put, cached, block, data, then))
             if accepted:
@@ -69,13 +67,13 @@ class CacheWriter:
             then()
 
     def close_file(self, cached: CachedFile) -> None:
-        """Close a file when all that was put into it is there."""
+        """Close a file after all chunks that were put into it."""
         if not self._submit(partial(self._close_file, cached)):
             self._close_file(cached)
 
     def settle(self, timeout_s: float, still_s: float) -> bool:
-        """Wait until all chunks are kept that were put: whether they are. Waits `timeout_s` at most, and not for a disk
-        that has kept none for `still_s`. A chunk that is kept survives this process."""
+        """Wait until all queued chunks are kept; returns whether they are. Waits at most `timeout_s`, and not for a
+        disk that has kept none for `still_s`. A kept chunk survives this process."""
         until = time.monotonic() + timeout_s
         with self._change:
             while self._num_chunks:
@@ -89,13 +87,13 @@ class CacheWriter:
         return self._num_chunks < num_chunks
 
     def close(self, timeout_s: float, still_s: float) -> None:
-        """`settle`, and drop what is not kept then. Files are still closed."""
+        """`settle`, then drop what is not kept. Files are still closed."""
         self.settle(timeout_s, still_s)
         self._closed = True
         self._thread.close()
 
     def _submit(self, job: Callable[[], None]) -> bool:
-        """False when there is no thread for it and none can be started."""
+        """Returns False when no thread can be started."""
         try:
             self._thread.submit(job)
         except TransientError:
@@ -137,23 +135,23 @@ class CacheWriter:
             try:
                 cached.sync()
             except BootseerError:
-                self._facts.add("not_kept_chunks")  # it is still here until the machine crashes
+                self._facts.add("not_kept_chunks")  # not durable: lost only if the machine crashes now
 
 
 def _release(cached: CachedFile, block: int) -> None:
     try:
         cached.release(block)
     except BootseerError:
-        return  # the kernel releases it with the process
+        return  # the kernel releases it at the end of the process
 
 
 _MAX_OPEN = 16
 _FRESH_S = 60.0
-"""What was put into the cache since then is not known."""
+"""Chunks that were cached less than this ago may not be found."""
 
 
 class DedupSources:
-    """What the cache can give. Safe to use from many threads."""
+    """The chunks in the cache, by digest. Safe to use from many threads."""
 
     def __init__(self, cache: Cache, max_files: int, timeout_s: float) -> None:
         self._cache = cache
@@ -166,7 +164,7 @@ class DedupSources:
         self._places: dict[bytes, tuple[Index, int]] = {}
 
     def search(self) -> None:
-        """Look what is there, unless that was done lately or is being done."""
+        """Index the cache, unless that was done recently or is in progress."""
         if time.monotonic() - self._searched_s < _FRESH_S or not self._searching.acquire(blocking=False):
             return
         try:
@@ -179,7 +177,7 @@ class DedupSources:
         return digest in self._places
 
     def read(self, digest: bytes, start: int, into: memoryview) -> bool:
-        """Read from byte `start` of a chunk on: whether it was there and right."""
+        """Read from byte `start` of a chunk on. Returns whether the chunk was there and right."""
         place = self._places.get(digest)
         if place is None:
             return False
@@ -192,12 +190,12 @@ class DedupSources:
         return True
 
     def give_back(self) -> None:
-        """Give the leases back; they are taken again when they are needed."""
+        """Release the leases on cached files; they are taken again when needed."""
         with self._lock:
             closing = list(self._open.values())
             self._open.clear()
         for cached in closing:
-            cached.close()  # a reader at this moment gets an error, and asks the place
+            cached.close()  # a concurrent reader gets an error, and reads from the place
 
     def _search(self, until: float) -> dict[bytes, tuple[Index, int]]:
         places: dict[bytes, tuple[Index, int]] = {}

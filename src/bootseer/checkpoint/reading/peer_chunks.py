@@ -1,13 +1,13 @@
-"""Chunks that other nodes of the job read or have: those come from these nodes, and the place is asked for them once.
+"""Chunks from other nodes of the job, so that the place is asked once for what several nodes read.
 
-The chunks of one unit that are wanted together are asked about together: the unit's owner says which node has or reads
-each of them already, and from then on sends others here for what this node was told to read itself (`peers.readers`).
-A chunk that no other node wants is so read from its place as ever, after a sixteenth of a question.
+The chunks of one unit that are wanted together are looked up together: the unit's owner says which node has or reads
+each of them, and from then on directs other nodes here for the chunks that this node was told to read itself
+(`peers.readers`). A chunk that no other node wants costs one sixteenth of a lookup.
 
-A node that says that it waits for the chunk itself is waited for, as long as anything comes from it; one that is
-silent, gone, or has not got it is replaced by another that has it, or by the place. So a read ends whatever other nodes
-do, and then it has the place's deadline still before it. Chunks are compared with their digests as if they came from
-the place; a node that sends a wrong one is not asked again.
+A peer that says that it is still waiting for the chunk is waited for, as long as anything arrives from it. One that is
+silent, gone, or does not have the chunk is replaced by another peer, or by the place. So each read ends whatever peers
+do, and falls back to the place with its full deadline. Chunks are compared with their digests as usual; a peer that
+sends a wrong one is not asked again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.index import Index
-from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
@@ -40,40 +40,39 @@ _RECEIVING: Final = 16
 _PER_PEER: Final = 2
 _MAX_SOURCES: Final = 3
 _ANSWER_S: Final = 1.0
-"""A question is answered from memory."""
-_STILL_S: Final = 20.0
-"""Less than a read may stand still (`lost_s`): a peer that promised chunks and has sent none of them for so long is
-given up, whatever it says."""
+"""A lookup is answered from memory."""
+_STALL_S: Final = 20.0
+"""A peer that promised chunks is given up after so long without any. Less than `stall_s` of a read."""
 
 
 @dataclass(slots=True, eq=False)
 class PeerRead:
-    """One chunk that may come from another node."""
+    """One chunk that a peer may have."""
 
     block: int
     into: memoryview
     is_right: Callable[[memoryview], bool]
     is_stopped: Callable[[], bool]
     done: Callable[[bool], object]
-    """Called once, from any thread, when no thread of this module writes into `into` any more: whether the chunk is
-    there. If not, it is to be read from the place."""
+    """Called once, from any thread, when no thread of this module writes into `into` any more, with whether the chunk
+    was received. If not, it must be read from the place."""
     num_sources: int = 0
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What is to be had from one peer."""
+    """Chunks to be requested from one peer."""
 
     reads: deque[tuple[Unit, PeerRead]] = field(default_factory=deque)
     running: int = 0
 
 
 class PeerChunks:
-    """The job's other nodes, as readers of chunks. Of one process, and safe to use from its threads."""
+    """Reads of chunks from the job's other nodes. For one process; safe to use from many threads."""
 
     def __init__(self, job: JobPeers, cache: Path, facts: Counters) -> None:
-        """`cache`: root of the node's cache, out of which the service passes on what was read here."""
-        self._job = JobPeers(job.folder, job.secret)  # its lock may be held at a fork
+        """`cache`: root of the node's cache, from which the node's peer service serves what was read here."""
+        self._job = JobPeers(job.folder, job.secret)  # the given one's lock may be held at a fork
         self._cache = cache
         self._facts = facts
         self._client = Client(job.secret, self._job.pace, tls=job.tls)
@@ -90,32 +89,32 @@ class PeerChunks:
 
     @property
     def position(self) -> float:
-        """Where in a long read this node begins, as a part of it: nodes that read the same begin at different places,
-        and each reads another part of it first."""
+        """Where this node starts within long reads, as a fraction: nodes that read the same data start at different
+        places, so that each reads another part of it first."""
         members = self._job.members()
         return members.index / len(members.peers) if members.peers else 0.0
 
     def facts(self) -> dict[str, object]:
-        """Bytes that came from each node, how often each was late, and what wrong bytes each has sent."""
+        """Bytes received from each peer, how often each was late, and which peers sent wrong bytes."""
         with self._lock:
             return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.wrong_peers}
 
     def close(self) -> None:
         self._client.close()
 
-    def ask(self, unit: Unit, blocks: int, *, keeps: bool, without: str = "") -> dict[int, str]:
-        """The nodes that chunks are to be had from; what is not among them, this node reads. Blocks for answers."""
+    def ask(self, unit: Unit, blocks: int, *, shareable: bool, without: str = "") -> dict[int, str]:
+        """The peers to read chunks from; this node reads all others itself. Blocks for the answers."""
         members, file = self._job.members(), unit.index.identity
         if self._job.training or all(peer.name == members.own for peer in members.peers):
             return {}
-        if keeps and file not in self._registered:
+        if shareable and file not in self._registered:
             try:
                 self._job.register(file, CHECKPOINT, {"cache": str(self._cache)})
-            except OSError as error:  # the job's start may be over, and its folder gone
+            except OSError as error:  # the job's start may be over, and its folder removed
                 _LOG.debug("no peers are asked: %s", error)
                 return {}
             self._registered.add(file)
-        question = Question(file, unit.first, blocks, members.own or "-", keeps and bool(members.own), without)
+        question = Question(file, unit.first, blocks, members.own or "-", shareable and bool(members.own), without)
         silent: frozenset[str] = frozenset()
         for _ in range(2):
             with self._lock:
@@ -141,7 +140,7 @@ class PeerChunks:
         return {}
 
     def not_kept(self, index: Index, block: int) -> None:
-        """What was read here cannot be passed on: tell this node's service, so that other nodes do not wait for it."""
+        """A chunk that was read here was not cached, so peers must not wait for it: tell this node's peer service."""
         members = self._job.members()
         own = next((peer for peer in members.peers if peer.name == members.own), None)
         if own is None or index.identity not in self._registered:
@@ -157,11 +156,11 @@ class PeerChunks:
             self._asking.submit(tell, urgent=False)
 
     def submit_question(self, job: Callable[[], None]) -> None:
-        """Raises `TransientError` where no thread can be started."""
+        """Raises `TransientError` when no thread can be started."""
         self._asking.submit(job)
 
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
-        """Get a chunk from this node, in its turn."""
+        """Queue the read of a chunk from this peer."""
         with self._lock:
             queue = self._queues[peer]
             queue.reads.append((unit, read))
@@ -192,32 +191,32 @@ class PeerChunks:
             self._go_on(peer, queue)
 
     def _read(self, peer: str, unit: Unit, read: PeerRead) -> None:
-        is_here = False
+        was_received = False
         try:
-            is_here = self._receive(peer, unit, read)
+            was_received = self._receive(peer, unit, read)
         finally:
-            if is_here:
+            if was_received:
                 self._facts.add("peer_bytes", len(read.into))
                 read.done(True)
             else:
                 unit.failed(read, peer)
 
     def _receive(self, peer: str, unit: Unit, read: PeerRead) -> bool:
-        """Whether the chunk is here and right."""
+        """Returns whether the chunk was received and is right."""
         members = self._job.members()
         addresses = next((one.addresses for one in members.peers if one.name == peer), ())
         with self._lock:
             if not addresses or peer in self._health.absent(time.monotonic()) or read.is_stopped():
                 return False
             watch = Watch(self._health, self._lock, peer, len(read.into))
-            self._requests[peer] += 1  # each takes another of its interfaces
+            self._requests[peer] += 1  # round-robin over its interfaces
             address = addresses[self._requests[peer] % len(addresses)]
 
         def on_progress(num_bytes: int) -> float:
             if read.is_stopped():
-                raise NotFoundError("it is not wanted any more")
+                raise NotFoundError("cancelled")
             left_s, now_s = watch.progress(num_bytes), time.monotonic()
-            still_s = max(watch.begun_s, self._received_s.get(peer, 0.0)) + _STILL_S - now_s
+            still_s = max(watch.begun_s, self._received_s.get(peer, 0.0)) + _STALL_S - now_s
             if still_s <= 0:
                 raise watch.late(now_s)
             return min(left_s, still_s)
@@ -231,7 +230,7 @@ class PeerChunks:
             problem = error
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
         right = problem is None and read.is_right(read.into)
-        is_gone = isinstance(problem, NotFoundError)  # a chunk that it has dropped; the file's others are there
+        is_gone = isinstance(problem, NotFoundError)  # evicted there: the file's other chunks may still be there
         late = watch.ended(None if is_gone else problem, file)
         with self._lock:
             self._late.update([peer] if late else [])
@@ -245,7 +244,7 @@ class PeerChunks:
 
 
 class Unit:
-    """Chunks of one unit of a segment that are wanted together. The first of them that is read asks about all."""
+    """Chunks of one unit of a segment that are wanted together. The first one that is read looks up all of them."""
 
     def __init__(self, peers: PeerChunks, index: Index, first: int) -> None:
         """`first`: block of the index, a multiple of `UNIT_BLOCKS`."""
@@ -255,48 +254,48 @@ class Unit:
         self._blocks = 0
         self._lock = threading.Lock()
         self._waiting: list[PeerRead] = []
-        self._keeps = False
+        self._shareable = False
         self._sources: dict[int, str] | None = None
 
     def add(self, block: int) -> None:
-        """A chunk that is wanted. Before any of them is read."""
+        """Add a wanted chunk, before any of them is read."""
         self._blocks |= 1 << (block - self.first)
 
-    def read(self, read: PeerRead, *, keeps: bool) -> None:
-        """Get a chunk from another node, or the instruction to read it here: see `PeerRead.done`. `keeps`: whether
-        what is read here can be passed on."""
+    def read(self, read: PeerRead, *, shareable: bool) -> None:
+        """Read a chunk from a peer, or have it read from the place: see `PeerRead.done`. `shareable`: whether this node
+        will be able to serve what it reads."""
         with self._lock:
             sources = self._sources
             if sources is None:
                 self._waiting.append(read)
                 if len(self._waiting) > 1:
                     return
-                self._keeps = keeps
+                self._shareable = shareable
         if sources is not None:
             self._go_on(read, sources)
             return
         try:
             self._peers.submit_question(self._ask)
         except TransientError:
-            self._know({})
+            self._set_sources({})
 
     def failed(self, read: PeerRead, peer: str) -> None:
-        """A node did not give this chunk. Blocks for answers."""
+        """A peer did not deliver this chunk. Blocks for the answers of the next lookup."""
         read.num_sources += 1
         sources: dict[int, str] = {}
         if read.num_sources < _MAX_SOURCES and not read.is_stopped():
             blocks = 1 << (read.block - self.first)
-            sources = self._peers.ask(self, blocks, keeps=self._keeps, without=peer)
+            sources = self._peers.ask(self, blocks, shareable=self._shareable, without=peer)
         self._go_on(read, {block: source for block, source in sources.items() if source != peer})
 
     def _ask(self) -> None:
         sources: dict[int, str] = {}
         try:
-            sources = self._peers.ask(self, self._blocks, keeps=self._keeps)
+            sources = self._peers.ask(self, self._blocks, shareable=self._shareable)
         finally:
-            self._know(sources)
+            self._set_sources(sources)
 
-    def _know(self, sources: dict[int, str]) -> None:
+    def _set_sources(self, sources: dict[int, str]) -> None:
         with self._lock:
             self._sources = sources
             waiting, self._waiting = self._waiting, []

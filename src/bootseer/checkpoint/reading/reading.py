@@ -1,7 +1,7 @@
-"""Reading checkpoints: opens files of a place, striped or ordinary, for everything that reads them.
+"""Reading checkpoints: opens files of a place, striped or ordinary, for all readers.
 
-One for each process or mount. All its files share memory, threads and what is known of the node's cache; handles of the
-same version of a file share what was read ahead.
+One `Reading` per process or mount. Its files share memory, threads and the node's cache; handles of the same version of
+a file share what was read ahead.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, Segment, is_head_size, parse_head, peek
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
-from bootseer.checkpoint.reading.context import Engine, ReadContext, Segments, alike
+from bootseer.checkpoint.reading.context import Engine, ReadContext, Segments, reworded
 from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
 from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.peer_chunks import Unit
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters, Job, Source, Want, failure
+from bootseer.checkpoint.reading.transfer import Counters, Job, RangeRequest, Source, failure
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
 from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import UNIT_BLOCKS
-from bootseer.places.place import OpenFile, Place, Ticket, read_now
+from bootseer.places.place import OpenFile, Place, Ticket, read_blocking
 
 
 class OrdinarySource:
-    """A `Source` over one open file. Takes it over."""
+    """A `Source` over one ordinary file, which it takes over."""
 
     whole_units = False
     num_lanes = 0
@@ -51,14 +51,14 @@ class OrdinarySource:
         """See `Source.prepare`."""
 
     def is_local(self, start: int) -> bool:
-        """See `Source.is_local`: without digests, nothing can be kept safely."""
+        """See `Source.is_local`: without digests, nothing is cached."""
         return False
 
     def read_local(self, start: int, into: memoryview) -> bool:
         return False
 
-    def jobs(self, wants: Sequence[Want]) -> list[Job]:
-        return [_Piece(self._file, want, self._settings.deadline_s, self._facts) for want in wants]
+    def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
+        return [_Piece(self._file, request, self._settings.deadline_s, self._facts) for request in requests]
 
     def close(self) -> None:
         self._file.close()
@@ -70,27 +70,32 @@ _LANE_BYTES, _NUM_LANES = 8 << 20, 4
 class _Piece:
     """A `Job`: one range of the file."""
 
-    __slots__ = ("_cancelled", "_deadline_s", "_facts", "_file", "_ticket", "_want", "lane", "num_bytes")
+    __slots__ = ("_cancelled", "_deadline_s", "_facts", "_file", "_request", "_ticket", "lane", "num_bytes")
 
-    def __init__(self, file: OpenFile, want: Want, deadline_s: float, facts: Counters) -> None:
-        # Servers without nodes to tell are asked for more at once than one disk would be.
-        self.lane: Hashable = frozenset(file.nodes(want.start)) or want.start // _LANE_BYTES % _NUM_LANES
-        self.num_bytes = len(want.into)
+    def __init__(self, file: OpenFile, request: RangeRequest, deadline_s: float, facts: Counters) -> None:
+        # Where the nodes are unknown, as in buckets, several requests are kept in flight.
+        self.lane: Hashable = frozenset(file.nodes(request.start)) or request.start // _LANE_BYTES % _NUM_LANES
+        self.num_bytes = len(request.into)
         self._file = file
-        self._want = want
+        self._request = request
         self._deadline_s = deadline_s
         self._facts = facts
         self._cancelled = False
         self._ticket: Ticket | None = None
 
     def start(self, *, urgent: bool) -> None:
-        want = self._want
+        request = self._request
         try:
             ticket = self._file.read_into(
-                want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s, here=want.here
+                request.start,
+                request.into,
+                self._arrived,
+                urgent=urgent,
+                deadline_s=self._deadline_s,
+                inline=request.inline,
             )
         except BaseException as error:
-            want.done(failure(error, f"bytes {want.start} to {want.start + self.num_bytes}"))
+            request.done(failure(error, f"bytes {request.start} to {request.start + self.num_bytes}"))
             if not isinstance(error, Exception):
                 raise
             return
@@ -98,9 +103,9 @@ class _Piece:
         if self._cancelled:
             ticket.cancel()
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         if self._ticket is not None:
-            self._ticket.hurry()
+            self._ticket.prioritize()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -111,7 +116,7 @@ class _Piece:
         if outcome.error is None:
             self._facts.add("chunks")
             self._facts.add("place_bytes", self.num_bytes)
-        self._want.done(outcome.error)
+        self._request.done(outcome.error)
 
 
 class StripedSource:
@@ -151,7 +156,8 @@ class StripedSource:
             self._context.segments.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
-        """See `Source.read_local`. What another file gave is kept as this one's, for when that one is gone."""
+        """See `Source.read_local`. A chunk found in another file is cached for this one too, in case that one is
+        evicted."""
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
         context = self._context
@@ -169,17 +175,17 @@ class StripedSource:
         finally:
             context.segments.release(segment)
 
-    def jobs(self, wants: Sequence[Want]) -> list[Job]:
-        """See `Source.jobs`. Chunks of a row with parity know each other."""
+    def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
+        """See `Source.jobs`. Chunks of a row with parity share a `Row`."""
         jobs: list[Job] = []
         segment: Segment | None = None
         row: Row | None = None
         chunks = range(0)
         unit: Unit | None = None
-        for want in wants:
-            chunk = want.start // CHUNK_BYTES
-            if segment is None or not segment.start <= want.start < segment.start + segment.size_bytes:
-                segment = self._head.segments[self._head.segment_at(want.start)]
+        for request in requests:
+            chunk = request.start // CHUNK_BYTES
+            if segment is None or not segment.start <= request.start < segment.start + segment.size_bytes:
+                segment = self._head.segments[self._head.segment_at(request.start)]
                 row, chunks, unit = None, range(0), None
             first = segment.start // CHUNK_BYTES
             if self._context.peers is not None:
@@ -192,7 +198,7 @@ class StripedSource:
                 chunks = range(of_segment.start + first, of_segment.stop + first)
                 row = Row(self._context, chunks)
             stripe = (chunk - first) % segment.stripes
-            job = ChunkRead(self._context, want, stripe) if row is None else row.read(want, stripe)
+            job = ChunkRead(self._context, request, stripe) if row is None else row.read(request, stripe)
             job.unit = unit
             jobs.append(job)
         return jobs
@@ -204,11 +210,11 @@ class StripedSource:
 
 
 _FIRST_BYTES = 1 << 20
-"""Most heads are smaller, and one request brings them."""
+"""Nearly all heads are smaller, and read by one request."""
 
 
 class Reading:
-    """Safe to use from many threads, and in a child after `fork`, which begins with empty memory."""
+    """Opens files. Safe to use from many threads, and in a child after `fork`, which starts with empty buffers."""
 
     def __init__(
         self,
@@ -218,8 +224,8 @@ class Reading:
         settings: ReadingSettings | None = None,
         job: JobPeers | None = None,
     ) -> None:
-        """`cache`: this node's, where chunks of striped files are kept; the caller closes `place`. `job`: the nodes
-        that read the same place, and share what several of them read; it needs the cache."""
+        """`cache`: the node's, for chunks of striped files. `job`: peers that read the same place and share chunks;
+        needs the cache. The caller closes `place`."""
         self._place = place
         self._job = job
         self._cache = cache
@@ -233,7 +239,7 @@ class Reading:
         _readings.add(self)
 
     def open(self, path: str) -> CheckpointFile:
-        """Begin to read a file as it is now; `close` it. Raises `NotFoundError` and other `BootseerError`s."""
+        """Open the current version of a file; to be closed. Raises `NotFoundError` and other `BootseerError`s."""
         if self._closed:
             raise self._after_close(path)
         file = self._place.open(path)
@@ -250,7 +256,7 @@ class Reading:
             make = partial(self._striped, path, head)
             key = (path, head.id)
         with self._lock:
-            if self._closed:  # since it was looked at, and with it all files
+            if self._closed:  # closed by another thread meanwhile
                 if head is None:
                     file.close()
                 raise self._after_close(path)
@@ -266,22 +272,23 @@ class Reading:
 
     @property
     def position(self) -> float:
-        """Where in a long read this node begins, as a part of it: see `PeerChunks.position`."""
+        """Where this node starts within long reads, as a fraction: see `PeerChunks.position`."""
         return 0.0 if self._engine.peers is None else self._engine.peers.position
 
     def facts(self) -> dict[str, object]:
-        """Figures of all reads so far: counts of `facts.NAMES`, bytes in memory, and the place's own under `place`."""
+        """Statistics of all reads so far: the counters `transfer.NAMES`, bytes in memory, and the place's own under
+        `place`."""
         peers = self._engine.peers
         return {
             **self._facts.all(),
             "peers": {} if peers is None else peers.facts(),
-            "memory_bytes": self._engine.buffer.taken_bytes,
-            "most_memory_bytes": self._engine.buffer.most_bytes,
+            "memory_bytes": self._engine.buffer.used_bytes,
+            "most_memory_bytes": self._engine.buffer.peak_bytes,
             "place": dict(self._place.facts()),
         }
 
     def close(self) -> None:
-        """Close all files and wait a little for what is to be kept. Safe to call twice."""
+        """Close all files, and wait briefly for the cache writer. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -293,12 +300,13 @@ class Reading:
         self._engine.close()
 
     def settle(self) -> None:
-        """The process ends without `close`: wait a little for what is to be kept, a moment where nothing is."""
+        """At exit without `close`: wait briefly for the cache writer."""
         if not self._closed:
             self._engine.settle()
 
     def _renew(self) -> None:
-        """In a child: the parent's threads are not here, its locks may be held for ever, its memory is not ours."""
+        """In a forked child the parent's threads do not exist, its locks may be held forever, and its buffers are not
+        ours."""
         self._facts = Counters()
         self._begin()
         for shared, _ in self._files.values():
@@ -339,18 +347,18 @@ class Reading:
 
 
 def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | None:
-    """The head that this file is; None when it is an ordinary file."""
+    """The head in this file; None if it is an ordinary file."""
     if not is_head_size(file.size_bytes):
         return None
-    data = read_now(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
+    data = read_blocking(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
     try:
         if peek(bytes(data[:PEEK_BYTES])) is None:
             return None
         if len(data) < file.size_bytes:
-            data += read_now(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
+            data += read_blocking(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
         return parse_head(bytes(data))
     except BootseerError as error:
-        raise alike(error, f"{path}: {error}") from error
+        raise reworded(error, f"{path}: {error}") from error
 
 
 _readings: weakref.WeakSet[Reading] = weakref.WeakSet()

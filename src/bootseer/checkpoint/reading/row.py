@@ -1,14 +1,16 @@
-"""The chunks of one row that are read together, where the file has parity: any one of them follows from the others.
+"""Chunks of one row that are read together from a file with parity: any one of them can be rebuilt from the others.
 
-A row decides when it begins which chunk comes last by the place's estimate, and reads the parity part in its stead if
-that comes earlier. So a slow disk is read less, and all disks, that of the parity too, share the work. Later, a chunk
-that is late, unreadable or wrong is rebuilt. Nothing that is on its way or here already is read twice: only chunks of
-the row that were not asked for are read for the rebuilding alone. What was rebuilt is compared with the digest of the
-chunk like everything else.
+The parity part is a stand-in. When a row starts, it estimates which chunk would arrive last, and reads the parity
+instead of that chunk's own part if the parity comes earlier. So a slow disk gets fewer reads, and all disks, including
+the parity's, share the work. Later, a chunk that is late, unreadable or wrong is rebuilt. Nothing that has arrived or
+is in flight is read twice: only chunks of the row that no reader requested are read for the rebuild alone (helpers). A
+rebuilt chunk is compared with its digest like any other.
 
-There is one row for each batch of reads; two rows of the same chunks do not know each other. Locking (ADR 27): under
-its lock a row changes its own state and asks for estimates, and calls nothing else. Its lock is taken by chunks that
-hold none, and what follows from a change is called after the lock is released.
+Each batch of reads has a `Row` of its own, unaware of other batches.
+
+Lock order (ADR 27): under its lock a row changes its own state and asks for estimates, and calls nothing else. Chunks
+hold no lock when they call a row, and a row's follow-up calls are made after its lock is released. Otherwise a read
+that ends inside such a call would re-enter the row.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from math import inf
 
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
-from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, reworded
 from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
-from bootseer.checkpoint.reading.source import Want, carry_out, failure
+from bootseer.checkpoint.reading.transfer import RangeRequest, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
 
@@ -43,83 +45,82 @@ class Row:
     """The reads of one row in one batch."""
 
     def __init__(self, context: ReadContext, chunks: range) -> None:
-        """`chunks`: all of the row, whether they are wanted or not."""
+        """`chunks`: all chunks of the row, requested or not."""
         self._context = context
         self._chunks = chunks
         self._lock = threading.Lock()
         self._jobs: dict[int, ChunkRead] = {}
-        self._data: dict[int, memoryview] = {}  # chunks that are here
-        self._lost: set[int] = set()  # their own parts were tried, and are of no use
-        self._asked: dict[int, ChunkRead] = {}  # to be rebuilt
-        self._rebuilt: dict[int, memoryview] = {}  # for when their own reads have ended
+        self._data: dict[int, memoryview] = {}  # chunks that have arrived
+        self._unreadable: set[int] = set()  # chunks whose own parts failed
+        self._to_rebuild: dict[int, ChunkRead] = {}  # waiting for their rebuild
+        self._rebuilt: dict[int, memoryview] = {}  # until their own reads have ended
         self._helpers: dict[int, ChunkRead] = {}
         self._parity = _Parity.NONE
         self._parity_read: ParityRead | None = None
-        self._why = ""
-        self._rebuilding: int | None = None  # this chunk, at this moment
+        self._parity_problem = ""
+        self._rebuilding: int | None = None  # the chunk that is being rebuilt
         self._segment: OpenSegment | None = None
-        self._num_active = 0  # chunks that have begun and not ended
-        self._num_extra = 0  # reads for the rebuilding alone that have not ended
+        self._num_active = 0  # chunks that were started and have not ended
+        self._num_extra = 0  # reads for rebuilds alone that have not ended
         self._scratch_bytes = 0
         self._overdrawn = False
         self._begun: set[int] = set()
-        self._chosen: int | None = None
+        self._parity_first: int | None = None
         self._watching = False
         self._waits_for_room = False
         self._num_finished = 0
 
-    def read(self, want: Want, stripe: int) -> ChunkRead:
-        """The read of a chunk of this row, not started yet."""
-        job = _RowChunk(self, self._context, want, stripe)
+    def read(self, request: RangeRequest, stripe: int) -> ChunkRead:
+        """A read of a chunk of this row, not started yet."""
+        job = _RowChunk(self, self._context, request, stripe)
         self.add(job)
         return job
 
     def add(self, job: ChunkRead) -> None:
-        """A chunk that is wanted. Before any of them is started."""
+        """Add a requested chunk, before any of them is started."""
         self._jobs[job.chunk] = job
 
     def begin(self, job: ChunkRead) -> None:
-        """A chunk is to be read now, by whichever way is better."""
+        """Start a chunk, from its own part or by a rebuild."""
         segment = job.segment
         with self._lock:
             first = not self._begun
-            self._enter(job)
+            self._register(job)
             if first:
-                self._chosen = self._choose(segment)
-            if self._chosen == job.chunk:
-                self._asked[job.chunk] = job
+                self._parity_first = self._choose_parity_first(segment)
+            if self._parity_first == job.chunk:
+                self._to_rebuild[job.chunk] = job
             watch, self._watching = not self._watching, True
         if watch:
             self._check_again_later()
-        if self._chosen == job.chunk:
+        if self._parity_first == job.chunk:
             self._advance()
         else:
             job.read_own()
 
-    def _enter(self, job: ChunkRead) -> None:
+    def _register(self, job: ChunkRead) -> None:
         self._begun.add(job.chunk)
         self._num_active += 1
         if self._segment is None:
             self._segment = job.segment
-            self._context.segments.hold(job.segment)
+            self._context.segments.retain(job.segment)
 
     def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
-        """A chunk's own read has ended, and no thread writes into its memory any more."""
+        """The read of a chunk's own part has ended, and no thread writes into its memory any more."""
         chunk = job.chunk
         with self._lock:
             data = self._rebuilt.pop(chunk, None)
-            self._asked.pop(chunk, None)
+            self._to_rebuild.pop(chunk, None)
             over = error is None or data is not None
             if error is None:
                 self._data[chunk] = job.into
             elif data is None:
-                self._lost.add(chunk)
-                if (
-                    chunk not in self._begun
-                ):  # it went wrong before `begin`: the memory of the rebuilding must come back
-                    self._enter(job)
-                if self._rebuilding != chunk:  # else the thread that rebuilds it also ends it
-                    self._asked[chunk] = job
+                self._unreadable.add(chunk)
+                if chunk not in self._begun:
+                    # It failed before `begin`. It must count as active: the last active one frees the rebuild's memory.
+                    self._register(job)
+                if self._rebuilding != chunk:  # otherwise the rebuilding thread ends it
+                    self._to_rebuild[chunk] = job
         if error is not None and data is not None:
             job.into[:] = data
             error = None
@@ -127,19 +128,19 @@ class Row:
             self._finish(job, error, keep=keep)
         self._advance()
 
-    def withdrawn(self) -> None:
-        """A chunk is not wanted any more: it must not wait for others of the row, which may never be started now."""
+    def on_cancelled(self) -> None:
+        """A chunk was cancelled: it must not wait for others of the row, which may never be started now."""
         self._advance()
 
-    def _choose(self, segment: OpenSegment) -> int | None:
-        """The chunk that parity is read for from the beginning; None: each chunk is read from its own part."""
+    def _choose_parity_first(self, segment: OpenSegment) -> int | None:
+        """The chunk to replace by parity from the start; None: each chunk is read from its own part."""
         delays = {chunk: _delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
         return chunk_to_skip(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
 
     def _check_late(self) -> None:
-        """Have chunks rebuilt that are late, or that would come sooner so, now that more is known of their nodes."""
+        """Rebuild chunks that are late, or that a rebuild would deliver sooner by the current estimates."""
         try:
-            instead = self._late()
+            instead = self._request_late_rebuilds()
         finally:
             self._check_again_later()
         for job in instead:
@@ -151,58 +152,62 @@ class Row:
             self._watching = self._num_active > 0
             if self._watching:
                 try:
-                    self._context.timer.after(self._context.settings.look_s, self._check_late)
-                except TransientError:  # no thread can be started: the next chunk that begins tries again
+                    self._context.timer.after(self._context.settings.row_check_s, self._check_late)
+                except TransientError:  # no thread can be started: the next chunk that starts tries again
                     self._watching = False
 
-    def _late(self) -> list[ChunkRead]:
-        """Ask for the rebuilding of what is late. Returns chunks whose own parts are to be asked after all."""
+    def _request_late_rebuilds(self) -> list[ChunkRead]:
+        """Queue rebuilds of late chunks. Returns chunks that must be read from their own parts after all."""
         settings, now = self._context.settings, self._context.timer.now_s()
         with self._lock:
             on_way: dict[int, ChunkRead] = {}
-            for chunk in self._begun - self._data.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
+            for chunk in (
+                self._begun - self._data.keys() - self._unreadable - self._to_rebuild.keys() - self._rebuilt.keys()
+            ):
                 job = self._jobs[chunk]
                 if job.started_s is None:
                     continue
                 on_way[chunk] = job
                 waited_s = now - job.started_s
                 if is_late(waited_s, job.expected_s, settings) and self._helpers_pay(waited_s):
-                    self._asked[chunk] = job
-            return self._reconsidered(on_way) + self._without_late_help(now)
+                    self._to_rebuild[chunk] = job
+            return self._reconsider_parity(on_way) + self._drop_late_helpers(now)
 
-    def _reconsidered(self, on_way: dict[int, ChunkRead]) -> list[ChunkRead]:
-        """Use parity for the chunk that would come last, as far as is known now, or for none. Returns those that it was
-        to stand in for, and which are to be asked of their own parts after all.
-        """
+    def _reconsider_parity(self, on_way: dict[int, ChunkRead]) -> list[ChunkRead]:
+        """Decide anew which chunk, if any, parity should replace, by the current estimates. Returns the chunks that it
+        was to replace before, which must be read from their own parts after all."""
         segment = self._segment
-        untried = [job for job in self._asked.values() if job.started_s is None]
-        if segment is None or self._lost or len(self._asked) > len(untried) or self._rebuilding is not None:
+        untried = [job for job in self._to_rebuild.values() if job.started_s is None]
+        if segment is None or self._unreadable or len(self._to_rebuild) > len(untried) or self._rebuilding is not None:
             return []
-        left = {chunk: job.left_s() for chunk, job in on_way.items()}
+        left = {chunk: job.remaining_s() for chunk, job in on_way.items()}
         left |= {job.chunk: _delay_s(*segment.place_of(job.chunk)) for job in untried}
         others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._data]
         others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
         parity_s = self._parity_s(segment)
-        helpers_s = max((one.left_s() for chunk, one in self._helpers.items() if chunk not in self._data), default=0.0)
+        helpers_s = max(
+            (one.remaining_s() for chunk, one in self._helpers.items() if chunk not in self._data), default=0.0
+        )
         loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
         if loser in on_way:
-            self._asked = {loser: on_way[loser]}
+            self._to_rebuild = {loser: on_way[loser]}
         elif loser is None and any(parity_no_longer_pays(left[job.chunk], max(parity_s, helpers_s)) for job in untried):
-            self._asked = {}
+            self._to_rebuild = {}
         else:
             return []
         return untried
 
     def _parity_s(self, segment: OpenSegment) -> float:
-        """When parity will be here, or would be if it was asked for now."""
+        """Estimated seconds until the parity arrives, requested now if it is not in flight."""
         if self._parity is _Parity.NONE:
             return _delay_s(*segment.parity_of(self._chunks.start))
         if self._parity is _Parity.LOADING and self._parity_read is not None:
-            return self._parity_read.left_s()
+            return self._parity_read.remaining_s()
         return 0.0 if self._parity is _Parity.HERE else inf
 
-    def _without_late_help(self, now: float) -> list[ChunkRead]:
-        """Chunks that parity was to be read for, when it is parity that is late, or what is read besides."""
+    def _drop_late_helpers(self, now: float) -> list[ChunkRead]:
+        """The chunks to be replaced by parity, if the parity or a helper is late: they must be read from their own
+        parts."""
         awaited = [helper for chunk, helper in self._helpers.items() if chunk not in self._data]
         if self._parity is _Parity.LOADING and self._parity_read is not None:
             awaited.append(self._parity_read)
@@ -211,13 +216,13 @@ class Row:
             read.started_s is not None and is_late(now - read.started_s, read.expected_s, settings) for read in awaited
         ):
             return []
-        untried = [job for job in self._asked.values() if job.started_s is None]
+        untried = [job for job in self._to_rebuild.values() if job.started_s is None]
         for job in untried:
-            del self._asked[job.chunk]
+            del self._to_rebuild[job.chunk]
         return untried
 
     def _helpers_pay(self, waited_s: float) -> bool:
-        """Whether reading what the rebuilding needs besides would probably take less than has been waited already."""
+        """Whether reading the helpers would probably take less than has been waited already."""
         segment = self._segment
         missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._data]
         if segment is None:
@@ -234,44 +239,44 @@ class Row:
                     break
                 step()
             except BaseException as error:
-                self._cannot_rebuild(failure(error, f"{self._context.path}: chunks {self._chunks}"))
+                self._give_up_parity(failure(error, f"{self._context.path}: chunks {self._chunks}"))
                 if not isinstance(error, Exception):
                     interrupt = error
         self._release_extra()
         if interrupt is not None:
             raise interrupt
 
-    def _cannot_rebuild(self, error: BootseerError) -> None:
-        """What the rebuilding needs cannot be made, for lack of memory perhaps: chunks are left to their own parts."""
+    def _give_up_parity(self, error: BootseerError) -> None:
+        """The rebuild cannot go on, for lack of memory perhaps: chunks are left to their own parts."""
         with self._lock:
-            self._parity, self._why = _Parity.USELESS, str(error)
+            self._parity, self._parity_problem = _Parity.USELESS, str(error)
             chunk, self._rebuilding = self._rebuilding, None
             if chunk is not None and chunk not in self._data:
-                self._asked[chunk] = self._jobs[chunk]
+                self._to_rebuild[chunk] = self._jobs[chunk]
 
     def _next_step(self) -> Callable[[], None] | None:
-        for chunk, job in list(self._asked.items()):
+        for chunk, job in list(self._to_rebuild.items()):
             missing = [other for other in self._chunks if other != chunk and other not in self._data]
-            hopeless = self._parity is _Parity.USELESS or not self._lost.isdisjoint(missing)
-            contested = not self._asked.keys().isdisjoint(missing)
+            hopeless = self._parity is _Parity.USELESS or not self._unreadable.isdisjoint(missing)
+            contested = not self._to_rebuild.keys().isdisjoint(missing)
             untried = job.started_s is None
-            if job.abandoned or hopeless or (contested and untried):
-                del self._asked[chunk]
+            if job.is_cancelled or hopeless or (contested and untried):
+                del self._to_rebuild[chunk]
                 if untried:
                     return job.read_own
-                if chunk in self._lost:
+                if chunk in self._unreadable:
                     error = self._error(job, missing) if hopeless else job.problem
                     return partial(self._finish, job, error, keep=False)
             elif not contested and self._rebuilding is None:
-                step = self._next_of(job, missing)
+                step = self._next_read_for(job, missing)
                 if step is not None:
                     return step
         return None
 
-    def _next_of(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
-        """What the rebuilding of one chunk needs next; None: to wait."""
+    def _next_read_for(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
+        """The next read for a chunk's rebuild; None: wait."""
         if self._parity is _Parity.HERE and not missing:
-            del self._asked[job.chunk]
+            del self._to_rebuild[job.chunk]
             self._rebuilding = job.chunk
             return partial(self._rebuild, job)
         helpers = [chunk for chunk in missing if chunk not in self._jobs and chunk not in self._helpers]
@@ -279,13 +284,13 @@ class Row:
         num_reads = len(helpers) + needs_parity
         if not num_reads:
             return None
-        # All at once: rows that have a part of what they need could wait for each other for ever.
-        if not self._take(num_reads * CHUNK_BYTES, job):
+        # All or nothing: rows that each hold a part of the memory they need could wait for each other forever.
+        if not self._reserve(num_reads * CHUNK_BYTES, job):
             if job.started_s is None:
-                del self._asked[job.chunk]
+                del self._to_rebuild[job.chunk]
                 return job.read_own
             if not self._waits_for_room:
-                self._context.timer.after(_NO_ROOM_S, self._try_again)
+                self._context.timer.after(_NO_ROOM_S, self._retry_reserve)
                 self._waits_for_room = True
             return None
         starts: list[Callable[[], None]] = []
@@ -297,22 +302,22 @@ class Row:
         self._num_extra += num_reads
         self._helpers |= made
         starts += [partial(helper.start, urgent=True) for helper in made.values()]
-        return partial(carry_out, starts)
+        return partial(run_effects, starts)
 
-    def _take(self, num_bytes: int, job: ChunkRead) -> bool:
-        """Whether there is memory to rebuild a chunk with."""
+    def _reserve(self, num_bytes: int, job: ChunkRead) -> bool:
+        """Reserve memory for a rebuild. Returns whether it was granted."""
         buffer = self._context.buffer
-        if not buffer.take(num_bytes, demand=job.urgent):
-            # When nothing but the rebuilding ends its read, all memory may be held by such reads. It is returned in
-            # time, because the row waits for nothing that has not begun.
-            no_other_way = job.chunk in self._lost and self._jobs.keys() <= self._begun
+        if not buffer.reserve(num_bytes, demand=job.urgent):
+            # All memory may be held by reads that only a rebuild can end. Overdrawing is safe: it is freed in time,
+            # because this row does not wait for anything that has not started.
+            no_other_way = job.chunk in self._unreadable and self._jobs.keys() <= self._begun
             if self._overdrawn or not no_other_way or not buffer.overdraw(num_bytes):
                 return False
             self._overdrawn = True
         self._scratch_bytes += num_bytes
         return True
 
-    def _try_again(self) -> None:
+    def _retry_reserve(self) -> None:
         with self._lock:
             self._waits_for_room = False
         self._advance()
@@ -321,11 +326,11 @@ class Row:
         with self._lock:
             self._num_extra -= 1
             self._parity = _Parity.HERE if error is None else _Parity.USELESS
-            self._why = str(error)
+            self._parity_problem = str(error)
         self._advance()
 
     def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
-        """Reads a chunk that was not asked for. It has no row: if its part is of no use either, nothing helps."""
+        """A read of a chunk that no reader requested. It has no row: if its part fails, there is no other way."""
         data = memoryview(bytearray(segment.index.length(chunk - segment.first_chunk)))
 
         def ended(error: BootseerError | None) -> None:
@@ -334,10 +339,10 @@ class Row:
                 if error is None:
                     self._data[chunk] = data
                 else:
-                    self._lost.add(chunk)
+                    self._unreadable.add(chunk)
             self._advance()
 
-        return ChunkRead(self._context, Want(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
+        return ChunkRead(self._context, RangeRequest(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
 
     def _rebuild(self, job: ChunkRead) -> None:
         others = [self._data[chunk] for chunk in self._chunks if chunk != job.chunk]
@@ -350,14 +355,14 @@ class Row:
         right = job.is_right(data)
         with self._lock:
             self._rebuilding = None
-            running = job.started_s is not None and job.chunk not in self._lost
-            here = job.chunk in self._data  # by its own part, meanwhile
-            self._asked.pop(job.chunk, None)
-            self._parity = _Parity.NONE if right else _Parity.USELESS  # its bytes are those of the chunk now
+            running = job.started_s is not None and job.chunk not in self._unreadable
+            here = job.chunk in self._data  # its own part arrived meanwhile
+            self._to_rebuild.pop(job.chunk, None)
+            self._parity = _Parity.NONE if right else _Parity.USELESS  # the buffer holds the rebuilt chunk now
             if not right:
-                self._why = "the parity part has wrong bytes"
+                self._parity_problem = "the parity part has wrong bytes"
                 if not here:
-                    self._asked[job.chunk] = job
+                    self._to_rebuild[job.chunk] = job
             elif running and not here:
                 self._rebuilt[job.chunk] = data
         if not right:
@@ -385,9 +390,8 @@ class Row:
                     self._num_active -= 1
 
     def _release_extra(self) -> None:
-        """When no chunk is under way: end what is read for the rebuilding, and then give its memory back. What comes
-        later begins anew.
-        """
+        """When no chunk is active, cancel reads that only served rebuilds, and free their memory when they have ended.
+        Chunks that start later begin anew."""
         with self._lock:
             if self._num_active or self._rebuilding is not None or self._segment is None:
                 return
@@ -399,40 +403,40 @@ class Row:
                 segment, self._segment = self._segment, None
                 given, self._scratch_bytes = self._scratch_bytes, 0
                 overdrawn, self._overdrawn = self._overdrawn, False
-                self._forget()
+                self._reset_scratch()
         if extra:
             for read in extra:
                 read.cancel()
         else:
             self._context.segments.release(segment)
-            self._context.buffer.give(given, overdrawn=overdrawn)
+            self._context.buffer.free(given, overdrawn=overdrawn)
 
-    def _forget(self) -> None:
+    def _reset_scratch(self) -> None:
         self._parity = _Parity.NONE
         self._parity_read = None
         for chunk in self._helpers:
             self._data.pop(chunk, None)
-        self._lost -= self._helpers.keys()
+        self._unreadable -= self._helpers.keys()
         self._helpers = {}
         if self._num_finished == len(self._jobs):
-            self._data.clear()  # the memory is its owners' again
+            self._data.clear()  # the memory belongs to its readers again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
-        gone = [str(chunk) for chunk in missing if chunk in self._lost]
-        reason = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._why
-        return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {reason}")
+        gone = [str(chunk) for chunk in missing if chunk in self._unreadable]
+        reason = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._parity_problem
+        return reworded(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {reason}")
 
 
 class _RowChunk(ChunkRead):
-    """A chunk of which its row decides how it is read, and whether an error is its end."""
+    """A chunk whose row decides how it is read, and whether an error is final."""
 
-    def __init__(self, row: Row, context: ReadContext, want: Want, stripe: int) -> None:
-        super().__init__(context, want, stripe)
+    def __init__(self, row: Row, context: ReadContext, request: RangeRequest, stripe: int) -> None:
+        super().__init__(context, request, stripe)
         self._row = row
 
     def cancel(self) -> None:
         super().cancel()
-        self._row.withdrawn()
+        self._row.on_cancelled()
 
     def _ready(self) -> None:
         self._row.begin(self)

@@ -1,4 +1,4 @@
-"""Which bytes hold a slice of a tensor: as few requests as it takes, and no more bytes than they are worth.
+"""Which bytes to read for a slice of a tensor: few requests, without reading much more than is needed.
 
 Decides and reads nothing.
 """
@@ -17,7 +17,7 @@ Index = int | slice | EllipsisType
 
 
 class Box(NamedTuple):
-    """A slice of a tensor: in each dimension a first element and a number, and what to do with them then."""
+    """A slice of a tensor: start and count in each dimension, and an index to apply afterwards."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box(NamedTuple):
 
 
 def is_box(index: object) -> bool:
-    """Whether this is made of numbers and slices, with one `...` at most, so that it has a box."""
+    """Whether an index consists of numbers and slices, with at most one `...`, so that it has a box."""
     given = index if isinstance(index, tuple) else (index,)
     return sum(one is ... for one in given) <= 1 and all(
         isinstance(one, slice | EllipsisType) or _is_number(one) for one in given
@@ -44,7 +44,7 @@ def _is_number(index: object) -> bool:
 
 
 def box_of(shape: Sequence[int], index: Index | tuple[Index, ...]) -> Box:
-    """The box of an index that `is_box`. Raises `IndexError` as PyTorch does."""
+    """The box of such an index. Raises `IndexError` as PyTorch does."""
     given = list(index) if isinstance(index, tuple) else [index]
     if ... not in given:
         given.append(...)
@@ -70,17 +70,17 @@ def _of_one(size: int, index: Index) -> tuple[int, int, int | slice]:
 
 
 class Runs(NamedTuple):
-    """Bytes of a tensor in runs of equal length, one for each index of the outer dimensions of a box."""
+    """Byte runs of equal length, one for each index of the outer dimensions of a box."""
 
     starts: list[int]
-    """Of each run, in bytes from the first element of the tensor on; in the order of the outer dimensions' indexes."""
+    """Start of each run, in bytes from the tensor's first element, in the order of the outer indexes."""
     length: int
     num_outer: int
-    """How many dimensions are outer ones."""
+    """The number of outer dimensions."""
 
 
 def runs_of(shape: Sequence[int], box: Box, itemsize: int, gap_bytes: int = GAP_BYTES) -> Runs:
-    """What to read for a box that is not empty: where elements in between cost less than a request, they are read."""
+    """The runs of a non-empty box. Gaps that cost less than a request are read too."""
     strides = strides_of(shape)
     length = itemsize
     outer = len(shape)
@@ -100,5 +100,5 @@ def runs_of(shape: Sequence[int], box: Box, itemsize: int, gap_bytes: int = GAP_
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next in each dimension of a tensor that is stored in order."""
+    """Strides, in elements, of a contiguous tensor."""
     return tuple(itertools.accumulate(reversed(shape), operator.mul, initial=1))[-2::-1] if shape else ()

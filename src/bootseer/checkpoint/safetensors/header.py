@@ -1,6 +1,7 @@
-"""Headers of safetensors files: what lies where, checked before anything is allocated by it.
+"""Headers of safetensors files, validated before anything is allocated by them.
 
-A file is: length of the header (8 bytes, little endian), the header (JSON), the tensors without gaps. Knows no PyTorch.
+A file consists of the header's length (8 bytes, little endian), the header (JSON), and the tensors without gaps.
+Independent of PyTorch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from bootseer.errors import BootseerError, CorruptError
 from bootseer.io.tasks import Tasks
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+"""The format's own limit."""
 _FIRST_BYTES = 1 << 20
-"""Read at once, in the hope that the header is in it: nearly all are."""
+"""Read at once: most headers fit."""
 _AT_ONCE = 16
 _MAX_BYTES = 1 << 62
 _LENGTH = struct.Struct("<Q")
@@ -37,7 +38,7 @@ class TensorEntry:
     """As the format calls it: F32, BF16, …"""
     shape: tuple[int, ...]
     start: int
-    """Of its bytes, from the end of the header on."""
+    """Offset of its bytes from the end of the header."""
     length: int
 
 
@@ -46,7 +47,7 @@ class Header:
     """A checked header."""
 
     data: int
-    """Where in the file the tensors begin."""
+    """Offset in the file at which the tensors begin."""
     tensors: Mapping[str, TensorEntry]
     """By name, in the order of the header."""
     metadata: Mapping[str, str] | None
@@ -55,7 +56,7 @@ class Header:
 def read_headers(
     begins: Sequence[tuple[str, int]], open_file: Callable[[str], CheckpointFile]
 ) -> dict[tuple[str, int], Header]:
-    """The headers of many files, each of which begins at an offset of a file that `open_file` opens.
+    """The headers of many files, each starting at an offset of a file that `open_file` opens.
 
     Raises `CorruptError` naming the file.
     """
@@ -74,7 +75,7 @@ def read_headers(
 
 
 def read_header(file: CheckpointFile, name: str, begin: int = 0) -> Header:
-    """The header of the safetensors file that begins at `begin` of `file` and takes the rest of it."""
+    """The header of the safetensors file from `begin` to the end of `file`."""
     size = file.size_bytes - begin
     if size < _LENGTH.size:
         raise CorruptError(f"{name}: {max(size, 0)} bytes are not a safetensors file")

@@ -1,7 +1,7 @@
 """Tensors from safetensors files, alone or as a model of many files.
 
-All headers are read at the same time, then all tensors, many reads in flight, straight into the memory that the
-tensors keep. Of a tensor in a file, parts are read by indexing it (`TensorSlice`).
+All headers are read concurrently, then all tensors, straight into the memory that the tensors keep. Indexing a
+`TensorSlice` reads parts of a tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from bootseer.checkpoint.opened import Opened, opened
+from bootseer.checkpoint.locations import Location, resolve
 from bootseer.checkpoint.ranges import Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
 from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
-from bootseer.checkpoint.tensors import PAIRS, arena, dtype_of, memory_of
+from bootseer.checkpoint.tensors import PAIRS, dtype_of, empty_bytes, memory_of
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
 
@@ -36,8 +36,8 @@ def shape_of(entry: TensorEntry) -> tuple[int, ...]:
 
 
 class TensorSlice:
-    """What `get_slice` returns: `[100:200, :64]` reads just that, in rows or, where it costs less, with what lies
-    between. For all that is not made of numbers and slices, as `[[3, 5]]`, the whole tensor is read."""
+    """Result of `get_slice`: `[100:200, :64]` reads just that, with gaps where that is cheaper. For indexes other than
+    numbers and slices, as `[[3, 5]]`, the whole tensor is read."""
 
     def __init__(self, file: CheckpointFile, data: int, entry: TensorEntry, device: str | int | torch.device) -> None:
         self._file = file
@@ -63,7 +63,7 @@ class TensorSlice:
             return torch.empty(box.counts, dtype=dtype)[box.then].to(self._device)
         runs = runs_of(self._shape, box, dtype.itemsize)
         padded = -(-runs.length // 64) * 64
-        buffer = arena(padded * len(runs.starts))
+        buffer = empty_bytes(padded * len(runs.starts))
         view = memory_of(buffer)
         self._file.read_ranges(
             [
@@ -71,7 +71,7 @@ class TensorSlice:
                 for number, start in enumerate(runs.starts)
             ]
         )
-        # The runs lie one after the other in the buffer: the outer strides are those of runs, the others the file's.
+        # The runs are adjacent in the buffer: outer strides are those of runs, inner ones those of the file.
         counts, outer = box.counts, runs.num_outer
         run_strides = tuple(one * (padded // dtype.itemsize) for one in strides_of(counts[:outer]))
         strides = (*run_strides, *strides_of(self._shape)[outer:])
@@ -95,9 +95,9 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, or those of `names` only.
 
-    Raises `NotFoundError` for a file or name that is not there, `CorruptError` for a damaged file.
+    Raises `NotFoundError` for a missing file or name, `CorruptError` for a damaged file.
     """
-    file = opened(uri)
+    file = resolve(uri)
     wanted = None if names is None else {"": names}
     return _load(file, [""], device, wanted)
 
@@ -105,11 +105,11 @@ def load_file(
 def load_sharded(
     uri: str | os.PathLike[str], device: Device = "cpu", names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a model in a folder: of the files that `model.safetensors.index.json` lists, or of its only file.
+    """The tensors of a model in a folder: of the files in `model.safetensors.index.json`, or of its only file.
 
-    With `names` those tensors only, and no other file is touched. Raises as `load_file` does.
+    With `names` only those tensors, and only their files are read. Raises as `load_file`.
     """
-    folder = opened(uri).latest()
+    folder = resolve(uri).latest()
     try:
         index = folder.read_bytes(INDEX, _MAX_INDEX_BYTES)
     except NotFoundError:
@@ -139,7 +139,7 @@ def _is_beside(file: object) -> bool:
 
 
 def _load(
-    folder: Opened, files: list[str], device: Device, names: Mapping[str, Collection[str]] | None
+    folder: Location, files: list[str], device: Device, names: Mapping[str, Collection[str]] | None
 ) -> dict[str, torch.Tensor]:
     with contextlib.ExitStack() as to_close:
 
@@ -196,42 +196,42 @@ def _chosen(header: Header, names: Iterable[str] | None, uri: str) -> dict[str, 
 
 
 def _read_span(file: CheckpointFile, data: int, span: Span[_Named], device: Device) -> dict[str, torch.Tensor]:
-    # Writers align tensors to each other, counted from the end of the header: kept, so that nothing has to be moved.
+    # Writers align tensors relative to the end of the header. The alignment is kept, so that nothing has to be moved.
     shift = (span.start - data) % _ALIGNMENT
-    view = memory_of(arena(shift + span.end - span.start))
+    view = memory_of(empty_bytes(shift + span.end - span.start))
     if span.end > span.start:
         file.read_ranges([(span.start, view[shift:])])
     found = {}
     for one in span.ranges:
-        name, entry = one.what
+        name, entry = one.item
         at = shift + one.start - span.start
         found[name] = _tensor(view[at : at + entry.length], entry, at).to(device)
     return found
 
 
 def _tensor(content: memoryview, entry: TensorEntry, at: int) -> torch.Tensor:
-    """The tensor in these bytes, without a copy where they are aligned. It has a storage of its own: what saves one
-    tensor does not save its neighbours with it."""
+    """A tensor of these bytes, without a copy if they are aligned. It has a storage of its own, so that saving it does
+    not save its neighbours."""
     dtype = dtype_of(entry.dtype)
     if not content:
         return torch.empty(shape_of(entry), dtype=dtype)
     if at % dtype.itemsize:
-        aligned = memory_of(arena(len(content)))
+        aligned = memory_of(empty_bytes(len(content)))
         aligned[:] = content
         content = aligned
     return torch.frombuffer(content, dtype=dtype).reshape(shape_of(entry))
 
 
 class safe_open:  # noqa: N801 - the name that users know
-    """A safetensors file of which tensors, or parts of them, are read when they are asked for.
+    """A safetensors file whose tensors, or parts of them, are read on demand.
 
-    As safetensors' own `safe_open`, with an address in place of a path. Use it as a context manager.
+    As safetensors' own `safe_open`, with an address instead of a path. Use it as a context manager.
     """
 
     def __init__(self, uri: str | os.PathLike[str], framework: str = "pt", device: Device = "cpu") -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise UsageError(f"{framework}: tensors are made for PyTorch only", hint='framework="pt"')
-        folder = opened(uri)
+        folder = resolve(uri)
         self._where = folder.uri
         self._device = device
         self._file = folder.open()
@@ -254,11 +254,11 @@ class safe_open:  # noqa: N801 - the name that users know
         return sorted(self._header.tensors)
 
     def offset_keys(self) -> list[str]:
-        """The names in the order of the tensors in the file."""
+        """The names in the order of the file."""
         return sorted(self._header.tensors, key=lambda name: self._header.tensors[name].start)
 
     def metadata(self) -> dict[str, str] | None:
-        """What the writer noted, if anything."""
+        """The writer's metadata, if any."""
         return None if self._header.metadata is None else dict(self._header.metadata)
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -266,10 +266,10 @@ class safe_open:  # noqa: N801 - the name that users know
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, many reads at once."""
+        """All tensors by name, read concurrently."""
         return _read_all({"": _File(self._file, self._header, self._header.tensors)}, self._device)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor to be indexed; nothing is read before. Raises `NotFoundError`."""
+        """A tensor to be indexed; reads nothing yet. Raises `NotFoundError`."""
         entry = _chosen(self._header, [name], self._where)[name]
         return TensorSlice(self._file, self._header.data, entry, self._device)

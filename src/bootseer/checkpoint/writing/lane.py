@@ -1,8 +1,8 @@
-"""The order of the steps in which files are written: a `Lane` for each file, over the threads of one `Writing`.
+"""The order in which parts are written: one `Lane` per file, over the thread pool of one `Writing`.
 
-A part does not hold a thread while it waits for its data: work comes in small steps, and a part without data is not
-queued. A lane runs as many steps at a time as a segment has parts, of the oldest segment first. So the links never idle
-between two segments, and the segments do not all end at the same moment.
+Work comes in small steps, and a part without data is not queued, so that no part holds a thread while it waits. A lane
+runs as many steps concurrently as a segment has parts, those of the oldest segment first. So links do not idle between
+two segments, and segments do not all end at the same moment.
 
 Safe to use from many threads.
 """
@@ -29,64 +29,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WritingSettings:
-    """Bounds of all files that are written at the same time. The defaults suit a node of a training cluster."""
+    """Limits of all files that are written concurrently. The defaults suit a node of a training cluster."""
 
     max_threads: int = 20
-    """Parts of all files that are written at the same moment; each holds a few chunks of 1 MiB."""
+    """Parts of all files that are written concurrently; each holds a few chunks of 1 MiB."""
     segments_ahead: int = 2
-    """Segments of one file that are open at the same time: while one ends, the next one uses the links."""
+    """Open segments per file: while one is being completed, the next one uses the links."""
     part_tries: int = 8
-    """How often a part is begun before its file fails."""
+    """Attempts at a part before its file fails."""
     retry_s: float = 5.0
-    """The longest pause between two tries; the first ones are shorter."""
+    """The longest backoff; the first ones are shorter."""
     retry_for_s: float = 90.0
-    """No try begins so long after the first failure: a NameNode restarts or another one takes over in less."""
+    """No attempt starts this long after the first failure: a NameNode restarts or fails over in less."""
     excluded_s: float = 120.0
-    """How long a node is avoided after a part on it failed."""
+    """How long a node is excluded after a part on it failed."""
     spool_bytes: int = 2 << 30
-    """Bytes on the local disk that are not safe elsewhere yet, of all files that are written as a stream."""
+    """Spool space of all files for sequential writes that are not durable elsewhere yet."""
     random_bytes: int = 16 << 30
-    """Bytes on the local disk, besides, that cannot be sent before the file is committed: writers that do not go from
-    front to back."""
+    """Additional spool space for what cannot be sent before the commit: files that are not written front to back."""
     idle_s: float = 15.0
-    """A segment to which nothing was added for so long is ended: servers drop connections that say nothing."""
+    """A segment that has not grown for so long is sealed: servers drop idle connections."""
     lease_s: float = 60.0
-    """How often the lease of an unfinished file is renewed."""
+    """Interval of renewals of an unfinished file's lease."""
     end_s: float = 30.0
-    """How long dropping a file waits for what is on its way."""
+    """How long an abort waits for requests in flight."""
 
     def pause_s(self, failures: int, error: TransientError) -> float:
-        """How long to wait after so many failures: longer each time, never to the same moment as all others."""
+        """Backoff after so many failures: exponential, with jitter."""
         return min(pause_s(failures, error), self.retry_s)
 
 
 class NodeLoad:
-    """Of one file. Safe to use from many threads."""
+    """The number of parts of one file on each node. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parts: Counter[str] = Counter()
 
     def add(self, nodes: Iterable[str]) -> None:
-        """A part goes there."""
+        """A part is placed on these nodes."""
         with self._lock:
             self._parts.update(nodes)
 
     def remove(self, nodes: Iterable[str]) -> None:
-        """It did not get there."""
+        """A part on these nodes failed."""
         with self._lock:
             self._parts.subtract(nodes)
 
     def most_loaded(self, num_parts: int, without: Collection[str]) -> list[str]:
-        """The nodes with the most, the most last: fewer remain than so many parts need, so that at least one of these
-        goes to a node that has none, if there is one. Those of `without` are not nodes to remain."""
+        """The nodes to avoid for load, the most loaded last: all but the `num_parts - 1` least loaded ones, so that at
+        least one part goes to a node without parts, if there is one. Nodes of `without` do not count."""
         with self._lock:
             counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
 
 
 class ExcludedNodes:
-    """Nodes on which a part has failed lately, each for a while. Safe to use from many threads."""
+    """Nodes on which a part failed recently, each excluded for `for_s`. Safe to use from many threads."""
 
     def __init__(self, for_s: float) -> None:
         self._for_s = for_s
@@ -94,7 +93,7 @@ class ExcludedNodes:
         self._lock = threading.Lock()
 
     def exclude(self, nodes: Iterable[str]) -> None:
-        """A part failed there."""
+        """A part failed on these nodes."""
         until = time.monotonic() + self._for_s
         with self._lock:
             self._until.update(dict.fromkeys(nodes, until))
@@ -106,14 +105,14 @@ class ExcludedNodes:
             return frozenset(self._until)
 
 
-_TURN = 8
-"""Steps of one file before another file has its turn."""
+_STEPS_PER_TURN = 8
+"""Steps of one file before the thread turns to another file."""
 _STUCK_S = 600.0
-"""Longer than any step takes: each has a deadline, and the pause after a failed one is short."""
+"""Longer than any step takes: each has a deadline, and backoffs are short."""
 
 
 class Lane:
-    """The steps of one file: `width` at a time, in their order."""
+    """The steps of one file: at most `width` at a time, in their order."""
 
     def __init__(self, workers: Executor, width: int) -> None:
         self._workers = workers
@@ -122,12 +121,12 @@ class Lane:
         self._ready: list[tuple[tuple[int, int], int, PartTask]] = []
         self._count = itertools.count()
         self._num_running = 0
-        self._num_apart = 0
-        self._moved_s = time.monotonic()
+        self._num_blocking = 0
+        self._progress_s = time.monotonic()
 
-    def ready(self, part: PartTask) -> None:
-        """It has something to do. Once, until its `step` has returned False. Raises `TransientError` when no thread can
-        be started for it; its step runs when there is a thread again."""
+    def schedule(self, part: PartTask) -> None:
+        """Queue a part until its `step` returns False. Raises `TransientError` when no thread can be started; the part
+        stays queued and runs when there is a thread again."""
         with self._change:
             self._push(part)
             if self._num_running >= self._width:
@@ -135,32 +134,32 @@ class Lane:
             self._workers.submit(self._run)
             self._num_running += 1
 
-    def apart(self, work: Callable[[], None]) -> None:
-        """Do what mostly waits, beside the steps: beginning and ending files. Raises `TransientError` when no thread
-        can be started for it; then it is not done."""
+    def run_blocking(self, work: Callable[[], None]) -> None:
+        """Run what mostly blocks, outside of the lane's width: creating and completing files. Raises `TransientError`
+        when no thread can be started; then `work` is not run."""
         with self._change:
-            self._moved_s = time.monotonic()
-            self._workers.submit(lambda: self._run_apart(work))
-            self._num_apart += 1
+            self._progress_s = time.monotonic()
+            self._workers.submit(lambda: self._run_blocking(work))
+            self._num_blocking += 1
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing runs and nothing is ready: whether that was so in time."""
+        """Wait until nothing runs or is queued. Returns whether that was so in time."""
         with self._change:
-            return self._change.wait_for(lambda: not (self._num_running or self._num_apart), timeout_s)
+            return self._change.wait_for(lambda: not (self._num_running or self._num_blocking), timeout_s)
 
-    def check_moves(self, operation: str) -> None:
-        """Raise `TransientError` when no step has begun or ended for minutes: a call to the storage hangs."""
-        still_s = time.monotonic() - self._moved_s
+    def check_progress(self, operation: str) -> None:
+        """Raise `TransientError` when no step has started or ended for minutes: a call to the storage hangs."""
+        still_s = time.monotonic() - self._progress_s
         if still_s > _STUCK_S:
             raise TransientError(f"{operation}: no request to the storage has ended for {still_s:.0f} s; try again")
 
     def _push(self, part: PartTask) -> None:
-        self._moved_s = time.monotonic()
+        self._progress_s = time.monotonic()
         heapq.heappush(self._ready, (part.order, next(self._count), part))
 
     def _run(self) -> None:
         try:
-            for _ in range(_TURN):
+            for _ in range(_STEPS_PER_TURN):
                 with self._change:
                     if not self._ready:
                         break
@@ -168,7 +167,7 @@ class Lane:
                 if part.step():
                     with self._change:
                         self._push(part)
-                self._moved_s = time.monotonic()
+                self._progress_s = time.monotonic()
         finally:
             with self._change:
                 if self._ready:
@@ -177,11 +176,11 @@ class Lane:
                     self._num_running -= 1
                     self._change.notify_all()
 
-    def _run_apart(self, work: Callable[[], None]) -> None:
+    def _run_blocking(self, work: Callable[[], None]) -> None:
         try:
             work()
         finally:
             with self._change:
-                self._moved_s = time.monotonic()
-                self._num_apart -= 1
+                self._progress_s = time.monotonic()
+                self._num_blocking -= 1
                 self._change.notify_all()

@@ -1,6 +1,7 @@
-"""The segments of one file on their way: a few open at a time, begun in the order in which they were asked for.
+"""The segments of one file in flight: a few at a time, started in the order in which they were added.
 
-The next one begins when it is known where the one before lies, and goes elsewhere as far as there are other nodes.
+A segment is started when the placement of the one before is known, so that it can go to other nodes where there are
+any.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from bootseer.errors import NotFoundError, PermanentError
 from bootseer.io.executor import Executor
 
 Read = Callable[[int, int], bytes]
-"""Gives bytes of a file by offset and length, more than once and to many threads."""
+"""Returns bytes of a file by offset and length; called repeatedly, and by many threads."""
 
 
 class Pipeline:
-    """`read` gives bytes of the file that a segment was grown to. `on_end` and `on_sent` are called by workers."""
+    """`read` returns bytes of the file up to which a segment was grown. `on_end` and `on_sent` are called by worker
+    threads."""
 
     def __init__(
         self,
@@ -46,8 +48,8 @@ class Pipeline:
         self._waiting: deque[SegmentWriter] = deque()
 
     def add(self, start: int, *, stripes: int) -> SegmentWriter:
-        """A new segment, which begins as soon as there is room for it."""
-        self._target.begins()
+        """Add a segment, which is started as soon as there is room for it."""
+        self._target.before_write()
         segment = SegmentWriter(
             self._target, self._lane, start, self._read,
             self._ended, self._begin_next, self._on_sent, stripes=stripes,
@@ -58,19 +60,19 @@ class Pipeline:
         return segment
 
     def cancel(self, segment: SegmentWriter) -> None:
-        """Drop a segment. Bytes may still be asked for until `wait_idle`."""
+        """Cancel a segment. `read` may still be called until `wait_idle` returns."""
         segment.cancel()
         self._remove(segment)
 
     def wait_idle(self, timeout_s: float) -> bool:
         return self._lane.wait_idle(timeout_s)
 
-    def check_moves(self) -> None:
+    def check_progress(self) -> None:
         """Raise `TransientError` when nothing has moved for minutes."""
-        self._lane.check_moves(f"{self._target.place.uri}/{self._target.folder}")
+        self._lane.check_progress(f"{self._target.place.uri}/{self._target.folder}")
 
     def _ended(self, segment: SegmentWriter) -> None:
-        if segment.error is None:  # otherwise the file has failed, and nothing more is begun for it
+        if segment.error is None:  # otherwise the file has failed, and no further segment is started
             self._remove(segment)
         self._on_end(segment)
 
@@ -95,7 +97,7 @@ class Pipeline:
 
 
 class FileSource:
-    """A local file as long as it was when this was made. Use it as a context manager."""
+    """A local file, of the length that it has now. Use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -116,7 +118,7 @@ class FileSource:
         os.close(self._descriptor)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes. Raises `PermanentError` when they are not there any more."""
+        """Exactly these bytes. Raises `PermanentError` when the file has become shorter."""
         try:
             data = os.pread(self._descriptor, length, offset)
             while len(data) < length:
@@ -133,7 +135,7 @@ _LOOK_S = 0.5
 
 
 class _Count:
-    """What the workers have done. Safe to use from many threads."""
+    """Progress of the worker threads. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self.change = threading.Condition()
@@ -154,7 +156,7 @@ class _Count:
             self.change.notify()
 
 
-def write_replayed(
+def write_from_source(
     publication: Publication,
     size_bytes: int,
     read: Read,
@@ -166,7 +168,7 @@ def write_replayed(
     verify: str,
     progress: Progress | None,
 ) -> Written:
-    """Write a file and show it. Whatever fails leaves nothing behind. `progress` is called in this thread."""
+    """Write a file and publish it. A failure leaves nothing behind. `progress` is called in the calling thread."""
     count = _Count()
     pipeline = Pipeline(publication.target(excluded), workers, read, count.on_end, count.on_sent)
     segments: list[SegmentWriter] = []
@@ -180,9 +182,9 @@ def write_replayed(
     except BaseException:
         for segment in segments:
             pipeline.cancel(segment)
-        # What is still on its way makes files in the folder that is to be removed.
+        # Requests in flight still create files in the folder that is about to be removed.
         pipeline.wait_idle(settings.end_s)
-        publication.remove_rest()
+        publication.remove_unreferenced()
         raise
     return replace(written, num_retries=sum(segment.num_retries for segment in segments))
 
@@ -194,7 +196,7 @@ def _wait(count: _Count, pipeline: Pipeline, num_segments: int, size_bytes: int,
         with count.change:
             while not (count.failed or count.num_ended == num_segments or (progress and count.sent > reported)):
                 count.change.wait(_LOOK_S)
-                pipeline.check_moves()
+                pipeline.check_progress()
             failed, is_over, sent = count.failed, count.num_ended == num_segments, count.sent
         if failed is not None and failed.error is not None:
             raise failed.error

@@ -1,7 +1,8 @@
-"""How a file becomes visible: the folder of its parts, the check of what lies there, the head that names them.
+"""How a file is published: the folder of its parts, the check of the parts, the head that refers to them.
 
-Nothing is visible until the head is renamed into its place, which is one step of the place. A writer that dies before
-leaves a folder of parts that no head names, and a stale lease: `attempts.collect` removes it.
+The order matters: parts are complete and checked before the head is renamed to the file's name, which is atomic. So
+readers see the old version or the whole new one, whenever the writer dies. A dead writer leaves a folder of parts
+without a head and a stale lease: `attempts.collect` removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bootseer.checkpoint.writing.segment import Target
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
-from bootseer.places.place import SMALL_COPIES, TEMPORARY, Entry, OpenFile, Place, read_now
+from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, Place, read_blocking
 
 _LOG = logger(__name__)
 
@@ -36,7 +37,7 @@ _LOOK_S = 0.5
 
 
 def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Executor) -> None:
-    """Read all parts and compare their SHA-256. Raises `CorruptError`, and what the place raises."""
+    """Read all parts and compare their SHA-256. Raises `CorruptError`, and errors of the place."""
     errors: list[Exception] = []
     lane = Lane(workers, _PARTS_AT_ONCE)
     left = iter(parts)
@@ -50,13 +51,13 @@ def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Exec
                 return
             try:
                 _verify(place, f"{folder}/{part.name}", part)
-            except Exception as error:  # of a worker: raised below
+            except Exception as error:  # raised below, in the calling thread
                 errors.append(error)
 
     for _ in range(min(_PARTS_AT_ONCE, len(parts))):
-        lane.apart(verify_some)
+        lane.run_blocking(verify_some)
     while not lane.wait_idle(_LOOK_S):
-        lane.check_moves(f"{place.uri}/{folder}")
+        lane.check_progress(f"{place.uri}/{folder}")
     if errors:
         raise errors[0]
 
@@ -67,7 +68,9 @@ def _verify(place: Place, path: str, part: Part) -> None:
         if file.size_bytes != part.size_bytes:
             raise CorruptError(f"{place.uri}/{path} has {file.size_bytes} bytes after {part.size_bytes} were written")
         for offset in range(0, part.size_bytes, _READ_BYTES):
-            sha256.update(read_now(file, offset, min(_READ_BYTES, part.size_bytes - offset), f"{place.uri}/{path}"))
+            sha256.update(
+                read_blocking(file, offset, min(_READ_BYTES, part.size_bytes - offset), f"{place.uri}/{path}")
+            )
     if sha256.hexdigest() != part.sha256:
         raise CorruptError(f"{place.uri}/{path} does not hold what was written")
 
@@ -75,9 +78,10 @@ def _verify(place: Place, path: str, part: Part) -> None:
 def read_segment(
     place: Place, folder: str, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]
 ) -> None:
-    """Give the bytes of a file from `offset` to `end`, which lie in a segment, to `take`, a verified chunk at a time.
+    """Pass the bytes of a file from `offset` to `end`, which lie in one segment, to `take`, one verified chunk at a
+    time.
 
-    `take` gets the offset in the file of the bytes, and the bytes.
+    `take` gets their offset in the file and the bytes.
     """
     first = (offset - segment.start) // CHUNK_BYTES
     last = -(-(end - segment.start) // CHUNK_BYTES)
@@ -90,7 +94,7 @@ def read_segment(
                     contextlib.closing(place.open(f"{folder}/{segment.parts[stripe].name}"))
                 )
             path = f"{place.uri}/{folder}/{segment.parts[stripe].name}"
-            data = read_now(files[stripe], at, segment.index.length(chunk), path)
+            data = read_blocking(files[stripe], at, segment.index.length(chunk), path)
             if blake3(data).digest() != segment.index.digest(chunk):
                 raise CorruptError(f"{path} does not hold what was written")
             start = segment.start + chunk * CHUNK_BYTES
@@ -100,27 +104,27 @@ def read_segment(
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes written, and of all."""
+"""Called with the bytes written so far and in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that is visible, durable and verified."""
+    """A file that is published: visible, durable, checked."""
 
     path: str
     size_bytes: int
     is_striped: bool
     num_parts: int = 0
     num_retries: int = 0
-    """Parts that were begun again."""
+    """Parts that were restarted."""
     num_colocated: int = 0
-    """Parts that lie on a node of a sibling: the two cannot be read as fast as others."""
+    """Parts on a node that also stores a sibling: these two cannot be read in parallel."""
     entry: Entry | None = None
-    """What the place says of a small file that is not striped; None of others."""
+    """Attributes of a small file that is not striped; None otherwise."""
 
 
 class Publication:
-    """The unpublished parts of the file at `path`, and their way into sight."""
+    """The unpublished parts of the file at `path`, and the steps that publish it."""
 
     def __init__(
         self, files: Files, path: str, policy: Policy, mode: int, *, settings: WritingSettings, workers: Executor
@@ -133,14 +137,14 @@ class Publication:
         self._mode = mode
         self._settings = settings
         self._workers = workers
-        self._use = NodeLoad()
-        self._named: frozenset[str] = frozenset()
-        """Parts that the visible head names, and those of every head that may be visible."""
-        # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
+        self._load = NodeLoad()
+        self._referenced: frozenset[str] = frozenset()
+        """Parts that a head refers to which is, or may be, visible."""
+        # The first lease is written late: most files take less than a minute, and `collect` ignores folders that young.
         self._renewed_s = time.monotonic()
         self._has_lease = False
         self._has_folder = False
-        """Whether there may be a folder of parts."""
+        """Whether a folder of parts may exist."""
         self._is_over = False
         self._in_attempt = ATTEMPTS in path.split("/")
         self._lease_lock = threading.Lock()
@@ -155,22 +159,23 @@ class Publication:
             replication=self._policy.replication,
             mode=self._mode,
             excluded=excluded,
-            use=self._use,
+            load=self._load,
             settings=self._settings,
-            begins=self.use_folder,
+            before_write=self.note_folder,
         )
 
     def hidden_name(self) -> str:
-        """Where a file that is not striped is written before it is shown: among the parts, under their lease, since
-        HDFS tells no time of files that are being written. In an attempt, which has a lease, beside the file."""
-        folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY}" if self._in_attempt else f"{self.folder}/"
-        self.use_folder()
+        """The hidden name under which an ordinary file is written: among the parts, covered by their lease, because
+        HDFS does not update the mtime of files that are being written. In an attempt, which has a lease, beside the
+        file."""
+        folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY_PREFIX}" if self._in_attempt else f"{self.folder}/"
+        self.note_folder()
         return f"{folder}{secrets.token_hex(8)}"
 
     def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
-        """Check the parts, then show the file in place of what has its name, and remove what it does not consist of.
+        """Check the parts, publish the file in place of its predecessor, and remove parts that it does not refer to.
 
-        `verify`: "length" asks the place how long the parts are; "read" reads them.
+        `verify`: "length" compares the lengths that the place reports, "read" reads the parts.
         """
         head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
         data = encode_head(head)
@@ -179,9 +184,9 @@ class Publication:
         if verify == "read":
             verify_parts(self._files.place, self.folder, parts, self._workers)
         names = frozenset(part.name for part in parts)
-        self.put(lambda: self._show(data, names), keep=self.id)
-        self._named = names
-        self.remove_rest()
+        self.publish_step(lambda: self._show(data, names), keep=self.id)
+        self._referenced = names
+        self.remove_unreferenced()
         colocated = sum(_num_colocated(segment) for segment in segments)
         _LOG.info(
             "%s is published: %d bytes in %d parts, %d of them on a node of a sibling",
@@ -189,45 +194,45 @@ class Publication:
         )  # fmt: skip
         return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_colocated=colocated)
 
-    def use_folder(self) -> None:
-        """Something will be written into the folder of parts: `remove_rest` has something to look for from now on."""
+    def note_folder(self) -> None:
+        """Files may exist in the folder of parts from now on, for `remove_unreferenced`."""
         self._has_folder = True
 
-    def put(self, step: Callable[[], T], *, keep: str = "") -> T:
-        """Do the step that shows the file, and remove the parts of what it replaces, unless their id is `keep`. Returns
-        what the step returns."""
+    def publish_step(self, step: Callable[[], T], *, keep: str = "") -> T:
+        """Run the step that publishes the file, and remove the parts of the version it replaces, unless that has the id
+        `keep`. Returns what `step` returns."""
         replaced = self._replaced()
-        done = self.again(step)
+        done = self.retry(step)
         if replaced is not None and replaced.id != keep:
-            # No reader can find it any more. What is left costs room, and is not an error of a file that is safe.
+            # No reader can find the old parts any more. If they cannot be removed, space is lost, but the file is safe.
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
             if replaced.id == self.id:
-                self._named = frozenset()
+                self._referenced = frozenset()
         return done
 
-    def remove_rest(self) -> None:
-        """Remove what no head names. What cannot be removed stays for a collector."""
+    def remove_unreferenced(self) -> None:
+        """Remove parts that no head refers to. What cannot be removed is left to `collect`."""
         if not self._has_folder:
             return
         with contextlib.suppress(BootseerError):
-            if not self._named:
+            if not self._referenced:
                 self._files.place.delete(self.folder, recursive=True)
                 return
-            named = self._named | {LEASE_NAME}
+            referenced = self._referenced | {LEASE_NAME}
             for entry in list(self._files.place.list(self.folder)):
-                if entry.path.rpartition("/")[2] not in named:
+                if entry.path.rpartition("/")[2] not in referenced:
                     self._files.place.delete(entry.path)
 
     def renew(self) -> None:
-        """Say that the writer lives, if that has not been said for a while. Files of an attempt have its lease."""
+        """Renew the lease when it is due. Files of an attempt are covered by the attempt's lease."""
         now_s = time.monotonic()
         with self._lease_lock:
             if self._is_over or self._in_attempt or now_s < self._renewed_s + self._settings.lease_s:
                 return
             self._renewed_s = now_s
-            self.use_folder()
-            # Without a folder there is nothing to collect; a place that does not answer may do so in a while.
+            self.note_folder()
+            # Without a folder there is nothing to collect. After an error the next renewal may succeed.
             with contextlib.suppress(BootseerError):
                 self._files.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))
                 self._has_lease = True
@@ -240,8 +245,8 @@ class Publication:
             with contextlib.suppress(BootseerError):
                 self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
 
-    def again(self, step: Callable[[], T]) -> T:
-        """What `step` returns, tried several times, with longer pauses each time."""
+    def retry(self, step: Callable[[], T]) -> T:
+        """Call `step` until it succeeds, with exponential backoff; returns its result."""
         until = None
         for failures in range(1, self._settings.part_tries):
             try:
@@ -251,26 +256,26 @@ class Publication:
                 pause_s = self._settings.pause_s(failures, error)
                 if time.monotonic() + pause_s >= until:
                     raise
-                _LOG.info("%s: tried again in %.1f s: %s", self.path, pause_s, error)
+                _LOG.info("%s: retry in %.1f s: %s", self.path, pause_s, error)
                 time.sleep(pause_s)
         return step()
 
     def _show(self, head: bytes, names: frozenset[str]) -> None:
-        """Put a head in place. Only when that was refused, it is certain that no reader sees what it names: of all
-        other errors, and of an interrupt, just the answer may have been lost. Then `collect` decides, which can
-        wait."""
-        before, self._named = self._named, self._named | names
+        """Write the head. Only an explicit refusal proves that no reader sees it. After any other error, and after an
+        interrupt, the write may have succeeded and only the answer been lost: then its parts count as referenced, and
+        `collect` decides later."""
+        before, self._referenced = self._referenced, self._referenced | names
         try:
             self._files.place.write_bytes(self.path, head, mode=self._mode)
         except TransientError:
             raise
         except BootseerError:
-            self._named = before
+            self._referenced = before
             raise
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
-        """Raises `TransientError` for parts that are not as they were written."""
-        entries = self.again(lambda: list(self._files.place.list(self.folder)))
+        """Compare the lengths of the parts with what was written. Raises `TransientError`."""
+        entries = self.retry(lambda: list(self._files.place.list(self.folder)))
         sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
         for part in parts:
             if sizes.get(part.name) != part.size_bytes:
@@ -280,9 +285,9 @@ class Publication:
                 )
 
     def _replaced(self) -> Head | None:
-        """What has the name now; None when there is nothing, or it is not known.
+        """The version to be replaced; None when there is none or its head cannot be read.
 
-        A file may be written again just because it cannot be read any more. Its parts are left to a collector then.
+        A file is sometimes rewritten because its head is damaged. Its parts are left to `collect`.
         """
         try:
             return self._files.head(self.path)
@@ -293,7 +298,7 @@ class Publication:
 
 
 def check_target(files: Files, path: str) -> None:
-    """Raise what makes writing a file of this name impossible, before anything is written."""
+    """Raise the error that writing this path would end with, before anything is written."""
     folder, _, name = path.rpartition("/")
     check_name(name)
     if not files.stat(folder).is_folder:
@@ -304,7 +309,7 @@ def check_target(files: Files, path: str) -> None:
 
 
 def _num_colocated(segment: Segment) -> int:
-    """Parts whose every node has another part of the segment."""
+    """The number of parts all of whose nodes also store another part of the segment."""
     seen: set[str] = set()
     colocated = 0
     for part in segment.all_parts:
@@ -314,7 +319,7 @@ def _num_colocated(segment: Segment) -> int:
 
 
 _WHOLE_BYTES = 8 << 20
-"""Up to here a file is held in memory."""
+"""Files up to this size are written from memory in one request."""
 
 
 def write_ordinary(
@@ -327,12 +332,12 @@ def write_ordinary(
     mode: int,
     progress: Progress | None = None,
 ) -> Written:
-    """Write a file as one file of the place, and show it. `read` gives its bytes."""
+    """Write an ordinary file and publish it. `read` returns its bytes."""
     path = publication.path
-    # With fewer copies than its siblings have parity for, one dead node would make the whole checkpoint useless.
-    if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_COPIES:
+    # With less redundancy than its striped siblings, a small file would make the whole checkpoint depend on one node.
+    if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_FILE_REPLICAS:
         data = read(0, size_bytes) if size_bytes else b""
-        entry = publication.put(lambda: files.place.write_bytes(path, data, mode=mode))
+        entry = publication.publish_step(lambda: files.place.write_bytes(path, data, mode=mode))
         if progress is not None:
             progress(size_bytes, size_bytes)
         return Written(path, size_bytes, is_striped=False, entry=entry)
@@ -341,7 +346,7 @@ def write_ordinary(
 
     def write() -> None:
         names.append(publication.hidden_name())
-        # As one part: the longest that it may get, so that the place need not guess.
+        # The exact length, so that the place can choose the block size.
         part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
         (writer,) = files.place.begin_parts(
             names[-1:], part_bytes=part_bytes, mode=mode, replication=policy.replication, avoid=frozenset(failed_on)
@@ -358,11 +363,11 @@ def write_ordinary(
             writer.abort()
             raise
 
-    publication.again(write)
+    publication.retry(write)
     try:
-        publication.put(lambda: _rename(files, names[-1], path, size_bytes))
+        publication.publish_step(lambda: _rename(files, names[-1], path, size_bytes))
     finally:
-        publication.remove_rest()
+        publication.remove_unreferenced()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
 
 
@@ -370,6 +375,6 @@ def _rename(files: Files, temporary: str, path: str, size_bytes: int) -> None:
     try:
         files.place.rename(temporary, path)
     except NotFoundError:
-        # A try whose answer was lost may have done it.
+        # The rename may have succeeded in an attempt whose answer was lost.
         if files.place.stat(path).size_bytes != size_bytes:
             raise

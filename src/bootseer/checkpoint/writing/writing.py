@@ -1,16 +1,15 @@
-"""All writing to a place by one process: its threads, its room on the local disk, its knowledge of excluded nodes.
+"""Writing to a place by one process: its threads, its spool space, its excluded nodes.
 
-One `Writing` serves all files of a mount or of a job; make another one after a fork.
+One `Writing` serves all files of a mount or a job; make another one after a fork.
 
-Writing a file as programs do: at any offset, of any length, with an unknown number of bytes to come.
+`FileWriter` is for programs that write at any offset, any length, without a known size. All data goes to the spool
+first and is sent from there in the background (`sending`). So sequential writers need little spool space whatever the
+file's size, others as much as they write out of order.
 
-Everything goes to the spool first, and is sent from there while the program goes on (`sending`). So sequential writers
-need little room whatever the size of the file, and all others need as much as they write out of order.
+`sync` and `commit` publish what was written so far in one step: durable, checked and visible. Nothing is visible
+before. A file that is written on after a `sync` stays visible as it was then until the next one.
 
-`sync` and `commit` make what was written so far durable, verified and visible, in one step, and nothing is visible
-before. A file that is written on after a `sync` shows the content of that moment until the next one.
-
-Methods may be called from many threads; those that change the file take turns.
+Methods may be called from many threads; those that change a file are serialized.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Literal
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.writing.lane import ExcludedNodes, WritingSettings
-from bootseer.checkpoint.writing.pipeline import Read, write_replayed
+from bootseer.checkpoint.writing.pipeline import Read, write_from_source
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.sending import Budget, Sending, Spool, TooLargeError
 from bootseer.errors import PermanentError
@@ -34,17 +33,17 @@ from bootseer.io.executor import Executor, run_reported
 from bootseer.io.timer import Timer
 
 _STUCK_S = 300.0
-"""A writer that waits for room in the spool fails when for so long none comes back."""
+"""A writer that waits for spool space fails when none is freed for so long."""
 Check = Callable[[], None]
-"""Called now and then while something waits; what it raises ends the waiting."""
+"""Called regularly during a wait; what it raises ends the wait."""
 
 
-def _wait_on() -> None:
-    """For callers that wait to the end."""
+def _no_check() -> None:
+    """For callers that cannot be interrupted."""
 
 
 class FileWriter:
-    """A new file. It ends with `commit`, which shows it, or with `abort`, which leaves what was shown before."""
+    """A new file. Ends with `commit`, which publishes it, or with `abort`, which keeps the previous version."""
 
     def __init__(
         self,
@@ -62,9 +61,9 @@ class FileWriter:
         free_some: Callable[[], bool],
         ended: Callable[[FileWriter], None],
     ) -> None:
-        """`free_some` says whether room in the spool will come back; `ended` is called at the end."""
+        """`free_some` returns whether spool space will be freed; `ended` is called at the end."""
         self.sending = Sending(publication.target(excluded), policy, spool, budget, workers)
-        """For the `Writing`, which looks after all files."""
+        """For the `Writing`, which balances spool space among its files."""
         self._files = files
         self._publication = publication
         self._policy = policy
@@ -75,12 +74,12 @@ class FileWriter:
         self._settings = settings
         self._free_some = free_some
         self._ended = ended
-        # Held by the thread that changes the file, for as long as it takes.
+        # Held by the thread that changes the file, for the whole change.
         self._turn = threading.RLock()
         self._size_bytes = 0
         self._written: Written | None = None
         self._is_dirty = True
-        self._goes_on = False
+        self._is_continued = False
         """Whether there were writes after a `sync`."""
         self._is_open = True
 
@@ -90,7 +89,7 @@ class FileWriter:
 
     @property
     def path(self) -> str:
-        """Where it will be visible. It may be changed to another name in the same folder."""
+        """The path at which it is published. May be set to another name in the same folder."""
         return self._publication.path
 
     @path.setter
@@ -98,11 +97,12 @@ class FileWriter:
         with self._turn:
             self._publication.path = path
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _wait_on) -> None:
-        """Write bytes. Gaps are zeros. Waits while the spool is full of what is being sent.
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _no_check) -> None:
+        """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight.
 
-        Raises what sending raised meanwhile, `NoSpaceError` when the local disk is full, `TooLargeError` for what does
-        not fit into the spool and cannot be sent yet, and `TransientError` when nothing could be sent for minutes.
+        Raises errors of the background sending, `NoSpaceError` when the local disk is full, `TooLargeError` for data
+        that neither fits into the spool nor can be sent yet, and `TransientError` when nothing could be sent for
+        minutes.
         """
         length = memoryview(data).nbytes
         if length == 0:
@@ -115,30 +115,30 @@ class FileWriter:
         with self._turn:
             self._check()
             end = offset + length
-            with self.sending.keeping(offset):
+            with self.sending.hold_back(offset):
                 if end > self._size_bytes:
                     self._before_growth(offset)
-                self.sending.take_back(offset, end)
+                self.sending.recall(offset, end)
                 fresh = self.sending.missing(offset, end)
                 if fresh:
-                    self._budget.take(fresh, free_some=free_some, stuck_s=_STUCK_S)
+                    self._budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
                 try:
                     self._spool.write(offset, data)
                 except BaseException:
-                    self._budget.give_back(fresh)
-                    # What it took of this must not show through when the file becomes longer.
+                    self._budget.free(fresh)
+                    # A partial write must not show through when the file grows later.
                     self._spool.truncate(self._size_bytes)
                     raise
             self._size_bytes = max(self._size_bytes, end)
-            self._touched()
-            self.sending.wrote(offset, end)
+            self._mark_dirty()
+            self.sending.on_written(offset, end)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """The bytes from `offset` on as they were last written; fewer at the end of the file."""
+        """The bytes from `offset` on, including unpublished ones; fewer at the end of the file."""
         return self.sending.read(offset, min(offset + length, self._size_bytes))
 
     def truncate(self, size_bytes: int) -> None:
-        """Make the file so long: cut, or continued by zeros. Raises `TooLargeError` for too many of these."""
+        """Cut the file or extend it by zeros. Raises `TooLargeError` for too long a gap."""
         with self._turn:
             self._check()
             if size_bytes == self._size_bytes:
@@ -146,20 +146,19 @@ class FileWriter:
             if size_bytes > self._size_bytes:
                 self._before_growth(size_bytes)
             else:
-                with self.sending.keeping(size_bytes):
-                    self.sending.cut(size_bytes, self._size_bytes)
+                with self.sending.hold_back(size_bytes):
+                    self.sending.truncate(size_bytes, self._size_bytes)
             self._size_bytes = size_bytes
-            self._touched()
+            self._mark_dirty()
 
-    def sync(self, check: Check = _wait_on) -> Written:
-        """Make what was written so far durable, verified and visible. The file may be written on, also when this was
-        ended by `check`."""
+    def sync(self, check: Check = _no_check) -> Written:
+        """Publish what was written so far. The file may be written on, also after `check` has interrupted this."""
         with self._turn:
             self._check()
             return self._publish(check)
 
     def commit(self) -> Written:
-        """`sync`, and end. After an error the writer is aborted: what was visible before is visible still."""
+        """`sync`, and end. After an error the writer is aborted: the previous version stays visible."""
         with self._turn:
             try:
                 self._check()
@@ -168,14 +167,14 @@ class FileWriter:
                 self.abort()
 
     def abort(self) -> None:
-        """End, and drop what is not visible. Safe to call at any time, also after `commit`."""
+        """End, and discard what is not published. May be called at any time, also after `commit`."""
         with self._turn:
             if not self._is_open:
                 return
             self._is_open = False
-            # First: what is still on its way makes files in the folder that is to be removed.
+            # First, because requests in flight create files in the folder that is about to be removed.
             self.sending.close(self._settings.end_s)
-            self._publication.remove_rest()
+            self._publication.remove_unreferenced()
         self._ended(self)
 
     def _check(self) -> None:
@@ -183,30 +182,30 @@ class FileWriter:
         if not self._is_open:
             raise PermanentError(f"{self.path}: written to after its end")
 
-    def _touched(self) -> None:
+    def _mark_dirty(self) -> None:
         self._is_dirty = True
-        self._goes_on = self._goes_on or self._written is not None
+        self._is_continued = self._is_continued or self._written is not None
 
     def _before_growth(self, offset: int) -> None:
-        """The file is about to become longer, by a write at `offset`: its last chunk need not stay short."""
+        """The file is about to grow by a write at `offset`: its last chunk may no longer be short."""
         size_bytes = self._size_bytes
         if offset - size_bytes > self._settings.random_bytes:
             raise TooLargeError(f"{self.path}: a gap of {offset - size_bytes} bytes is too large")
         if size_bytes % CHUNK_BYTES:
-            self.sending.take_back(size_bytes - 1, size_bytes)
+            self.sending.recall(size_bytes - 1, size_bytes)
 
-    def _publish(self, check: Check = _wait_on) -> Written:
+    def _publish(self, check: Check = _no_check) -> Written:
         if self._written is not None and not self._is_dirty:
             return self._written
         size_bytes = self._size_bytes
         if self._policy.is_striped(size_bytes):
-            segments = self.sending.send_all(size_bytes, tail_apart=self._goes_on, check=check)
-            # Parts that were taken back are removed when nothing makes them any more.
+            segments = self.sending.send_all(size_bytes, separate_tail=self._is_continued, check=check)
+            # Parts of recalled segments are removed once no request in flight creates them any more.
             self.sending.wait_idle(self._settings.end_s)
             written = self._publication.publish(segments, verify=self._verify)
         else:
-            with self.sending.keeping(0):
-                self.sending.take_back(0, size_bytes)
+            with self.sending.hold_back(0):
+                self.sending.recall(0, size_bytes)
                 self.sending.wait_idle(self._settings.end_s)
                 written = write_ordinary(
                     self._files, self._publication, size_bytes, self._spool.read,
@@ -219,17 +218,17 @@ class FileWriter:
 
 _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 Verify = Literal["length", "read"]
-"""How parts are checked before their file is shown: by their lengths, as the place says them, or by reading them.
+"""How parts are checked before publication: by the lengths that the place reports, or by reading them.
 
-Places acknowledge what they have stored; `read` checks that. Files that are not striped have no
-digests to compare with: always by their length."""
+Places acknowledge what they have stored; "read" does not rely on it. Ordinary files have no digests: always by length.
+"""
 
 
 class Writing:
     """Writes files. Safe to use from many threads.
 
-    `policy_of` says how the file of a path is striped; by default the policy of its folder. `spool` is a folder on a
-    local disk with `settings.spool_bytes` of room; by default `$TMPDIR`, or /var/tmp.
+    `policy_of` returns the stripe policy for a path, by default that of its folder. `spool` is a folder on a local disk
+    with `settings.spool_bytes` of space, by default `$TMPDIR` or /var/tmp.
     """
 
     def __init__(
@@ -251,8 +250,8 @@ class Writing:
         self._writers: set[FileWriter] = set()
         self._publications: set[Publication] = set()
         self._timer = Timer("bootseer-writing", 1)
-        self._is_kept = False
-        """Whether the timer looks after what is on its way."""
+        self._is_maintained = False
+        """Whether the timer maintains the files in flight."""
         self._is_open = True
 
     def write_file(
@@ -266,17 +265,17 @@ class Writing:
         verify: Verify = "length",
         progress: Progress | None = None,
     ) -> Written:
-        """Write a file whose bytes are all there, over what has its name: `read` gives them, a part that failed again.
-        Its folder must be there.
+        """Write a file whose bytes are all available, replacing an existing one. `read` returns them, those of a failed
+        part again. The folder must exist.
 
-        It is durable, verified and visible when this returns; when it raises, nothing has changed. `progress` is called
-        in this thread. For a file below a hidden folder, as in an attempt, `files` must be made `within` it.
+        When this returns, the file is published; when it raises, nothing has changed. `progress` is called in this
+        thread. For a file below a hidden folder, as in an attempt, `files` must be made `within` it.
         """
         check_target(self._files, path)
         policy, publication = self._begin(path, policy, mode)
         try:
             if policy.is_striped(size_bytes):
-                return write_replayed(
+                return write_from_source(
                     publication, size_bytes, read, policy,
                     workers=self._workers, excluded=self._excluded, settings=self._settings, verify=verify,
                     progress=progress,
@@ -297,8 +296,8 @@ class Writing:
         verify: Verify = "length",
         is_checked: bool = False,
     ) -> FileWriter:
-        """Begin a file that is written piece by piece, over what has its name when it is committed. `is_checked`: the
-        caller has seen that its folder is there, and no folder of its name."""
+        """Begin a file that is written piece by piece; `commit` replaces an existing one. `is_checked`: the caller
+        knows that the folder exists and that the path is not a folder."""
         if not is_checked:
             check_target(self._files, path)
         policy, publication = self._begin(path, policy, mode)
@@ -316,13 +315,13 @@ class Writing:
         return writer
 
     def facts(self) -> dict[str, object]:
-        """What is on its way, and nodes that are avoided."""
+        """Files in flight, spool space in use, and excluded nodes."""
         with self._lock:
             num_files = len(self._publications)
         return {"files": num_files, "spool_bytes": self._budget.used_bytes, "sick": sorted(self._excluded.names())}
 
     def close(self) -> None:
-        """Abort what was not committed."""
+        """Abort files that were not committed."""
         with self._lock:
             self._is_open = False
             writers = list(self._writers)
@@ -337,9 +336,9 @@ class Writing:
         with self._lock:
             if not self._is_open:
                 raise PermanentError(f"{self._files.place.uri} is not written to any more: it was closed")
-            if not self._is_kept:
-                self._keep_later()
-                self._is_kept = True
+            if not self._is_maintained:
+                self._schedule_maintenance()
+                self._is_maintained = True
             self._publications.add(publication)
         return policy, publication
 
@@ -354,26 +353,27 @@ class Writing:
             self._writers.discard(writer)
 
     def _free_some(self) -> bool:
-        """Whether room in the spool will come back. When none is on its way, the file that can sends what it has."""
+        """Whether spool space will be freed. If no data is in flight, has the file with the most sendable data send
+        it."""
         with self._lock:
-            rooms = [(*writer.sending.room_to_come(), writer) for writer in self._writers]
+            rooms = [(*writer.sending.expected_free_bytes(), writer) for writer in self._writers]
         if any(on_the_way for on_the_way, _, _ in rooms):
             return True
         waiting = max(rooms, key=lambda room: room[1], default=None)
-        return waiting is not None and waiting[2].sending.send_now()
+        return waiting is not None and waiting[2].sending.flush_some()
 
-    def _keep_later(self) -> None:
-        self._timer.after(min(self._settings.idle_s, self._settings.lease_s) / 3, self._keep)
+    def _schedule_maintenance(self) -> None:
+        self._timer.after(min(self._settings.idle_s, self._settings.lease_s) / 3, self._maintain)
 
-    def _keep(self) -> None:
-        """Renew leases, and end segments to which nothing is added, as long as anything is on its way."""
+    def _maintain(self) -> None:
+        """Renew leases and seal idle segments, as long as files are in flight."""
         with self._lock:
             writers, publications = list(self._writers), list(self._publications)
-            self._is_kept = bool(publications)
+            self._is_maintained = bool(publications)
         if not publications:
             return
         for writer in writers:
-            run_reported(partial(writer.sending.end_idle, self._settings.idle_s))
+            run_reported(partial(writer.sending.seal_idle, self._settings.idle_s))
         for publication in publications:
             run_reported(publication.renew)
-        self._keep_later()
+        self._schedule_maintenance()

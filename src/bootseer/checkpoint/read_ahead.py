@@ -1,11 +1,10 @@
-"""Read-ahead: from the reads of one file, which bytes will be wanted next.
+"""Read-ahead: predicts from the reads of one file which bytes will be read next.
 
 Several readers may go through one file at once: threads, processes that share a descriptor, eight ranks behind one
-mount. So reads are told apart by where they are, not by the handle they came through: each sequential *stream* has a
-place that it has reached, and a read belongs to the stream that it is nearest to. Around that place reads may come out
-of order, as the kernel sends them, and may skip a little. A stream earns its window: it doubles while the stream goes
-on, and begins anew where less than half of what was passed was read. Reads that belong to no stream bring nothing but
-themselves.
+mount. So reads are grouped by their offsets, not by file handles: each sequential *stream* has a position, and a read
+belongs to the nearest stream. Around that position reads may arrive out of order, as the kernel sends them, and may
+skip a little. A stream earns its window: it doubles while the stream continues, and starts over when less than half of
+the bytes passed were read. Reads outside of any stream cause no read-ahead.
 
 Decides and touches nothing. Not safe for threads.
 """
@@ -17,41 +16,41 @@ from typing import NamedTuple
 
 _MIB = 1 << 20
 _DISORDER = 4
-"""So many requests of a stream may be under way at once, and arrive in any order."""
+"""So many requests of a stream may be in flight at once, and arrive in any order."""
 _MIN_SLACK = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class AheadSettings:
-    """How far reads may be from where they are expected, and how much is brought for them. All in bytes."""
+class ReadAheadSettings:
+    """How far reads may be from a stream's position, and how much is read ahead. All in bytes."""
 
     first_bytes: int = 2 * _MIB
-    """The first window of a stream: little is lost when it ends there, as the reading of a header does."""
+    """The first window of a stream: little is lost if it ends there, as after the read of a header."""
     max_bytes: int = 64 * _MIB
-    """The largest window: 0.1 s of a 5 Gbit/s link, more than any link here keeps in flight. Files whose disks take
-    turns at long stretches need more."""
+    """The largest window: 0.1 s of a 5 Gbit/s link, more than is ever in flight. Files with large blocks on alternating
+    disks need more."""
     forward_bytes: int = 16 * _MIB
-    """A read so far beyond its stream still belongs to it."""
+    """A read up to so far ahead of a stream belongs to it."""
     backward_bytes: int = 4 * _MIB
-    """A read so far behind its stream still belongs to it: the kernel has a few requests of 1 MiB under way at once."""
+    """A read up to so far behind a stream belongs to it: the kernel has a few requests of 1 MiB in flight."""
     max_streams: int = 64
-    """Per file; the one that was not used for longest gives way."""
+    """Per file; the least recently used one is dropped."""
 
 
 class Advice(NamedTuple):
-    """What to do about a read."""
+    """What to do after a read."""
 
     sequential: bool
-    """What lies around this read will probably be read too."""
+    """Whether the bytes around this read will probably be read too."""
     start: int
     end: int
-    """Bring these bytes of the file before they are asked for; nothing when both are equal."""
+    """The range to read ahead; empty if both are equal."""
     stream: int
-    """For `refused`."""
+    """To be passed to `refused`."""
 
 
 class _Stream:
-    """A reader that goes through a file. `reached` is the end of what it read."""
+    """A sequential reader. `reached` is the end of what it has read."""
 
     __slots__ = ("asked", "origin", "proven", "reached", "read", "used", "window")
 
@@ -64,18 +63,18 @@ class _Stream:
         self.restart(offset, end - offset)
 
     def restart(self, offset: int, length: int) -> None:
-        """Judge it anew from here on."""
+        """Start measuring from here."""
         self.origin = offset
         self.read = length
 
 
-class Ahead:
+class ReadAhead:
     """The streams of one file."""
 
-    def __init__(self, size_bytes: int, settings: AheadSettings | None = None, *, row_bytes: int = 1) -> None:
-        """`row_bytes`: windows end at multiples of it, so that what belongs together is brought together."""
+    def __init__(self, size_bytes: int, settings: ReadAheadSettings | None = None, *, row_bytes: int = 1) -> None:
+        """`row_bytes`: windows end at multiples of it, so that rows are read as a whole."""
         self._size = size_bytes
-        self._settings = settings or AheadSettings()
+        self._settings = settings or ReadAheadSettings()
         self._row = row_bytes
         self._streams: dict[int, _Stream] = {}
         self._num_made = 0
@@ -83,16 +82,16 @@ class Ahead:
 
     @property
     def num_streams(self) -> int:
-        """Streams that have a window."""
+        """Number of streams with a window."""
         return sum(stream.proven for stream in self._streams.values())
 
-    def note(self, offset: int, length: int, limit_bytes: int) -> Advice:
-        """A read of `length` bytes inside the file. `limit_bytes`: what may be brought ahead for one stream now."""
+    def on_read(self, offset: int, length: int, limit_bytes: int) -> Advice:
+        """Note a read inside the file. `limit_bytes`: current read-ahead limit of one stream."""
         self._num_reads += 1
         end = offset + length
         number = self._nearest(offset)
         if number is None:
-            # A reader that begins at the start reads a header or everything. Elsewhere, one read proves nothing.
+            # A reader that starts at 0 reads a header or everything. Elsewhere, one read proves nothing.
             number = self._begin(offset, end, proven=offset == 0)
         else:
             self._follow(self._streams[number], offset, end)
@@ -104,7 +103,7 @@ class Ahead:
         return Advice(True, start, stop, number)
 
     def refused(self, advice: Advice, start: int) -> None:
-        """What an advice names from `start` on was not brought, for want of room: it is advised again."""
+        """The range of an advice was not read from `start` on, for lack of memory: it is advised again."""
         stream = self._streams.get(advice.stream)
         if stream is not None:
             stream.asked = min(stream.asked, start)
@@ -133,7 +132,7 @@ class Ahead:
         stream.read += length
         passed = stream.reached - stream.origin
         if stream.read * 2 + slack < passed:
-            # It jumps: what was brought for it is of no use, and little is known of where it goes next.
+            # The reader skips: what was read ahead is useless, and its next position is unknown.
             stream.proven = False
             stream.window = self._settings.first_bytes
             stream.asked = stream.reached
@@ -145,7 +144,8 @@ class Ahead:
             stream.restart(stream.reached, 0)
 
     def _wanted(self, stream: _Stream, window: int) -> tuple[int, int]:
-        """The next bytes to bring. Half a window at once at least: large requests cost less than many small ones."""
+        """The next range to read ahead: at least half a window, because few large requests cost less than many small
+        ones."""
         if window <= 0:
             return 0, 0
         goal = min(-(-(stream.reached + window) // self._row) * self._row, self._size)

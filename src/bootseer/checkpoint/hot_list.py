@@ -1,8 +1,8 @@
-"""Which parts of a checkpoint a node needs first: what it read until training began, for its next start.
+"""The hot list of a checkpoint: what a node read until training began, for its next start.
 
-Another start reads another checkpoint of the same job, whose files have the same names. So what was read is kept by
-name within the checkpoint, for each place that a node can have in the job: each reads its own share. Without a record,
-a node that is alone needs all of it; one of many needs what is small, and the rest when it is asked for.
+The next start reads another checkpoint of the same job, whose files have the same names. So ranges are kept by names
+within the checkpoint, separately for each position of a node in the job, because each reads its own share. Without a
+hot list, a single node needs everything; one of many needs the small files first, and the rest on demand.
 
 Decides and touches nothing.
 """
@@ -17,14 +17,14 @@ from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.checkpoint-hot/1"
 SMALL_BYTES = 1 << 20
-"""Files up to this size are metadata: they are few bytes, and the first that is asked for."""
+"""Files up to this size are metadata: small, and needed first."""
 MAX_RANGES = 100_000
 MAX_BYTES = 16 << 20
 _MAX_PATH = 4096
 
 
 class Range(NamedTuple):
-    """A part of a file; `path` is relative to what was mounted."""
+    """A range of a file; `path` is relative to the mount."""
 
     path: str
     offset: int
@@ -32,16 +32,16 @@ class Range(NamedTuple):
 
 
 class Recorder:
-    """Collects what is read, in the order of the first need. Not safe for threads."""
+    """Records reads in the order of first use. Not safe for threads."""
 
     def __init__(self, piece_bytes: int = 1 << 20) -> None:
-        """Reads are noted as whole pieces of this size."""
+        """Reads are recorded as whole pieces of this size."""
         self._piece = piece_bytes
         self._seen: set[tuple[str, int]] = set()
         self._ranges: list[Range] = []
 
     def read(self, path: str, offset: int, length: int) -> None:
-        """A reader asked for this."""
+        """A reader has requested this range."""
         for number in range(offset // self._piece, -(-(offset + length) // self._piece)):
             if (path, number) in self._seen or len(self._seen) >= MAX_RANGES:
                 continue
@@ -54,12 +54,12 @@ class Recorder:
                 self._ranges.append(Range(path, start, self._piece))
 
     def ranges(self) -> list[Range]:
-        """What was read so far, the first need first."""
+        """The ranges read so far, in order of first use."""
         return list(self._ranges)
 
 
 def encode(ranges: Iterable[Range], checkpoint: str) -> bytes:
-    """A hot list as it is kept. Files in the folder `checkpoint` will have the same names in the next checkpoint."""
+    """Encode a hot list. Files in the folder `checkpoint` will have the same names in the next checkpoint."""
     prefix = f"{checkpoint}/" if checkpoint else ""
     rows = [
         [one.path.removeprefix(prefix), one.path.startswith(prefix), one.offset, one.length]
@@ -69,7 +69,7 @@ def encode(ranges: Iterable[Range], checkpoint: str) -> bytes:
 
 
 def decode(data: bytes, checkpoint: str) -> list[Range]:
-    """The ranges of a hot list, for another checkpoint. Raises `CorruptError` for what `encode` has not written."""
+    """Decode a hot list for another checkpoint. Raises `CorruptError`."""
     try:
         value = json.loads(data) if len(data) <= MAX_BYTES else None
         if not isinstance(value, dict) or value.get("schema") != SCHEMA or len(value["ranges"]) > MAX_RANGES:
@@ -89,10 +89,10 @@ def _range(row: Any, checkpoint: str) -> Range:
 
 
 def plan(files: Sequence[tuple[str, int]], hot: Sequence[Range], *, alone: bool, budget_bytes: int) -> list[Range]:
-    """What to fetch ahead of all readers, in this order: of `files` (path, size), at most `budget_bytes`.
+    """The ranges to prefetch, in order: of `files` (path, size), at most `budget_bytes`.
 
-    Small files come first: they tell readers what to ask for. Then what is in the hot list; without one, everything if
-    this node is `alone`.
+    Small files come first: they determine what readers request next. Then the hot list; without one, everything if this
+    node is `alone`.
     """
     sizes = dict(files)
     wanted = [Range(path, 0, size) for path, size in files if 0 < size <= SMALL_BYTES]

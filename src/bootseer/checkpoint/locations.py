@@ -1,7 +1,7 @@
-"""File systems that this process reads checkpoints from, each opened once: connections, buffers and what is known of
-slow nodes are shared by all readers.
+"""Addresses of checkpoints, and the file systems of this process: each is opened once, so that all readers share
+connections, buffers and what is known about slow nodes.
 
-A process that was forked opens its own: neither connections nor threads survive a fork.
+A forked child opens its own: neither connections nor threads survive a fork.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bootseer.places.place import Place
 _LOG = logger(__name__)
 FOLDERS = "file:///"
 CACHE = "BOOTSEER_CHECKPOINT_CACHE"
-"""`0` in this variable: what is read is not kept on the node's disk."""
+"""Environment variable; `0`: chunks are not kept in the node's cache."""
 
 
 class FileSystem:
-    """A file system from its root on. What writes is made when something is written."""
+    """An open file system. Its writer is created on first use."""
 
     def __init__(self, place: Place, reading: Reading) -> None:
         self.place = place
@@ -51,7 +51,7 @@ class FileSystem:
 
     @property
     def writing(self) -> Writing:
-        """One for all writers of this process."""
+        """The writer shared by this process."""
         with self._lock:
             self._writing = self._writing or Writing(self.files)
             return self._writing
@@ -64,32 +64,32 @@ class FileSystem:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Location:
     """A file or folder of a file system."""
 
     system: FileSystem
     root: str
-    """Of the file system: `hdfs://namenode/` or `file:///`."""
+    """Address of the file system: `hdfs://namenode/` or `file:///`."""
     path: str
-    """From the root on, without a slash in front."""
+    """Path from the root, without a leading slash."""
 
     @property
     def uri(self) -> str:
         return self.root + (quote(self.path) if self.root == FOLDERS else self.path)
 
-    def at(self, name: str) -> Opened:
+    def at(self, name: str) -> Location:
         return replace(self, path=posixpath.join(self.path, name))
 
     def where(self, name: str) -> str:
-        """What users would call it."""
+        """The address of a file in this folder, for messages."""
         return self.at(name).uri
 
     def open(self, name: str = "") -> CheckpointFile:
-        """Begin to read a file in this folder, or this file."""
+        """Open a file in this folder, or this file itself."""
         return self.system.reading.open(self.at(name).path if name else self.path)
 
     def read_bytes(self, name: str, limit: int) -> bytes:
-        """All of a file in this folder. Raises `PermanentError` when it has more than `limit` bytes."""
+        """All of a file in this folder. Raises `PermanentError` if it has more than `limit` bytes."""
         file = self.open(name)
         try:
             if file.size_bytes > limit:
@@ -98,8 +98,8 @@ class Opened:
         finally:
             file.close()
 
-    def latest(self) -> Opened:
-        """The checkpoint that this names: itself, or what the file `latest` says when that is its name."""
+    def latest(self) -> Location:
+        """The checkpoint that this names: what `latest` says if that is its name, otherwise itself."""
         folder, _, name = self.path.rpartition("/")
         if name != LATEST:
             return self
@@ -111,7 +111,7 @@ class Opened:
 
 
 class _Process:
-    """What the process has opened."""
+    """The file systems that the process has opened."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -119,24 +119,23 @@ class _Process:
 
 
 _processes = [_Process()]
-"""The last one is this process. Those before it are its parents': they stay as they are, since closing anything of
-theirs would speak on their connections."""
+"""The last one is this process's. Earlier ones are those of its parents before a fork: never closed here, because that
+would send data on the parents' connections."""
 
 
-def opened(uri: str | os.PathLike[str]) -> Opened:
-    """What `hdfs://namenode/path`, `s3://bucket/path`, `file:///path` or a path names. Raises `UsageError` for other
-    addresses."""
+def resolve(uri: str | os.PathLike[str]) -> Location:
+    """Resolve `hdfs://namenode/path`, `s3://bucket/path`, `file:///path` or a path. Raises `UsageError`."""
     root, path = split(os.fspath(uri))
-    return opened_below(root, path)
+    return resolve_below(root, path)
 
 
-def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
-    """What lies at `path` below the root of a file system: `hdfs://namenode/`, `s3://bucket/` or `file:///`.
+def resolve_below(root: str, path: str, *, follow: bool = True) -> Location:
+    """The location `path` below the root of a file system: `hdfs://namenode/`, `s3://bucket/` or `file:///`.
 
-    `follow=False`: of a link in a folder, the link itself and not what it leads to.
+    `follow=False`: a symbolic link itself instead of its target.
     """
     if root == FOLDERS:
-        # Places follow no links below their root, which here is that of the machine.
+        # Places do not follow links below their root, which here is the machine's root.
         there = Path("/", path)
         path = str(there.resolve() if follow else there.parent.resolve() / there.name)
     process = _processes[-1]
@@ -147,13 +146,13 @@ def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
             cache = _node_cache(os.environ)
             system = FileSystem(place, Reading(place, cache=cache, job=job_peers(root, os.environ)))
             process.systems[root] = system
-    return Opened(system, root, posixpath.normpath("/" + path).strip("/"))
+    return Location(system, root, posixpath.normpath("/" + path).strip("/"))
 
 
 def close_all() -> None:
-    """Give back the connections, threads and memory of all that is open; what is opened later begins anew.
+    """Release all connections, threads and memory; later calls start anew.
 
-    For programs that load once and then run for days. Nothing may be on its way.
+    For programs that load once and then run for days. No read or write may be in flight.
     """
     process = _processes[-1]
     with process.lock:
@@ -164,7 +163,7 @@ def close_all() -> None:
 
 
 def is_uri(uri: str) -> bool:
-    """Whether `opened` takes this."""
+    """Whether `resolve` accepts this."""
     try:
         split(uri)
     except UsageError:
@@ -173,7 +172,7 @@ def is_uri(uri: str) -> bool:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """The root of a file system, and the path below it."""
+    """Split an address into the root of the file system and the path below it."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return FOLDERS, str(Path(uri).absolute())
@@ -186,8 +185,8 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def job_peers(uri: str, env: Mapping[str, str]) -> JobPeers | None:
-    """The nodes that read the same checkpoints in this job; None where they do not share what they read. A folder is
-    not asked for over one link by all of them, and may be another one on each."""
+    """The nodes that share chunks of checkpoints in this job; None if they do not. Local folders are not shared: they
+    may differ between nodes."""
     if not uri.startswith(("hdfs://", *(f"{scheme}://" for scheme in BUCKETS))):
         return None
     try:
@@ -198,13 +197,13 @@ def job_peers(uri: str, env: Mapping[str, str]) -> JobPeers | None:
 
 
 def _node_cache(env: Mapping[str, str]) -> Cache | None:
-    """The cache that all processes of this user share on this node, if there can be one."""
+    """The node's cache of this user; None if it is disabled or unusable."""
     if env.get(CACHE) == "0":
         return None
     try:
         return Cache(blocks_folder(cache_root(env, os.geteuid())))
     except BootseerError:
-        return None  # it saves time, and nothing else depends on it
+        return None  # the cache is an optimisation: nothing depends on it
 
 
 after_fork(lambda: _processes.append(_Process()))

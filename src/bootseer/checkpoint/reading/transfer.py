@@ -1,20 +1,17 @@
-"""What reads of a file are made of: the source that starts them, the calls that follow from their ends, the counters.
+"""The machinery of reads: `Source` (starts them), effects (what follows from their ends), `Transfer` (one large read),
+`Gather` and `Waiting` (waiting for their ends), counters.
 
-A reader gives a source the memory, and starts the reads in an order and number of its own choice.
+A reader passes memory to a source, and starts its jobs in an order and number of its own choice.
 
-*Effects* are calls that are made with no lock held, and never one inside another. A read that ends starts others, which
-may end at once, which starts others: a chain without an end, in which each call would find the state of those above it
-half changed. So code that changes state under a lock makes a list of calls, and hands it over after the lock
-(`carry_out`). In each thread one loop makes them, in their order; what a call hands over itself comes after all others.
-Threads do not wait for each other's calls: each compares what it received with its digest. What a call raises is
-reported, and the next one is made.
+*Effects* are calls made with no lock held, and never nested. A read that ends starts others, which may end at once and
+start others again: nested calls would recurse without bound, and each would see the state of its callers half changed.
+So code that changes state under a lock collects its follow-up calls, and hands them to `run_effects` after releasing
+the lock. In each thread one loop runs them in order; calls handed over by an effect are appended. Threads do not wait
+for each other's effects. An exception in an effect is reported, and the next one runs.
 
-One large read: all its jobs, a bounded number of bytes of them in flight, every lane busy; and waiting for its end.
-
-Each lane goes on at its own pace. A slow disk then holds up what lies on it and nothing else; at the end the healthy
-ones have done their part. The next job of a lane is started by the thread in which one of its jobs ended: no thread is
-woken for it. A read that is made of several (`Gather`) ends when all of them have ended, with the first error if there
-was one.
+A `Transfer` keeps a bounded number of bytes in flight and every lane (a disk or node) busy. Each lane advances at its
+own pace, so a slow disk delays only what lies on it. The next job of a lane is started by the thread in which one of
+its jobs has ended, without waking another thread.
 """
 
 from __future__ import annotations
@@ -31,37 +28,38 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import report_exception, show_threads
 
 Done = Callable[[BootseerError | None], None]
-"""Called once, from any thread, when a read has ended: None, or what went wrong. From then on no thread writes."""
+"""Called once, from any thread, when a read has ended, with None or its error. From then on no thread writes into its
+memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Want:
-    """Bytes of a file, from `start` on, for `into`."""
+class RangeRequest:
+    """Bytes of a file, from `start` on, to be read into `into`."""
 
     start: int
     into: memoryview
     done: Done
     hold: Callable[[], Callable[[], None]] | None = None
-    """Where `into` is not changed later: keeps it as it is until the function that this returns is called."""
-    here: bool = False
+    """Set where `into` will not be changed: pins it until the function that this returns is called."""
+    inline: bool = False
     """Whether the thread that starts the read may carry it out."""
 
 
 class Job(Protocol):
-    """One read. Nothing happens before `start`; `done` is called once after it."""
+    """One read, not yet started; `done` is called once after `start`."""
 
     lane: Hashable
-    """Reads of one lane take turns at the same disk, those of different lanes do not."""
+    """Reads of one lane share a disk, those of different lanes do not."""
     num_bytes: int
 
     def start(self, *, urgent: bool) -> None:
-        """Begin. `urgent`: a reader waits for it. Whatever goes wrong ends the read; only Ctrl-C is raised, too."""
+        """Start. `urgent`: a reader waits for it. Errors end the read; only KeyboardInterrupt is also raised."""
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         """A reader waits for it now."""
 
     def cancel(self) -> None:
-        """It is not wanted any more; it still ends."""
+        """Cancel the read, which still ends."""
 
 
 class Source(Protocol):
@@ -70,36 +68,36 @@ class Source(Protocol):
     size_bytes: int
     version: str
     unit_bytes: int
-    """Read-ahead brings so much at once; units begin at multiples of it."""
+    """Unit of read-ahead; units start at multiples of it."""
     row_bytes: int
-    """Reading multiples of this together costs least."""
+    """The most efficient multiple to read at once."""
     whole_units: bool
-    """Only whole units can be read: each has a digest."""
+    """Whether only whole units can be read, because each has one digest."""
     max_ahead_bytes: int
-    """Read-ahead is worth while so far."""
+    """The largest useful read-ahead window."""
     num_lanes: int
-    """So many lanes wait for each other at most; 0: they do not."""
+    """How many lanes wait for each other; 0: none."""
 
     def prepare(self) -> None:
-        """Find out what this node has of the file already. Reads work without it."""
+        """Look up what this node already has of the file. Optional."""
 
     def is_local(self, start: int) -> bool:
-        """Whether the unit is on this node's disk, as far as is known."""
+        """Whether the unit is in this node's cache, as far as known."""
 
     def read_local(self, start: int, into: memoryview) -> bool:
-        """Read bytes of one unit from this node's disk: whether they were there and right. Blocks for the disk."""
+        """Read bytes of one unit from the node's cache; returns whether they were there and right. Blocks on disk."""
 
-    def jobs(self, wants: Sequence[Want]) -> list[Job]:
+    def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
         """Reads from the place, for bytes that are wanted together, in the order of the file."""
 
     def close(self) -> None:
-        """Not read any more. Reads that were begun still end."""
+        """Close the source; reads in flight still end."""
 
 
 def failure(error: BaseException, operation: str) -> BootseerError:
-    """The error that a read of `what` ends with when `error` was raised on its way: a read that was begun must end.
+    """The error with which a read ends after `error` was raised: every started read must end.
 
-    To be called in an `except` block. What was not foreseen is reported; Ctrl-C is for the caller to raise again.
+    Called in an `except` block. Unexpected exceptions are reported; the caller raises a KeyboardInterrupt again.
     """
     if isinstance(error, BootseerError):
         return error
@@ -112,8 +110,8 @@ Effect = Callable[[], object]
 _own = threading.local()
 
 
-def carry_out(effects: Iterable[Effect]) -> None:
-    """Make these calls; from within such a call, a little later. Ctrl-C is raised again when all of them were made."""
+def run_effects(effects: Iterable[Effect]) -> None:
+    """Run these calls; within an effect, after it. A KeyboardInterrupt is raised again when all have run."""
     queue: deque[Effect] | None = getattr(_own, "queue", None)
     if queue is not None:
         queue.extend(effects)
@@ -135,24 +133,24 @@ def carry_out(effects: Iterable[Effect]) -> None:
 
 
 NAMES = (
-    "place_bytes",  # came from the place: what readers asked for, parity, and reads ahead
-    "cache_bytes",  # came from this node's cache
-    "peer_bytes",  # came from other nodes of the job
-    "donor_bytes",  # came from chunks of other files in the cache that are the same
-    "chunks",  # chunks and pieces that came from the place
+    "place_bytes",  # read from the place: requested, parity, and read ahead
+    "cache_bytes",  # read from this node's cache
+    "peer_bytes",  # received from other nodes of the job
+    "donor_bytes",  # copied from equal chunks of other files in the cache
+    "chunks",  # chunks and pieces read from the place
     "reads",  # calls of readers
-    "rebuilt",  # chunks that were computed from the others of their row
-    "wrong_chunks",  # chunks that came with wrong bytes, and were refused
-    "retries",  # chunks that were asked for again
+    "rebuilt",  # chunks rebuilt from the others of their row
+    "wrong_chunks",  # chunks that arrived with wrong bytes, and were rejected
+    "retries",  # chunks that were requested again
     "kept_chunks",  # chunks that were put into the cache
     "not_kept_chunks",  # chunks that were not, because the disk was full or slower than the place
-    "claims_waited",  # chunks that another process of this node was fetching already
+    "claims_waited",  # chunks that another process of this node was already fetching
     "waited_for_room",  # reads that had to wait for memory
 )
 
 
 class Counters:
-    """Counts by name, of `NAMES`."""
+    """Counters by name, see `NAMES`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -163,7 +161,7 @@ class Counters:
             self._counts[name] += count
 
     def all(self) -> dict[str, int]:
-        """What was counted so far, zeros too."""
+        """All counters, including zeros."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
 
@@ -177,39 +175,41 @@ class _Lane:
 
 
 class Transfer:
-    """Reads of one source into memory that the caller owns until `then` is called."""
+    """Reads of one source into memory that the caller owns until `on_end` is called."""
 
     def __init__(
         self,
         source: Source,
-        wants: Sequence[tuple[int, memoryview]],
+        requests: Sequence[tuple[int, memoryview]],
         *,
         max_bytes: int,
         max_lane_bytes: int,
-        moved: Callable[[], None],
-        then: Done,
+        on_progress: Callable[[], None],
+        on_end: Done,
         position: float = 0.0,
     ) -> None:
-        """`then` is called once, from any thread, when no thread writes into any of the memory any more; `moved`
-        whenever a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane. It begins at
-        `position`, a part of each lane, and goes on with what lies before that."""
-        self._moved = moved
-        self._then = then
+        """`on_end` is called once, from any thread, when no thread writes into any of the memory any more;
+        `on_progress` whenever a job has ended. At most `max_bytes` are in flight, and `max_lane_bytes` per lane. Each
+        lane starts at the fraction `position` of its jobs and wraps around."""
+        self._on_progress = on_progress
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
         self._running: set[Job] = set()
         self._in_flight = 0
-        self._left = len(wants)
+        self._left = len(requests)
         self._error: BootseerError | None = None
         self._starting = False
-        ends: list[partial[None]] = [partial(self._ended, number) for number in range(len(wants))]
-        self._jobs = source.jobs([Want(start, into, end) for (start, into), end in zip(wants, ends, strict=True)])
+        ends: list[partial[None]] = [partial(self._ended, number) for number in range(len(requests))]
+        self._jobs = source.jobs(
+            [RangeRequest(start, into, end) for (start, into), end in zip(requests, ends, strict=True)]
+        )
         for job in self._jobs:
             self._lanes.setdefault(job.lane, _Lane()).jobs.append(job)
         for lane in self._lanes.values():
             lane.jobs.rotate(-int(len(lane.jobs) * position))
         self._waiting = deque(self._lanes.values())
-        # Lanes that wait for each other must all be able to go on, however many they are.
+        # Lanes that wait for each other must all be able to advance, however many they are.
         self._max_bytes = max(max_bytes, source.num_lanes * source.unit_bytes)
         self._max_in_lane = max(min(self._max_bytes // max(len(self._lanes), 1), max_lane_bytes), source.unit_bytes)
 
@@ -217,10 +217,10 @@ class Transfer:
         if self._left:
             self._start_more()
         else:
-            self._then(None)
+            self._on_end(None)
 
     def cancel(self, error: BootseerError) -> None:
-        """Start nothing more, and end with this error as soon as what runs has ended."""
+        """Start nothing more, and end with this error when the jobs in flight have ended."""
         with self._lock:
             if self._error is not None or not self._left:
                 return
@@ -229,17 +229,17 @@ class Transfer:
         for job in running:
             job.cancel()
         if ended:
-            self._then(error)
+            self._on_end(error)
 
     def _start_more(self) -> None:
         with self._lock:
-            if self._starting:  # that thread looks again before it goes
+            if self._starting:  # that thread checks again before it leaves
                 return
             self._starting = True
         try:
             while (job := self._next()) is not None:
                 job.start(urgent=True)
-        except BaseException:  # Ctrl-C: the job has ended with an error
+        except BaseException:  # KeyboardInterrupt: the job has ended with an error
             with self._lock:
                 self._starting = False
             raise
@@ -269,26 +269,26 @@ class Transfer:
 
     def _ended(self, number: int, error: BootseerError | None) -> None:
         job = self._jobs[number]
-        self._moved()
+        self._on_progress()
         with self._lock:
             if job not in self._running:
-                return  # Ctrl-C ended it before
+                return  # KeyboardInterrupt ended it before
             self._running.remove(job)
             self._lanes[job.lane].in_flight -= job.num_bytes
             self._in_flight -= job.num_bytes
             self._left -= 1
-            # Once: a read that is cancelled ends with an error too, and nothing is started after the first.
+            # Only for the first error: cancelled reads end with errors too.
             running = list(self._running) if error is not None and self._error is None else []
             ended = self._give_up(error) if error is not None else not self._left
         for other in running:
             other.cancel()
         if ended:
-            self._then(self._error)
+            self._on_end(self._error)
         else:
             self._start_more()
 
     def _give_up(self, error: BootseerError) -> bool:
-        """Whether nothing is left. Called with the lock."""
+        """Returns whether nothing is left. Called with the lock held."""
         self._error = self._error or error
         for lane in self._lanes.values():
             self._left -= len(lane.jobs)
@@ -297,15 +297,16 @@ class Transfer:
 
 
 class Gather:
-    """Counts what is under way. `then` is called once, by the thread in which the last one ends."""
+    """Counts reads in flight. `on_end` is called once, by the thread in which the last one ends, with the first
+    error."""
 
-    def __init__(self, then: Done) -> None:
-        """It begins with one that is under way: that which adds the others. So it cannot end before they are there."""
-        self.moved_s = time.monotonic()
-        """When something ended last."""
+    def __init__(self, on_end: Done) -> None:
+        """The count starts at one, for the caller that adds the reads: it cannot end before all were added."""
+        self.progress_s = time.monotonic()
+        """When a read has last ended."""
         self.copy: Callable[[], None] = lambda: None
-        """Called before `then` when all has ended well."""
-        self._then = then
+        """Called before `on_end` if all reads have succeeded."""
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._left = 1
         self._error: BootseerError | None = None
@@ -313,7 +314,7 @@ class Gather:
 
     @property
     def has_failed(self) -> bool:
-        """Whether what comes now is of no use: it is not copied into the caller's memory any more."""
+        """Whether a read has failed: later results are not copied into the caller's memory."""
         return self._error is not None
 
     def expect(self, count: int = 1) -> None:
@@ -321,28 +322,28 @@ class Gather:
             self._left += count
 
     def begin(self, transfer: Transfer) -> None:
-        """A transfer, which calls `ended`, starts now."""
+        """Add a transfer, whose `on_end` is `ended`, and start it."""
         with self._lock:
             self._left += 1
             self._transfers.append(transfer)
         transfer.start()
 
-    def moved(self) -> None:
-        self.moved_s = time.monotonic()
+    def on_progress(self) -> None:
+        self.progress_s = time.monotonic()
 
     def ended(self, error: BootseerError | None = None) -> None:
         with self._lock:
-            self.moved_s = time.monotonic()
+            self.progress_s = time.monotonic()
             self._left -= 1
             self._error = self._error or error
             if self._left:
                 return
         if self._error is None:
             self.copy()
-        self._then(self._error)
+        self._on_end(self._error)
 
     def cancel(self, error: BootseerError) -> None:
-        """It is not wanted any more. It ends with this error, soon, when no thread writes into the caller's memory."""
+        """Cancel: it ends with this error, as soon as no thread writes into the caller's memory."""
         with self._lock:
             self._error = self._error or error
             transfers = list(self._transfers)
@@ -351,13 +352,13 @@ class Gather:
 
 
 class Waiting:
-    """For a thread that waits for one read."""
+    """Lets a thread wait for one read."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: BootseerError | None = None
         self.gather = Gather(self.ended)
-        """Of a read that is made of several."""
+        """For a read that consists of several."""
 
     @property
     def is_over(self) -> bool:
@@ -368,13 +369,13 @@ class Waiting:
         self._over.set()
 
     def wait(self, operation: str, limit_s: float) -> None:
-        """Wait for it, and raise its error; `what` is read, in an error's words.
+        """Wait for the end, and raise the read's error. `operation` describes it in messages.
 
-        The parts of a read have deadlines of their own. When none has ended for `limit_s`, which is more, an answer was
-        lost by a mistake in this program: then all threads are shown on standard error, and `TransientError` is raised.
+        Each part of a read has a deadline. If none has ended for `limit_s`, which is longer, a bug has lost an answer:
+        all threads are dumped to standard error, and `TransientError` is raised.
         """
-        while not self._over.wait(max(self.gather.moved_s + limit_s - time.monotonic(), 0.0)):
-            if time.monotonic() >= self.gather.moved_s + limit_s:
+        while not self._over.wait(max(self.gather.progress_s + limit_s - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.gather.progress_s + limit_s:
                 show_threads(f"{operation}: no answer within {limit_s:g} s")
                 raise TransientError(
                     f"{operation}: no answer within {limit_s:g} s, although each part has a deadline: this is a bug of "
@@ -383,6 +384,6 @@ class Waiting:
         if self._error is not None:
             raise self._error
 
-    def wait_over(self, timeout_s: float = 5.0) -> None:
-        """Wait a little for its end, whatever that is."""
+    def wait_ended(self, timeout_s: float = 5.0) -> None:
+        """Wait briefly for the end, successful or not."""
         self._over.wait(timeout_s)

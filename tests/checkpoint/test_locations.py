@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.opened import close_all, is_uri, opened, split
+from bootseer.checkpoint.locations import close_all, is_uri, resolve, split
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from checkpoint_process import own_file_systems
 
@@ -41,9 +41,9 @@ def test_what_is_opened_is_named_as_users_would(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     folder.mkdir()
     (folder / "file").write_bytes(b"data")
-    found = opened(folder)
+    found = resolve(folder)
     assert found.where("file") == f"file://{tmp_path}/a%20b/file"
-    assert opened(found.where("file")).read_bytes("", 100) == b"data"
+    assert resolve(found.where("file")).read_bytes("", 100) == b"data"
     assert found.read_bytes("file", 4) == b"data"
     with pytest.raises(PermanentError, match="4 bytes are more than the 3 expected"):
         found.read_bytes("file", 3)
@@ -53,62 +53,62 @@ def test_a_relative_path_and_links_lead_to_the_same(tmp_path: Path, monkeypatch:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
-    assert opened("link") == opened(tmp_path / "real") == opened("real/../real")
+    assert resolve("link") == resolve(tmp_path / "real") == resolve("real/../real")
 
 
 def test_a_file_system_is_opened_once_until_all_are_closed(tmp_path: Path) -> None:
-    system = opened(tmp_path / "a").system
-    assert opened(tmp_path / "b").system is system
+    system = resolve(tmp_path / "a").system
+    assert resolve(tmp_path / "b").system is system
     close_all()
-    assert opened(tmp_path / "a").system is not system
+    assert resolve(tmp_path / "a").system is not system
 
 
-def test_latest_is_what_the_file_says_or_itself(tmp_path: Path) -> None:
-    assert opened(tmp_path / "step-1").latest() == opened(tmp_path / "step-1")
-    assert opened(tmp_path / "latest").latest() == opened(tmp_path / "latest")
+def test_latest_resolves_to_the_name_in_the_file_or_to_itself(tmp_path: Path) -> None:
+    assert resolve(tmp_path / "step-1").latest() == resolve(tmp_path / "step-1")
+    assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "latest")
     (tmp_path / "latest").write_text("step-7\n")
-    assert opened(tmp_path / "latest").latest() == opened(tmp_path / "step-7")
+    assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "step-7")
     (tmp_path / "latest").write_text("../../etc\n")
     with pytest.raises(CorruptError, match="latest"):
-        opened(tmp_path / "latest").latest()
+        resolve(tmp_path / "latest").latest()
 
 
 def test_a_folder_of_the_name_latest_is_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
-    assert opened(tmp_path / "latest").latest() == opened(tmp_path / "latest")
+    assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "latest")
 
 
 def test_the_nodes_cache_is_used_unless_it_is_switched_off(
     tmp_path: Path, own_file_systems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOOTSEER_CHECKPOINT_CACHE", "0")
-    opened(tmp_path)
+    resolve(tmp_path)
     assert not list(own_file_systems.iterdir())
     close_all()
     monkeypatch.delenv("BOOTSEER_CHECKPOINT_CACHE")
-    opened(tmp_path)
+    resolve(tmp_path)
     assert [path.name for path in own_file_systems.iterdir()] == ["blocks"]
 
 
-def test_a_cache_that_cannot_be_made_keeps_nobody_from_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_works_without_a_usable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"data")
     monkeypatch.setenv("BOOTSEER_CACHE", str(tmp_path / "file" / "below"))
-    assert opened(tmp_path).read_bytes("file", 10) == b"data"
+    assert resolve(tmp_path).read_bytes("file", 10) == b"data"
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_opens_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"data")
-    system = opened(tmp_path).system
-    assert opened(tmp_path).read_bytes("file", 10) == b"data"
+    system = resolve(tmp_path).system
+    assert resolve(tmp_path).read_bytes("file", 10) == b"data"
     child = os.fork()
     if not child:
         is_right = False
         try:
             signal.alarm(60)
-            own = opened(tmp_path)
+            own = resolve(tmp_path)
             is_right = own.system is not system and own.read_bytes("file", 10) == b"data"
         finally:
             os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert opened(tmp_path).system is system
+    assert resolve(tmp_path).system is system

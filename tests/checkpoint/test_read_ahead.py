@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.ahead import Ahead, AheadSettings
+from bootseer.checkpoint.read_ahead import ReadAhead, ReadAheadSettings
 
 MIB = 1 << 20
 ENDLESS = 1 << 40
@@ -14,8 +14,8 @@ ENDLESS = 1 << 40
 
 def brought_for(reads, *, size=1 << 30, limit=ENDLESS, row_bytes=1):
     """What is advised for each read, in MiB."""
-    ahead = Ahead(size, row_bytes=row_bytes)
-    advice = [ahead.note(offset, length, limit) for offset, length in reads]
+    ahead = ReadAhead(size, row_bytes=row_bytes)
+    advice = [ahead.on_read(offset, length, limit) for offset, length in reads]
     return [(one.start / MIB, one.end / MIB) for one in advice if one.start < one.end], ahead
 
 
@@ -31,22 +31,22 @@ def test_the_window_of_a_sequential_reader_doubles_up_to_its_limit():
     brought, _ = brought_for(forwards(0, 400))
     assert brought[0] == (1, 3)
     assert all(one[1] == next_one[0] for one, next_one in pairwise(brought))
-    assert max(end - start for start, end in brought) <= AheadSettings().max_bytes / MIB
+    assert max(end - start for start, end in brought) <= ReadAheadSettings().max_bytes / MIB
     assert brought[-1][1] - 400 > 32
 
 
-def test_what_is_brought_for_one_stream_is_bounded_by_the_callers_limit():
+def test_read_ahead_of_one_stream_is_bounded_by_the_callers_limit():
     brought, _ = brought_for(forwards(0, 200), limit=4 * MIB)
     assert all(start + 4 >= end for start, end in brought)
 
 
-def test_nothing_is_brought_when_there_is_no_room_and_it_is_advised_again():
-    ahead = Ahead(1 << 30)
-    assert ahead.note(0, MIB, 0).end == 0
-    advice = ahead.note(MIB, MIB, ENDLESS)
+def test_refused_read_ahead_is_advised_again():
+    ahead = ReadAhead(1 << 30)
+    assert ahead.on_read(0, MIB, 0).end == 0
+    advice = ahead.on_read(MIB, MIB, ENDLESS)
     assert (advice.start, advice.end) == (2 * MIB, 6 * MIB)
     ahead.refused(advice, 3 * MIB)
-    again = ahead.note(2 * MIB, MIB, ENDLESS)
+    again = ahead.on_read(2 * MIB, MIB, ENDLESS)
     assert again.start == 3 * MIB
 
 
@@ -105,16 +105,16 @@ def test_windows_end_with_whole_rows():
     assert all(end % 5 == 0 for _, end in brought)
 
 
-def test_the_end_of_the_file_is_brought_and_nothing_beyond():
+def test_read_ahead_stops_at_the_end_of_the_file():
     brought, _ = brought_for(forwards(0, 10), size=10 * MIB + 5)
     assert brought[-1][1] == (10 * MIB + 5) / MIB
 
 
 def test_the_number_of_streams_is_bounded():
-    ahead = Ahead(1 << 50, AheadSettings(max_streams=4))
+    ahead = ReadAhead(1 << 50, ReadAheadSettings(max_streams=4))
     for reader in range(100):
-        ahead.note(reader * (1 << 40), MIB, ENDLESS)
-        ahead.note(reader * (1 << 40) + MIB, MIB, ENDLESS)
+        ahead.on_read(reader * (1 << 40), MIB, ENDLESS)
+        ahead.on_read(reader * (1 << 40) + MIB, MIB, ENDLESS)
     assert ahead.num_streams == 4
 
 
@@ -125,9 +125,9 @@ def test_the_number_of_streams_is_bounded():
 )
 def test_advice_lies_inside_the_file_and_is_not_given_twice(reads, rows, limit):
     size = 130 * MIB
-    ahead = Ahead(size, row_bytes=rows * MIB)
+    ahead = ReadAhead(size, row_bytes=rows * MIB)
     for offset, length in reads:
-        advice = ahead.note(offset * MIB, length * MIB, limit)
+        advice = ahead.on_read(offset * MIB, length * MIB, limit)
         assert 0 <= advice.start <= advice.end <= size
         assert advice.sequential or advice.start == advice.end
         if limit == 0:

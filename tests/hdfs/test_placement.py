@@ -25,7 +25,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes
+from bootseer.hdfs.placement import PlacedWriter, has_distinct_nodes, nodes_at_capacity
 from hdfs.whole_files import put_over, read_all
 
 DATA = random.Random(3).randbytes(3_000_001)
@@ -37,14 +37,14 @@ def test_files_have_nodes_of_their_own_exactly_when_some_choice_gives_them(
     files: list[frozenset[str]], share: int
 ) -> None:
     possible = any(max(Counter(choice).values(), default=0) <= share for choice in product(*files))
-    assert has_own_nodes(files, share) == possible
+    assert has_distinct_nodes(files, share) == possible
 
 
 def test_a_node_is_full_when_it_has_its_share_of_the_files() -> None:
     files = [frozenset("ab"), frozenset("a"), frozenset("c")]
-    assert full_nodes(files, 1) == frozenset("abc")
-    assert full_nodes(files, 2) == frozenset("a")
-    assert full_nodes(files, 3) == frozenset()
+    assert nodes_at_capacity(files, 1) == frozenset("abc")
+    assert nodes_at_capacity(files, 2) == frozenset("a")
+    assert nodes_at_capacity(files, 3) == frozenset()
 
 
 class TestOnACluster:
@@ -77,7 +77,7 @@ class TestOnACluster:
         parts = begin(client, folder, 4, replication=2)
         nodes = [frozenset(write_and_close(part)) for part in parts]
         assert all(len(pair) == 2 for pair in nodes)
-        assert has_own_nodes(nodes, 1)
+        assert has_distinct_nodes(nodes, 1)
         assert [frozenset(cluster.where(part.path, replicas=2)[0].nodes) for part in parts] == nodes
 
     def test_nodes_that_are_not_wanted_are_taken_only_when_there_are_no_others(
@@ -143,7 +143,7 @@ class TestOnACluster:
         assert [entry.path for entry in client.list(folder)] == [f"{folder}/1"]
         assert read_all(client, f"{folder}/1") == b"somebody's"
 
-    def test_a_file_that_somebody_removed_cannot_be_closed(self, client: HdfsClient, folder: str) -> None:
+    def test_a_file_that_was_removed_by_another_client_cannot_be_closed(self, client: HdfsClient, folder: str) -> None:
         (part,) = begin(client, folder, 1)
         part.write(DATA)
         client.delete(part.path)
@@ -155,9 +155,7 @@ class TestOnACluster:
 class TestWithFaults:
     pytestmark = needs_hdfs
 
-    def test_a_node_that_hangs_is_left_out_by_those_who_begin(
-        self, cluster: HdfsCluster, client: HdfsClient, folder: str
-    ) -> None:
+    def test_new_files_avoid_a_hung_node(self, cluster: HdfsCluster, client: HdfsClient, folder: str) -> None:
         cluster.hang(0)
         try:
             for number in range(3):
@@ -178,7 +176,7 @@ class TestWithFaults:
         hung = cluster.nodes.index(part.nodes[0])
         cluster.hang(hung)
         try:
-            with pytest.raises(TransientError, match="no sign of life"):
+            with pytest.raises(TransientError, match="nothing was received"):
                 for _ in range(100):
                     part.write(DATA)
                 part.close()
@@ -210,7 +208,7 @@ class TestWithFaults:
         finally:
             cluster.restart(killed)
 
-    def test_when_no_node_takes_a_block_the_writer_is_told_so(self, tmp_path: Path) -> None:
+    def test_a_block_that_no_node_accepts_is_an_error(self, tmp_path: Path) -> None:
         # Two of its own, as starting five again takes 12 s of processor time.
         with HdfsCluster(tmp_path, num_datanodes=2) as dead, closing(HdfsClient(dead.uri[len("hdfs://") :])) as client:
             for number in range(2):
@@ -284,7 +282,7 @@ def begin(
     replication: int | None = None,
     avoid: frozenset[str] = frozenset(),
 ) -> Sequence[PlacedWriter]:
-    parts = client.begin_apart(
+    parts = client.create_placed(
         [f"{folder}/{prefix}{part}" for part in range(number)],
         block_size=block_size,
         replication=replication,

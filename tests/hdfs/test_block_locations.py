@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.hdfs.located import LocatedFile, parse_located
+from bootseer.hdfs.block_locations import LocatedFile, parse_located
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from hdfs.peers import block, located
 

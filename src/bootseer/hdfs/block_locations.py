@@ -1,7 +1,7 @@
-"""Where the blocks of a file lie, as a NameNode says: read from its answer to `getBlockLocations`.
+"""The blocks of a file and their locations, parsed from a NameNode's answer to `getBlockLocations`.
 
-Blocks are never changed once they are complete, and their ids never used again. So the ids are what tells one version
-of a file from another. Decides and touches nothing.
+Complete blocks never change, and their ids are never reused: so block ids identify a version of a file. Decides and
+touches nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final
 from bootseer.hdfs.protobuf import MalformedError, Message, read_delimited
 
 MAX_BLOCKS: Final = 1 << 20
-"""What one file may have: the NameNode's own limit, `dfs.namenode.fs-limits.max-blocks-per-file`, was once this."""
+"""The NameNode's limit was once this, `dfs.namenode.fs-limits.max-blocks-per-file`."""
 MAX_BLOCK_BYTES: Final = 1 << 50
 MAX_REPLICAS: Final = 512
 _FIRST_MESSAGE: Final = b"\x0a"
-"""The tag of field 1, when it is a message."""
+"""The tag of field 1 with a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +27,27 @@ class Node:
     """A DataNode."""
 
     host_port: str
-    """Address and port of its data transfer: what it is called everywhere."""
+    """Address and port of its data transfer: its name everywhere in this package."""
     hostname: str
-    """The name that it gives itself, which may not be known here."""
+    """The hostname that it reports, which may not resolve here."""
     uuid: str
     ipc_port: int = 0
-    """The port where it answers questions."""
+    """Its RPC port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a file, and the DataNodes that have it."""
+    """A block of a file, and the DataNodes that store it."""
 
     start: int
-    """Where it begins in the file."""
+    """Offset in the file."""
     length: int
     pool: str
     id: int
     generation: int
-    """Counts up when writers of the block change."""
+    """Generation stamp: incremented when the block's writer changes."""
     token: bytes
-    """The right to read it, as the NameNode gave it: handed on to DataNodes, not looked into."""
+    """The block token from the NameNode, which is passed to DataNodes unparsed."""
     nodes: tuple[Node, ...]
 
     @property
@@ -60,19 +60,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class LocatedFile:
-    """A file as it was when the NameNode was asked."""
+    """A file at the time of the NameNode's answer."""
 
     path: str
     size_bytes: int
     blocks: tuple[Block, ...]
-    """In order, without gaps; of a file that is being written, the finished ones."""
+    """In order and contiguous; of a file that is being written, the complete ones."""
     version: str
     readable: bool
-    """False when its bytes need decoding that is not supported here: erasure coding, encryption."""
+    """False if the bytes need a decoding that is not supported here: erasure coding, encryption."""
 
     @property
     def end(self) -> int:
-        """Where the last block ends that is known."""
+        """The end of the last known block."""
         return self.blocks[-1].end if self.blocks else 0
 
     @property
@@ -80,21 +80,21 @@ class LocatedFile:
         return not self.readable or self.end >= self.size_bytes
 
     def joined(self, more: LocatedFile) -> LocatedFile:
-        """With the blocks behind those that are known. Raises `MalformedError` when they do not fit."""
+        """Append blocks from another answer. Raises `MalformedError` if they do not follow the known ones."""
         behind = tuple(block for block in more.blocks if block.start >= self.end)
         if not behind or behind[0].start != self.end or more.size_bytes != self.size_bytes:
             raise MalformedError("blocks do not follow each other")
         return _file(self.path, (*self.blocks, *behind), readable=True, size_bytes=self.size_bytes)
 
     def block_at(self, offset: int) -> Block:
-        """The block with the byte at `offset`, which lies inside the file."""
+        """The block with the byte at `offset`, inside the file."""
         return self.blocks[bisect_right(self.blocks, offset, key=lambda block: block.start) - 1]
 
     def continues(self, other: LocatedFile) -> bool:
-        """Whether this is the file that `other` was, perhaps with blocks elsewhere or with more at its end."""
+        """Whether this is the same file as `other`, possibly with other locations, or longer."""
         if len(self.blocks) < len(other.blocks) or self.size_bytes < other.size_bytes:
             return False
-        # Another generation of a finished block means that it was changed.
+        # Another generation of a complete block means that it was changed.
         return all(
             (own.start, own.pool, own.id, own.generation, own.length)
             == (other_block.start, other_block.pool, other_block.id, other_block.generation, other_block.length)
@@ -103,7 +103,7 @@ class LocatedFile:
 
 
 def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> LocatedFile:
-    """A `LocatedBlocksProto`; `known_nodes` as for `parse_block`. Raises `MalformedError`."""
+    """Parse a `LocatedBlocksProto`; `known_nodes` as in `parse_block`. Raises `MalformedError`."""
     message = Message(answer)
     size_bytes = message.number(1)
     readable = 6 not in message and 7 not in message
@@ -114,7 +114,7 @@ def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> L
     blocks.sort(key=lambda block: block.start)
     if len(blocks) > MAX_BLOCKS or not 0 <= size_bytes <= 1 << 62:
         raise MalformedError(f"a file of {size_bytes} bytes in {len(blocks)} blocks")
-    # An erasure-coded block is a group: its locations hold other bytes than the file, in another order.
+    # A block of an erasure-coded file is a group: its locations hold other bytes than the file, in another order.
     if readable and any(before.end != after.start for before, after in pairwise(blocks)):
         raise MalformedError("blocks do not follow each other")
     return _file(path, tuple(blocks), readable=readable, size_bytes=size_bytes)
@@ -129,7 +129,7 @@ def _file(path: str, blocks: tuple[Block, ...], *, readable: bool, size_bytes: i
 
 
 def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
-    """A `LocatedBlockProto`. `known_nodes`: a few nodes are named again and again, which are parsed once."""
+    """Parse a `LocatedBlockProto`. `known_nodes`: a cache, because the same few nodes are named again and again."""
     message = Message(data)
     block = message.message(1)
     nodes = []
@@ -137,7 +137,7 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     if len(replicas) > MAX_REPLICAS:
         raise MalformedError(f"a block with {len(replicas)} replicas")
     for replica in replicas:
-        # A `DatanodeInfoProto`: its identity stands first, what changes every few seconds behind.
+        # In a `DatanodeInfoProto` the identity comes first; what follows changes every few seconds.
         node_id = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
         node = known_nodes.get(node_id)
         if node is None:
@@ -150,12 +150,12 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
 
 
 def parse_node(message: Message) -> Node:
-    """A `DatanodeIDProto`. Raises `MalformedError`."""
+    """Parse a `DatanodeIDProto`. Raises `MalformedError`."""
     port, ipc_port = message.number(4), message.number(6, 0)
     if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
         raise MalformedError(f"a DataNode at port {port}")
     address = message.text(1)
-    # Addresses of version 6 have colons of their own.
+    # IPv6 addresses contain colons.
     shown = f"[{address}]" if ":" in address else address
     return Node(f"{shown}:{port}", message.text(2), message.text(3), ipc_port)
 
@@ -165,13 +165,13 @@ _FOLDER: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """One file or folder as the NameNode knows it."""
+    """A file or folder as the NameNode reports it."""
 
     path: str
-    """From the root of the file system on."""
+    """Absolute path in the file system."""
     is_folder: bool
     size_bytes: int
-    """0 for folders. Of a file that is being written: its finished blocks."""
+    """0 for folders. Of a file that is being written: its complete blocks."""
     mtime_ms: int
     mode: int
     """Permission bits."""
@@ -184,7 +184,7 @@ class FileStatus:
 
 
 def parse_status(path: str, message: Message) -> FileStatus:
-    """A `HdfsFileStatusProto`. Raises `MalformedError`."""
+    """Parse a `HdfsFileStatusProto`. Raises `MalformedError`."""
     return FileStatus(
         path=path,
         is_folder=message.number(1) == _FOLDER,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.hot import MAX_BYTES, SCHEMA, Range, Recorder, decode, encode, plan
+from bootseer.checkpoint.hot_list import MAX_BYTES, SCHEMA, Range, Recorder, decode, encode, plan
 from bootseer.errors import CorruptError
 
 MIB = 1 << 20

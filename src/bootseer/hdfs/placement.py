@@ -1,21 +1,19 @@
-"""New files of one block, on different DataNodes, so that reading them together is as fast as the nodes together.
+"""New files on chosen DataNodes: `PlacementGroup` spreads files of one block over distinct DataNodes, so that reading
+them together uses all of these nodes; `MultiBlockWriter` writes a file of any length.
 
-The NameNode chooses where a block lies, but can be told which nodes not to choose, and a block without data can be
-given back. So files with one replica exclude the nodes of their siblings; with more replicas, what must not happen is
-that all nodes of a file serve siblings too, and blocks are drawn until each file has a node for itself. When there are
-fewer nodes than files, they are shared evenly; a node that the NameNode holds for too busy is waited for before. A node
-that does not take a block is excluded from then on, for a minute also by the other files of the same client
-(`ExcludedNodes`). After `_MAX_DRAWS` a block is taken where it is: a bad placement costs speed and nothing else.
+Placement. The NameNode chooses where a block lies, but accepts a list of nodes to exclude, and a block without data can
+be abandoned. With one replica, files exclude the nodes of their siblings. With more replicas, it must not happen that
+all nodes of a file also serve siblings: blocks are allocated and abandoned until each file can have a node for itself.
+With fewer nodes than files, files share nodes evenly; before that, nodes that the NameNode considers too busy are
+waited for. A node that does not accept a block is excluded, for a minute also for the client's other files
+(`ExcludedNodes`). After `_MAX_ALLOCATIONS` any block is accepted: a bad placement costs speed and nothing else. A block
+is allocated at a file's first `write`; siblings may be written by different threads.
 
-A block is begun by a file's first `write`; siblings may be written by threads of their own.
+Recovery. hdfs-native fails a file when a DataNode reports an earlier block late to the NameNode. A `MultiBlockWriter`
+waits for the report (`lease`), and restarts a block whose DataNode fails on other nodes; for that, the block's bytes
+are kept on the local disk until it is complete.
 
-One new file of any number of blocks, written from its beginning to its end over our own connections.
-
-hdfs-native ends a file when a DataNode tells the NameNode late of an earlier block: it asks for the next one once. Here
-that is waited for (`lease`), and a block whose DataNode fails is begun again elsewhere, for which its bytes are kept
-on the local disk until it is safe.
-
-Belongs to one thread at a time, and to the process that made it.
+Writers are used by one thread at a time, in the process that created them.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from dataclasses import dataclass, replace
 from typing import IO, Final
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
+from bootseer.hdfs.block_locations import Block, FileStatus
 from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedNodes, Nodes, PipelineError, begin_block
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
-from bootseer.hdfs.located import Block, FileStatus
 from bootseer.hdfs.namenode import NameNode
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
 
 BUSY_S = 7.0
-"""So long a node that is not chosen is waited for before two files share one: two of the heartbeats that tell how busy
-a DataNode is (`dfs.namenode.redundancy.considerLoad`), and some."""
+"""How long to wait for nodes that are not chosen before two files share one: two of the heartbeats that report a
+DataNode's load (`dfs.namenode.redundancy.considerLoad`), and some."""
 _BUSY_PAUSE_S = 0.5
-_MAX_DRAWS = 24
-_DRAWS_PER_SHARE = 12
-"""With 4 nodes and 2 replicas, 12 draws miss what is wanted less than once in 1000 times."""
+_MAX_ALLOCATIONS = 24
+_ALLOCATIONS_PER_SHARE = 12
+"""With 4 nodes and 2 replicas, 12 allocations fail to give distinct nodes less than once in 1000 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +55,26 @@ class FileSettings:
     replication: int
     mode: int
     parents: bool
-    """Whether a missing folder is made."""
+    """Whether to create a missing folder."""
     defaults: WriteDefaults
     excluded: ExcludedNodes
     close_s: float
-    """For the end of a file: the last bytes, all confirmations, and the NameNode's own wait for them."""
+    """Timeout for the end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
 
 
 class BlockFileWriter:
-    """What new files of one block and of many have in common. Belongs to one thread at a time, and to the process that
-    made it."""
+    """Base of the writers: a file that is created, given blocks and completed."""
 
     def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
         """Create the file. Raises `AlreadyExistsError`, `UnsupportedError` and other `BootseerError`s."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
-        """Where its bytes go, if that is known."""
+        """The nodes that store it, if known."""
         self.size_bytes = 0
-        """What was written so far."""
+        """Bytes written so far."""
         self.status: FileStatus | None = None
-        """What the NameNode says of it, after `close`."""
-        self._what = f"hdfs://{namenode.cluster.authority}{path}"
+        """The file's status after `close`."""
+        self._uri = f"hdfs://{namenode.cluster.authority}{path}"
         self._namenode = namenode
         self._settings = settings
         self._excluded = settings.excluded
@@ -91,7 +88,7 @@ class BlockFileWriter:
         self._is_over = False
 
     def abort(self) -> None:
-        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
+        """Discard the file. Never raises; does nothing after `close`. A file that cannot be removed stays."""
         if self._is_over:
             return
         self._is_over = True
@@ -99,30 +96,32 @@ class BlockFileWriter:
         self._release()
         if self._block is not None:
             self._block.close()
-        # What stays is invisible, and `clean` will find it.
+        # A file that stays has a hidden name; `clean` removes it.
         with contextlib.suppress(BootseerError):
             self._lease.remove()
 
     def _release(self) -> None:
-        """Give back what the file has besides."""
+        """Release other resources of the file."""
 
-    def _begin_block(self, draw: Callable[[Nodes], NewBlock]) -> BlockWriter:
-        self._new, self._block = begin_block(self._namenode, self._lease, self._settings.defaults, self._excluded, draw)
+    def _begin_block(self, allocate: Callable[[Nodes], NewBlock]) -> BlockWriter:
+        self._new, self._block = begin_block(
+            self._namenode, self._lease, self._settings.defaults, self._excluded, allocate
+        )
         return self._block
 
     def _complete(self, last: Block | None) -> None:
-        """End the file: confirmed by all its DataNodes, and of the length that was written."""
+        """Complete the file: acknowledged by all DataNodes, and of the length that was written."""
         self._is_usable = False
         self.status = self._lease.complete(last, self.size_bytes, self._settings.close_s)
         self._is_over = True
 
     def _check_usable(self) -> None:
         if not self._is_usable:
-            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
+            raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
 
 
-class Apart:
-    """Files that are to lie on different nodes. `writers` has one for each path."""
+class PlacementGroup:
+    """Files to be placed on distinct nodes. `writers` has one for each path."""
 
     def __init__(
         self,
@@ -131,17 +130,17 @@ class Apart:
         settings: FileSettings,
         *,
         avoid: Nodes = frozenset(),
-        spare: Sequence[str] = (),
+        last_resort: Sequence[str] = (),
     ) -> None:
         """Creates the files, not their blocks; each has at most one. Raises as `BlockFileWriter`.
 
-        `avoid`: nodes that are not taken as long as there are others. `spare`: nodes that are taken only before two
-        files would share one, the first of them first.
+        `avoid`: nodes to use only if there are no others. `last_resort`: nodes to use only before two files would share
+        one, in this order.
         """
         self.settings = settings
         self.excluded = settings.excluded
         self._avoid = avoid
-        self._spare = tuple(spare)
+        self._last_resort = tuple(last_resort)
         self._change = threading.Condition()
         self._taken: dict[str, Nodes] = {}
         self.writers: list[PlacedWriter] = []
@@ -154,11 +153,11 @@ class Apart:
             raise
 
     def add_block(self, lease: Lease, failed: Nodes) -> tuple[NewBlock, int]:
-        """A block for one of the files, and how many were drawn; `failed` nodes are not wanted again.
+        """Allocate a block for one of the files, not on `failed` nodes; returns it and the number of allocations.
 
-        One file at a time draws, so that none takes what another is about to take.
+        One file at a time allocates, so that none takes a node that another one is about to take.
         """
-        spare, share, draw = self._spare, 1, 1
+        last_resort, share, allocate = self._last_resort, 1, 1
         is_unwanted = True
         busy_until = None
         with self._change:
@@ -166,19 +165,19 @@ class Apart:
             while True:
                 others = list(self._taken.values())
                 unwanted = self._avoid | self.excluded.names() | failed if is_unwanted else failed
-                used = full_nodes(others, share) if self.settings.replication == 1 else frozenset()
-                last = draw == _MAX_DRAWS
-                excluded = [] if last else self.excluded.known((unwanted | used).union(spare))
+                used = nodes_at_capacity(others, share) if self.settings.replication == 1 else frozenset()
+                last = allocate == _MAX_ALLOCATIONS
+                excluded = [] if last else self.excluded.ids_of((unwanted | used).union(last_resort))
                 try:
                     new = lease.add_block(excluded)
                 except NoNodesError as error:
                     if not excluded:
                         raise
-                    # All the others are excluded: an unwanted node is better than none, one that failed just now is
-                    # not.
-                    if spare:
-                        spare = spare[(len(spare) + 1) // 2 :]
-                    elif error.num_running > len(excluded) and self.excluded.may_wait:
+                    # All others are excluded: relax the exclusions step by step. An avoided node is better than none;
+                    # one that failed just now is the last resort.
+                    if last_resort:
+                        last_resort = last_resort[(len(last_resort) + 1) // 2 :]
+                    elif error.num_running > len(excluded) and self.excluded.may_wait_for_busy:
                         busy_until = self._wait_for_busy(lease, error, busy_until)
                         continue
                     elif share <= len(others):
@@ -187,30 +186,30 @@ class Apart:
                         is_unwanted, share = False, 1
                     else:
                         failed, share = frozenset(), 1
-                    draw += 1
+                    allocate += 1
                     continue
                 self.excluded.remember(new)
                 nodes = frozenset(node.host_port for node in new.block.nodes)
-                if last or has_own_nodes([*others, nodes - unwanted], share):
+                if last or has_distinct_nodes([*others, nodes - unwanted], share):
                     self._taken[lease.path] = nodes
-                    return new, draw
+                    return new, allocate
                 lease.abandon(new.block)
-                if draw % _DRAWS_PER_SHARE == 0:
+                if allocate % _ALLOCATIONS_PER_SHARE == 0:
                     share += 1
-                draw += 1
+                allocate += 1
 
     def _wait_for_busy(self, lease: Lease, error: NoNodesError, until: float | None) -> float:
-        """Wait a moment for nodes that the NameNode did not choose: at most until what is returned."""
+        """Wait a moment for nodes that the NameNode did not choose; returns the deadline of this wait."""
         if until is None:
-            reason = lease.explained(error)
+            reason = lease.explain(error)
             if isinstance(reason, NoSpaceError):
                 raise reason from error
-            # Those that are nearly full are not waited for.
+            # Nodes that are nearly full are not waited for.
             until = time.monotonic() + (BUSY_S if reason is error else 0.0)
-        # Siblings may draw meanwhile, and end: then the node of one is free.
+        # Meanwhile siblings may allocate, or end and free a node.
         self._change.wait(min(_BUSY_PAUSE_S, max(until - time.monotonic(), 0.0)))
         if time.monotonic() >= until:
-            self.excluded.waited_in_vain()
+            self.excluded.suspend_busy_wait()
         return until
 
     def give_back(self, path: str) -> None:
@@ -220,19 +219,20 @@ class Apart:
 
 
 class PlacedWriter(BlockFileWriter):
-    """One of the files. `nodes` are known from the first `write` on."""
+    """One file of a group. Its `nodes` are known after the first `write`."""
 
-    def __init__(self, apart: Apart, namenode: NameNode, path: str) -> None:
+    def __init__(self, apart: PlacementGroup, namenode: NameNode, path: str) -> None:
         super().__init__(namenode, path, apart.settings)
-        self.draws = 0
-        """How many blocks the NameNode gave until one could stay."""
+        self.num_allocations = 0
+        """Blocks that were allocated until one could stay."""
         self._apart = apart
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append; the first call chooses the node. Blocks while HDFS is slower. After an error the file is lost."""
+        """Append; the first call allocates the block. Blocks while HDFS is slower. After an error the file cannot be
+        used."""
         self._check_usable()
         if self.size_bytes + len(data) > self._settings.block_size:
-            raise UsageError(f"{self._what}: more than one block", hint="begin it with a larger block size")
+            raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")
         view = memoryview(data)
         if not view:
             return
@@ -243,7 +243,7 @@ class PlacedWriter(BlockFileWriter):
         self._lease.renew()
 
     def close(self) -> tuple[str, ...]:
-        """End the file: confirmed by all its DataNodes, and of the length that was written. Returns where it lies."""
+        """Complete the file: acknowledged by all DataNodes, and of the length that was written. Returns its nodes."""
         self._check_usable()
         if self._block is not None:
             with self._guard():
@@ -256,12 +256,12 @@ class PlacedWriter(BlockFileWriter):
         self._apart.give_back(self.path)
 
     def _begin(self) -> BlockWriter:
-        def draw(failed: Nodes) -> NewBlock:
-            new, draws = self._apart.add_block(self._lease, failed)
-            self.draws += draws
+        def allocate(failed: Nodes) -> NewBlock:
+            new, num_allocations = self._apart.add_block(self._lease, failed)
+            self.num_allocations += num_allocations
             return new
 
-        block = self._begin_block(draw)
+        block = self._begin_block(allocate)
         assert self._new is not None  # noqa: S101 - it was drawn
         self.nodes = tuple(node.host_port for node in self._new.block.nodes)
         return block
@@ -271,20 +271,20 @@ class PlacedWriter(BlockFileWriter):
         try:
             yield
         except PipelineError as error:
-            _LOG.info("%s: DataNode %s is excluded: %s", self._what, error.node or "unknown", error)
+            _LOG.info("%s: DataNode %s is excluded: %s", self._uri, error.node or "unknown", error)
             self._is_usable = False
             self._excluded.exclude(error.node)
-            raise TransientError(f"{self._what}: {error}") from error
+            raise TransientError(f"{self._uri}: {error}") from error
 
 
-def full_nodes(files: Sequence[Nodes], share: int) -> Nodes:
-    """The nodes that have as many of the files as each may have."""
+def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
+    """The nodes that already have `share` of the files."""
     counts = collections.Counter(node for nodes in files for node in nodes)
     return frozenset(node for node, count in counts.items() if count >= share)
 
 
-def has_own_nodes(files: Sequence[Nodes], share: int) -> bool:
-    """Whether each file can have one of its nodes for itself, or with at most `share - 1` others."""
+def has_distinct_nodes(files: Sequence[Nodes], share: int) -> bool:
+    """Whether each file can be assigned one of its nodes, with at most `share` files per node: a bipartite matching."""
     held: dict[str, list[int]] = collections.defaultdict(list)
 
     def settle(file: int, seen: set[str]) -> bool:
@@ -304,27 +304,27 @@ def has_own_nodes(files: Sequence[Nodes], share: int) -> bool:
 
 
 _IDLE_S: Final = 30.0
-"""DataNodes hang up on writers that say nothing for longer, and are not to blame for it."""
-_AGAIN_BYTES: Final = 1 << 20
+"""DataNodes disconnect writers that are idle for longer; they are not to blame for it."""
+_RESEND_BYTES: Final = 1 << 20
 _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 
 
-class LongWriter(BlockFileWriter):
+class MultiBlockWriter(BlockFileWriter):
     """A file of any length: visible under its name from the beginning, complete after `close`. Each block has its own
     nodes."""
 
     def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
         super().__init__(namenode, path, settings)
         self._last: Block | None = None
-        """The last one that is complete."""
+        """The last complete block."""
         self._at = 0
-        """Bytes of the block that is being written."""
+        """Bytes written to the current block."""
         self._failures = 0
         self._used_s = time.monotonic()
-        self._kept = _Kept()
+        self._spool = _BlockSpool()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Blocks while HDFS is slower. After an error the file is lost."""
+        """Append. Blocks while HDFS is slower. After an error the file cannot be used."""
         self._check_usable()
         view = memoryview(data).cast("B")
         try:
@@ -340,27 +340,27 @@ class LongWriter(BlockFileWriter):
         self._lease.renew()
 
     def close(self) -> tuple[str, ...]:
-        """End the file: confirmed by all its DataNodes, and of the length that was written."""
+        """Complete the file: acknowledged by all DataNodes, and of the length that was written."""
         self._check_usable()
         self._is_usable = False
         if self._at:
             self._end_block()
         self._complete(self._last)
-        self._kept.close()
+        self._spool.close()
         return ()
 
     def _release(self) -> None:
-        self._kept.close()
+        self._spool.close()
 
     def _write(self, piece: memoryview) -> None:
         block = self._block or self._begin()
-        self._kept.write(self._at, piece)
+        self._spool.write(self._at, piece)
         self._at += len(piece)
         self.size_bytes += len(piece)
         try:
             block.write(piece)
         except PipelineError as error:
-            self._again(error)
+            self._restart_block(error)
         self._used_s = time.monotonic()
 
     def _end_block(self) -> None:
@@ -371,59 +371,58 @@ class LongWriter(BlockFileWriter):
                 block.finish()
                 break
             except PipelineError as error:
-                self._again(error)
+                self._restart_block(error)
         block.close()
         self._last = replace(new.block, length=self._at)
         self._block, self._at, self._failures = None, 0, 0
         self._used_s = time.monotonic()
 
     def _begin(self) -> BlockWriter:
-        return self._begin_block(self._draw)
+        return self._begin_block(self._allocate)
 
-    def _draw(self, failed: Nodes) -> NewBlock:
-        """A block that is not on nodes that failed lately, or else not on those that failed just now."""
+    def _allocate(self, failed: Nodes) -> NewBlock:
+        """A block avoiding nodes that failed recently, or else those that failed just now."""
         for excluded in (self._excluded.names() | failed, failed):
             with contextlib.suppress(NoNodesError):
-                new = self._lease.add_block(self._excluded.known(excluded), self._last)
+                new = self._lease.add_block(self._excluded.ids_of(excluded), self._last)
                 self._excluded.remember(new)
                 return new
         return self._lease.add_block([], self._last)
 
-    def _again(self, error: PipelineError) -> None:
-        """Begin the block again elsewhere, and write there what it has so far."""
+    def _restart_block(self, error: PipelineError) -> None:
+        """Restart the block on other nodes, and write its bytes so far there."""
         while True:
             if time.monotonic() - self._used_s < _IDLE_S:
                 self._excluded.exclude(error.node)
             self._failures += 1
-            _LOG.info(
-                "%s: block %d is begun again, after %s", self._what, self.size_bytes // self._settings.block_size, error
-            )
+            _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._settings.block_size, error)
             if self._block is not None:
                 self._block.close()
-            if self._failures == MAX_FAILURES or not self._kept.is_whole:
-                raise TransientError(f"{self._what}: {error}") from error
+            if self._failures == MAX_FAILURES or not self._spool.is_whole:
+                raise TransientError(f"{self._uri}: {error}") from error
             if self._new is not None:
                 self._lease.abandon(self._new.block)
             self._used_s = time.monotonic()
             block = self._begin()
             try:
-                for start in range(0, self._at, _AGAIN_BYTES):
-                    block.write(memoryview(self._kept.read(start, min(_AGAIN_BYTES, self._at - start))))
+                for start in range(0, self._at, _RESEND_BYTES):
+                    block.write(memoryview(self._spool.read(start, min(_RESEND_BYTES, self._at - start))))
                 return
             except PipelineError as another:
                 error = another
 
 
-class _Kept:
-    """The bytes of one block, in a local file without a name. A disk without room costs the second try, no more."""
+class _BlockSpool:
+    """The bytes of one block in an unnamed local file. If the disk is full, the block cannot be restarted, and nothing
+    else fails."""
 
     def __init__(self) -> None:
         self.is_whole = True
-        """Whether all that was written can be read."""
+        """Whether all bytes could be stored."""
         self._file: IO[bytes] | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Put bytes there; at 0 another block begins."""
+        """Store bytes; offset 0 begins another block."""
         if not self.is_whole and offset:
             return
         try:
@@ -437,7 +436,7 @@ class _Kept:
             self.is_whole = False
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes there. Raises `TransientError` for a disk that cannot read them."""
+        """Read stored bytes. Raises `TransientError` if the disk cannot read them."""
         try:
             data = os.pread(self._file.fileno(), length, offset) if self._file is not None else b""
         except OSError as error:
