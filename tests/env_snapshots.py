@@ -24,7 +24,7 @@ from bootseer.erofs.reader import ErofsReader
 from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
-from once import secret_rules
+from once import compiled_secret_rules
 from store_doubles import MemoryStore
 
 BEGAN_S = 1_790_000_000.0
@@ -64,7 +64,7 @@ def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
 @functools.cache
 def secret_check() -> SecretCheck:
     """With the rules as they are, for files that a test's setup wrote."""
-    return SecretCheck(Exclusions(), cache=secret_rules())
+    return SecretCheck(Exclusions(), cache=compiled_secret_rules())
 
 
 def snapshot(store: Store, upper: Path, **options: Any) -> Written:

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.env.snapshot.oracle import pinned
 from in_capture import JOB_ENV
-from once import lent_python_with_pip, secret_rules
+from once import compiled_secret_rules, lent_python_with_pip
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
@@ -38,7 +38,7 @@ def ask(tmp_path):
             "work": str(work),
             "python": "/srv/venv/bin/python",
             "env": env,
-            "rules": str(secret_rules()),
+            "rules": str(compiled_secret_rules()),
             "setup": f"{install}; cd /srv; {more}",
             "between": {str(path): text for path, text in (between or {}).items()},
             "moved": {str(source): str(target) for source, target in (moved or {}).items()},

@@ -16,7 +16,7 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.errors import PermanentError, UsageError
 from env_snapshots import snapshot
 from erofs_images import needs_root
-from once import secret_rules
+from once import compiled_secret_rules
 from store_doubles import MemoryStore
 from wheels import make_wheel
 
@@ -26,7 +26,7 @@ SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
 
 
 def check_of(*, homes: Sequence[str] = (), **options: Any) -> SecretCheck:
-    return SecretCheck(Exclusions(homes=homes), cache=secret_rules(), **options)
+    return SecretCheck(Exclusions(homes=homes), cache=compiled_secret_rules(), **options)
 
 
 @pytest.mark.slow
