@@ -30,6 +30,8 @@ _PORT = 8020
 _START_S = 300.0
 _STOP_S = 30.0
 _MOST = 100_000
+_IS_BRIEF = os.environ.get("BOOTSEER_HDFS_BRIEF") == "1"
+"""As tests say: their servers live for seconds, in which compiling well is half of what they cost."""
 
 
 def main() -> int:
@@ -157,7 +159,7 @@ class Keeper:
         # Behind links the address is the cluster's own, and so are all its ports.
         port = _PORT if rate_mbit else _free(_PORT)
         with HdfsCluster(
-            self._folder, num_datanodes=num_datanodes, rate_mbit=rate_mbit or None, port=port, is_brief=False
+            self._folder, num_datanodes=num_datanodes, rate_mbit=rate_mbit or None, port=port, is_brief=_IS_BRIEF
         ) as cluster:
             new = self._uri_file.with_suffix(".new")
             new.write_text(cluster.uri)

@@ -89,7 +89,7 @@ def group(words: list[object], short: Path) -> subprocess.Popen[str]:
     """A process group of its own, as a terminal has it in front."""
     return subprocess.Popen(
         [str(word) for word in words],
-        env={**os.environ, "TMPDIR": str(short)},
+        env={**os.environ, "TMPDIR": str(short), "BOOTSEER_HDFS_BRIEF": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -146,7 +146,8 @@ class TestDevelopmentWithLinks:
 def script(folder: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of scripts/hdfs.py."""
     command = [sys.executable, str(SCRIPT), "--folder", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    env = {**os.environ, "BOOTSEER_HDFS_BRIEF": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=400)
     return done.returncode, done.stdout.strip()
 
 
