@@ -53,11 +53,8 @@ class Schedule:
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
         self.choice = NodeChoice(min_late_s=settings.min_late_s, max_late_s=settings.silent_s)
-        self.queues = NodeQueues(
-            self.choice,
-            connections_per_node=settings.connections_per_node,
-            max_run_bytes=settings.max_run_bytes,
-        )
+        per_node, max_run_bytes = settings.connections_per_node, settings.max_run_bytes
+        self.queues = NodeQueues(self.choice, connections_per_node=per_node, max_run_bytes=max_run_bytes)
         self.ended: deque[Ticket] = deque()
         self.to_locate: deque[HdfsSource] = deque()
         self.corrupt: list[tuple[Block, frozenset[str]]] = []

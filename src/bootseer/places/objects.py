@@ -45,15 +45,7 @@ from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectReads, entry_of
 from bootseer.places.object_parts import ObjectPart
-from bootseer.places.place import (
-    TEMPORARY_PREFIX,
-    Entry,
-    SmallReads,
-    folder_of,
-    join,
-    name_of,
-    names_of,
-)
+from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
 from bootseer.places.uploads import Uploads
 
 _LINKS = f"{TEMPORARY_PREFIX}links"
