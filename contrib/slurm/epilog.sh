@@ -1,5 +1,5 @@
 #!/bin/sh
-# Epilog of slurm.conf: takes away what prolog.sh mounted. The cache keeps the blocks.
+# Epilog of slurm.conf: unmounts what prolog.sh mounted. The cache keeps the blocks.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }

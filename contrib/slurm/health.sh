@@ -1,12 +1,12 @@
 #!/bin/sh
-# HealthCheckProgram of slurm.conf: drains this node when it came last too often in the starts of the last week. It needs
-# BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. A service that is away drains no node.
+# HealthCheckProgram of slurm.conf: drains this node when it arrived last too often in the starts of the last week. It needs
+# BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. While the service is unreachable no node is drained.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }
 
 node=${SLURMD_NODENAME:-$(hostname -s)}
-# A file of this name keeps a node that was looked at and found good.
+# A file of this name exempts a node, for example after it was checked.
 [ ! -e "$(dirname "$0")/keep-$node" ] || exit 0
 # shellcheck disable=SC2086 # several words
 timeout 50 "${BOOTSEER:-bootseer}" fleet --since 7d --export drain ${BOOTSEER_FLEET-} </dev/null 2>/dev/null |

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prolog of slurm.conf, with PrologFlags=Alloc. A job that names its image by
 #   sbatch --comment bootseer-image=registry.example/team/train:7
-# gets its hot blocks into the cache of its user while Slurm still sets up the job. A node never fails by it.
+# gets its hot blocks into the cache of its user while Slurm still sets up the job. It never fails a node.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }
@@ -11,7 +11,7 @@ image=${comment##*bootseer-image=}
 [ "$image" != "$comment" ] || exit 0
 image=${image%%[ ,;]*}
 case $image in
-  # What a user writes: a name in a registry, no path of this node and no option.
+  # The comment is user input: only names in registries are accepted, no local paths and no options.
   -* | /* | .* | oci:* | dir:* | docker-archive:* | *[!A-Za-z0-9._:/@#-]*) exit 0 ;;
 esac
 run=${BOOTSEER_SLURM_RUN:-/run/bootseer-slurm}
