@@ -17,11 +17,11 @@ mb=400
 
 die() { printf 'demo: %s\n' "$*" >&2; exit 1; }
 
-[[ -x $root/.venv/bin/bootseer ]] || die "there is no $root/.venv; run make setup first"
+[[ -x $root/.venv/bin/bootseer ]] || die "$root/.venv does not exist; run make setup first"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 if [[ -n "$(ls -A "$out")" && ! -e $out/.bootseer-demo ]]; then
-  die "$out holds something that is not of this demo; name another folder or empty it"
+  die "$out holds files that are not from this demo; choose another folder or empty it"
 fi
 [[ $EUID -eq 0 ]] || die "needs root, to make an image and to mount it: sudo make demo"
 touch "$out/.bootseer-demo"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Starts a command in a container three times, each time on a node that has never seen the image: with containerd, which
-# pulls and unpacks all of it first; lazily; and lazily with what that start recorded. Then a fourth time on that last
+# pulls and unpacks all of it first; lazily; and lazily with the record of that start. Then a fourth time on that last
 # node, as after a change of the code. Leaves reports in FOLDER.
 #
 #   examples/starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
 #
 # IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
 # IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
-# packages; BootSeer keeps what that did as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
+# packages; BootSeer keeps the result as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
 # CHECKPOINT_STRIPED, folders in HDFS, the command finds these checkpoints in FOLDER/checkpoints. Needs
-# root. The nodes are this machine: caches and page cache are emptied in front of each of the three starts. All that it
-# starts and mounts ends with it, also when it is interrupted.
+# root. The nodes are this machine: caches and page cache are emptied in front of each of the three starts. All processes
+# and mounts end with it, also when it is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"
@@ -28,7 +28,7 @@ while [[ $# -gt 0 && $1 != -- ]]; do options+=("$1"); shift; done
 shift
 command=("$@")
 for program in docker-registry skopeo containerd ctr runc; do
-  command -v "$program" >/dev/null || die "there is no $program; run make setup first"
+  command -v "$program" >/dev/null || die "$program is not installed; run make setup first"
 done
 
 # Sockets have short names only.

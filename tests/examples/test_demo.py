@@ -44,7 +44,7 @@ def test_never_empties_a_folder_of_somebody_else(tmp_path: Path) -> None:
     kept.write_text("years of work")
     result = subprocess.run([EXAMPLES / "demo.sh", tmp_path], capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "holds something that is not of this demo" in result.stderr
+    assert "holds files that are not from this demo" in result.stderr
     assert kept.read_text() == "years of work"
 
 

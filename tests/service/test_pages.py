@@ -204,7 +204,7 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
         assert set(nodes["lemons"]) <= {month.name(node) for node in month.lemons}
         page = get(running, "/nodes").text
         assert f"sbatch --exclude={','.join(nodes['lemons'])}" in page
-        assert "too often for bad luck" in page
+        assert "too often to be chance" in page
         teams = {row["team"]: row["cost"] for row in get(running, "/api/v1/fleet").json()["by_team"]}
         assert teams == pytest.approx({team: sums["cost"] for team, sums in month.truth.teams.items()})
         page = get(running, "/").text

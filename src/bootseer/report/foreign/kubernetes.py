@@ -3,8 +3,8 @@
 The same messages come in five wrappings: JSON objects of `kubectl get events -o json` one to a line
 (`jq -c '.items[]'`), the table of `kubectl get events` or `kubectl events` (ages only, so facts only), the events of
 `kubectl describe pod`, the kubelet's or an event exporter's klog lines in old and new form, and containerd's
-`msg="PullImage \\"...\\""`. `describe` tells ages too, but also when the pod came to its node (`Start Time`), which
-is when it was assigned: so its events have times, as exact as the ages are (`precision_s`).
+`msg="PullImage \\"...\\""`. `describe` states ages too, but also when the pod was assigned to its node (`Start
+Time`): so its events have times, as exact as the ages are (`precision_s`).
 
     Created pod: moe-0                                   begin of `queue`
     Successfully assigned train/moe-0 to gpu-17          its end, and the instant `bound`
@@ -62,7 +62,7 @@ _DESCRIBED = re.compile(
     r"^ +(?:Normal|Warning) +\w+ +((?:\d{1,5}[dhms]){1,2})(?: \(x\d+ over \w+\))? +[\w-]+(?:, \S+)? +\S", re.ASCII
 )
 _WORST_S = 60
-"""Ages of hours tell nothing of a startup."""
+"""Ages of hours are too coarse for a startup."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 # In the order in which they happen within one second, which is as fine as the times of most events are.
@@ -234,7 +234,7 @@ class KubernetesParser(Parser):
 
 
 class ContainerdParser(Parser):
-    """containerd's CRI log. At level info 1.6 tells begin and end only, 1.7 and later size and duration too."""
+    """containerd's CRI log. At level info 1.6 logs begin and end only, 1.7 and later size and duration too."""
 
     name = "containerd"
     clues = (Clue(b"PullImage ", rb'\\*"'), Clue(b"Pulled image ", rb'\\*"[^"\s]+" with image id'))

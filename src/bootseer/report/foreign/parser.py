@@ -104,7 +104,7 @@ def rank(text: str | int | None) -> int:
 
 
 def image_reference(text: str) -> str:
-    """An image reference without scheme, credentials and query; empty when it is none."""
+    """An image reference without scheme, credentials and query; empty if the text is not a reference."""
     text = _SCHEME.sub("", text.partition("?")[0], count=1)
     digested = _DIGEST.fullmatch(text)
     bare, digest = (digested[1], "@" + digested[2]) if digested else (text, "")
@@ -113,7 +113,7 @@ def image_reference(text: str) -> str:
 
 
 class Place(NamedTuple):
-    """Where and in which restart a moment happened, as far as the line tells."""
+    """Node and restart of an instant, as far as the line states them."""
 
     node: str = ""
     """Empty: the node of the file."""

@@ -1,6 +1,6 @@
-"""Reads the logs of programs whose lines speak for themselves: a table says what each kind of line tells.
+"""Parses logs in which each line can be understood by itself: a table says what each kind of line means.
 
-A line begins or ends a stage, tells how long one took, or is a moment. What begins is paired with what ends under the
+A line begins or ends a stage, states its duration, or is an instant. A begin is paired with the end that has the
 same key; a begin whose end is not in the log stays open, unless its rule says that the end is seldom logged. Where a
 line has no time, a duration becomes a fact, and an end a fact without a duration. `programs` holds the tables, and
 `Site` reads the pattern that a user gives.
@@ -37,18 +37,18 @@ STEP: Final = "step"
 
 _MAX_NUMBER = 20
 _MAX_STEPS = 8
-"""So many lines about steps are looked at: ranks may tell of the same one."""
+"""Maximum number of lines about steps that are compared: several ranks may log the same step."""
 _MAX_HOSTS = 16_384
 _MAX_PIECES = 10
 """Slurm's names have at most five numbers."""
 _MAX_TRIES = 8
-"""So many places of a literal in a line are looked at."""
+"""Maximum number of occurrences of a literal in a line that are tried."""
 _SITE_GROUPS = frozenset({"begin", "end", "s", "ms", "key", "host", "job"})
 _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 
 
 class Rule(NamedTuple):
-    """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
+    """One kind of line: `literal`, followed by a pattern of ASCII characters.
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
     is the node, or a list as Slurm writes it; `step` counts steps or samples; `image` and `fastest_ms` of several ranks
@@ -100,7 +100,7 @@ class TableParser(Parser):
 
     @property
     def done(self) -> bool:
-        """No further line changes what is found: a training log tells of steps for months."""
+        """No further line changes the result: a training log has lines about steps for months."""
         known = self._steps
         return self._only_steps and len(known) > 1 and (len(known) >= _MAX_STEPS or known[-1][0] != known[0][0])
 
@@ -110,14 +110,14 @@ class TableParser(Parser):
             place = text.find(rule.literal)
             for _ in range(_MAX_TRIES if place >= 0 else 0):
                 if found := pattern.match(text, place):
-                    self.tell(line, rule, {name: value for name, value in found.groupdict().items() if value})
+                    self.record(line, rule, {name: value for name, value in found.groupdict().items() if value})
                     break
                 place = text.find(rule.literal, place + 1)
                 if place < 0:
                     break
 
-    def tell(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
-        """Take what a line says: the named groups of the rule's pattern."""
+    def record(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
+        """Record a line. `fields`: the named groups of the rule's pattern."""
         hosts = fields.get("host", "")
         host = next(iter(hosts_of(hosts)), "")
         place = Place(make.name(host), job=make.name(fields.get("job", "")))
@@ -174,7 +174,7 @@ class TableParser(Parser):
             begin_ns = None if end_ns is None else end_ns - length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
                 self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
-        self._tell_first_step()
+        self._record_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
                 self._builder.span(
@@ -182,9 +182,12 @@ class TableParser(Parser):
                 )
         return self._builder.finish()
 
-    def _tell_first_step(self) -> None:
-        """The first line may tell of a group of steps, all but the first of which are training: the next line shows how
-        long a group takes."""
+    def _record_first_step(self) -> None:
+        """Record the end of the first step.
+
+        The first line may stand for a group of steps, all but the first of which are training: the next line shows how
+        long a group takes.
+        """
         if not self._steps:
             return
         (first, now, _), (later, then, each_ns) = self._steps[0], self._steps[-1]
@@ -198,7 +201,7 @@ class TableParser(Parser):
 
 
 class Site:
-    """What a site's own lines tell, by a pattern of its own for one stage: a parser whose clue is the pattern."""
+    """Lines of a site's own programs, by a pattern for one stage: a parser whose clue is the pattern."""
 
     def __init__(self, stage: str, pattern: re.Pattern[bytes]) -> None:
         self.pattern = pattern
@@ -214,7 +217,7 @@ class Site:
         groups = {name: found[name] for name in _SITE_GROUPS & self.pattern.groupindex.keys()}
         fields = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
         role = TOOK if {"s", "ms"} & fields.keys() else next((role for role in (BEGIN, END) if role in fields), MARK)
-        self._table.tell(line, self._rules[role], fields)
+        self._table.record(line, self._rules[role], fields)
 
     def finish(self) -> Findings:
         return self._table.finish()

@@ -1,7 +1,7 @@
 """The wall time at the start of a log line, in the forms that launchers, runtimes and loggers write; and durations as
 Go and Rust programs print them: `796ms`, `1m2.3s`, `1h2m3s`, `1.5µs`, uv's `1m 02s`.
 
-What stands before the time is passed over: colours, `[rank0]:`, `[default0]:`, `0: ` of
+Text before the time is skipped: colours, `[rank0]:`, `[default0]:`, `0: ` of
 `srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
 
     2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
@@ -69,7 +69,7 @@ class Prefix(NamedTuple):
     wall_ns: int | None
     """ns since 1970, or None when the line starts with no time that can be."""
     rest: int
-    """Offset of the text behind the time; 0 when there is none."""
+    """Offset of the text after the time; 0 if the line has no time."""
 
 
 def plausible(wall_ns: int) -> bool:

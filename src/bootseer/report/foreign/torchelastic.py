@@ -1,6 +1,6 @@
 """torchrun's agent: launcher rendezvous, start and failure of workers, restarts.
 
-Read are the agent's log lines, which exist at `LOGLEVEL=INFO`; current torch, and older versions:
+It reads the agent's log lines, which exist at `LOGLEVEL=INFO`; those of current torch, and of older versions:
 
     I1120 17:54:26.369000 5426 torch/distributed/elastic/agent/server/api.py:707] [default] Rendezvous'ing worker group
     [2026-11-20 17:54:26,369] torch.distributed.elastic.agent.server.api: [INFO] [default] Rendezvous'ing worker group
@@ -10,7 +10,7 @@ a log prefix: unless a log collector stamped them, the rendezvous in them is a f
 to them. `SUCCEEDED` of an AGENT is written for failed workers too, so no outcome is read from it. Rendezvous' own
 events (`RdzvEvent`) go to a null handler and are in no log. At the default level only failures and the warning about
 OMP_NUM_THREADS are printed: the launcher's start, and each failed worker. An agent prints one failure for each restart,
-so that a second one tells that the workers were started again behind the first.
+so that a second failure means that the workers were restarted after the first.
 """
 
 from __future__ import annotations
