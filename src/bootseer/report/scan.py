@@ -67,11 +67,9 @@ class Scanned:
     bytes: int = 0
     lines: int = 0
 
-    def input(self, duplicates: int = 0) -> Input:
+    def input(self) -> Input:
         """The counters, for the report."""
-        return Input(
-            self.files, self.bytes, self.lines, len(self.events), duplicates, dict(sorted(self.skipped.items()))
-        )
+        return Input(self.files, self.bytes, self.lines, len(self.events), 0, dict(sorted(self.skipped.items())))
 
 
 Progress = Callable[[int], None]

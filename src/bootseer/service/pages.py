@@ -400,12 +400,12 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
     return int(text)
 
 
-def _bars(rows: list[Answer], value: str, label: str, unit: float = 1.0, by: str = "") -> Markup:
-    """A chart of a value by day, in this unit; rows of a day are summed, or stacked by the column `by`."""
+def _bars(rows: list[Answer], value: str, label: str, unit: float, by: str) -> Markup:
+    """A chart of a value by day, in this unit; the values of a day are stacked by the column `by`."""
     sums: dict[int, dict[str, float]] = {}
     for row in rows:
         parts = sums.setdefault(row["day"], {})
-        part = str(row[by]).replace("_", " ") if by else ""
+        part = str(row[by]).replace("_", " ")
         parts[part] = parts.get(part, 0.0) + float(row[value] or 0) / unit
     days = range(min(sums), max(sums) + 1) if sums else range(0)
     named = [(datetime.fromtimestamp(day * DAY_NS / 1e9, UTC).strftime("%Y-%m-%d"), sums.get(day, {})) for day in days]
