@@ -126,7 +126,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
             connection.execute(start.insert().values(values))
     assert f"{newest.job}, attempt {newest.attempt}: " in found()["slower"]
     change(batch, batch.c.sequence == newest.id, done=False, received_ns=now_ns - hour_ns // 30)
-    assert "wait for their analysis, the oldest for 2 min" in found()["ingest_lag"]
+    assert "wait to be analysed, the oldest for 2 min" in found()["ingest_lag"]
     change(batch, batch.c.day > 0, done=True, received_ns=now_ns - 2 * hour_ns)
     assert "silent" not in found(), "nothing is open"
     change(start, start.c.id == newest.id, state="open", outcome="", nodes_heard=0, nodes_expected=10**6)
@@ -143,7 +143,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
         }
         connection.execute(live.insert().values(values))
     said = found()
-    assert "no line for 2 h" in said["silent"]
+    assert "no event for 2 h" in said["silent"]
     assert "expected nodes sent events today" in said["nodes_not_heard"]
     assert "n7" in said["nodes_late"]
 
