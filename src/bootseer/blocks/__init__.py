@@ -1,1 +1,1 @@
-"""Block files: an immutable file as fixed-size blocks in a store, and the index that finds and proves each of them."""
+"""Block files: an immutable file as fixed-size blocks in a store, and the index to find and verify each block."""

@@ -1,4 +1,4 @@
-"""What a document says of a block file: enough to fetch its index and to know that it is the right one.
+"""Reference to a block file, in documents: enough to fetch its index and verify it.
 
 Images, snapshots and checkpoints keep a `BlockFile` as JSON; `read_index` turns it into the index.
 """
@@ -15,7 +15,7 @@ from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, M
 from bootseer.errors import CorruptError
 from bootseer.store.store import Store, Stored, is_content_name
 
-# 6 million blocks: 1.5 TiB in blocks of 256 KiB. An index is read before anything can start, into memory.
+# 6 million blocks: 1.5 TiB in blocks of 256 KiB. An index is read into memory before anything can start.
 MAX_READ_BYTES = 256 << 20
 
 
@@ -26,11 +26,11 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
     """Content name of the index."""
     index_bytes: Annotated[int, Meta(ge=0, le=MAX_INDEX_BYTES)]
     identity: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """`Index.identity`: the file's name everywhere but in a store."""
+    """`Index.identity`: the file's name everywhere except in a store."""
     size_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
     """Size of the file itself."""
     stored_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
-    """What the stripes hold: the compressed size."""
+    """Compressed size: the total of the stripes."""
     stripes: Annotated[tuple[Stripe, ...], Meta(min_length=1, max_length=MAX_STRIPES)]
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
 
     @property
     def objects(self) -> tuple[Stored, ...]:
-        """All objects of the store that this file needs. Stripes of no bytes are not stored."""
+        """All objects of the store that this file needs. Empty stripes are not stored."""
         return (
             Stored(self.index_name, self.index_bytes),
             *(Stored(stripe.name, stripe.size_bytes) for stripe in self.stripes if stripe.size_bytes),
@@ -49,14 +49,14 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
 
 
 def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) -> Index:
-    """Fetch the index of a block file and check that it is the one described. One attempt: wrap it in `retrying`.
+    """Fetch the index of a block file and verify it. One attempt: wrap it in `retrying`.
 
-    Raises what `Store.read` raises, and `CorruptError` when the bytes are others than described.
+    Raises what `Store.read` raises, and `CorruptError` when it is not the referenced index.
     """
     if block_file.index_bytes > MAX_READ_BYTES:
         raise CorruptError(f"{block_file.index_name}: an index of {block_file.index_bytes} bytes is too large")
     data = bytearray()
-    # All of it, whatever its size is: damage may have changed that, too.
+    # Read to the end, whatever the object's size is: damage may have changed that, too.
     with closing(store.read(block_file.index_name, timeout_s=timeout_s)) as pieces:
         for piece in pieces:
             data += piece
@@ -66,7 +66,7 @@ def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) 
 
 
 def parse_index(data: bytes, block_file: BlockFile, where: str) -> Index:
-    """The index that these bytes from `where` are. Raises `CorruptError` when it is not the one described."""
+    """Parse and verify the bytes of an index from `where`. Raises `CorruptError` when it is not the referenced one."""
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != block_file.index_name:
         raise CorruptError(f"{where}: the bytes of {block_file.index_name} are not those of its name")
     index = Index.parse(data)

@@ -1,8 +1,7 @@
-"""How one block is stored: raw, as a zstd frame, or not at all when it holds only zeros.
+"""The encoding of one block: raw, as a zstd frame, or nothing for a block of zeros.
 
-Each block that is read goes through `decode`, wherever it comes from, so that no reader gets bytes that were not
-compared with their digest. Nothing that a store or a peer sends can make `decode` allocate more than the
-block's length.
+Each block goes through `decode`, wherever it comes from, so that no reader gets unverified bytes. Nothing that a store
+or a peer sends can make `decode` allocate more than the block's length.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def digest_of(data: Buffer) -> bytes:
-    """BLAKE3 of uncompressed bytes: what the index says about a block."""
+    """BLAKE3 of uncompressed bytes: the digest of a block in the index."""
     return blake3(data).digest()
 
 
 def compressor_of(level: int = DEFAULT_LEVEL) -> zstandard.ZstdCompressor:
-    """What `encode` compresses with: a level of zstd, or `FAST_LEVEL`. Each thread needs its own."""
+    """A compressor for `encode`, of a level of zstd or `FAST_LEVEL`. Each thread needs its own."""
     # The digest in the index covers more than zstd's checksum would.
     if level == FAST_LEVEL:
         return zstandard.ZstdCompressor(compression_params=_FAST)
@@ -67,7 +66,7 @@ def encode(data: bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, byte
 
 
 def decode(codec: int, stored: Buffer, length: int, digest: bytes) -> bytes:
-    """The block's bytes, exactly `length` of them and with this digest. Raises `CorruptError` for all else."""
+    """The block's bytes, verified against length and digest. Raises `CorruptError`."""
     if codec == ZERO:
         if len(stored) or digest != _digest_of_zeros(length):
             raise CorruptError("a block that should hold only zeros does not")
@@ -84,10 +83,10 @@ def _decompress(codec: int, stored: Buffer, length: int) -> bytes:
     if codec != ZSTD:
         raise CorruptError(f"a block has the unknown codec {codec}")
     try:
-        # The frame's own word on its size decides what is allocated, so it is read first.
+        # The size in the frame's header decides how much is allocated, so it is checked first.
         if zstandard.get_frame_parameters(stored).content_size != length:
             raise CorruptError(f"a zstd frame does not announce the block's {length} bytes")
-        # One per block costs 3 % of the time, and needs no thread to keep one.
+        # A decompressor per block costs 3 % of the time, and saves one per thread.
         return zstandard.ZstdDecompressor().decompress(stored, max_output_size=length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a block cannot be decompressed: {error}") from error

@@ -1,9 +1,8 @@
-"""The index of a block file: where each block lies in which object, how it is stored, and its digest.
+"""The index of a block file: each block's location, codec and digest.
 
-A frozen view of the encoded bytes: columns of numbers, read in place, so that an index of millions of blocks costs no
-object per block. `Index.parse` accepts only what `encode_index` could have written, checks every size before anything
-is allocated by it, and every place against the stripe it points into. The format is docs/formats/block-file.md.
-Decides and touches nothing.
+An immutable view of the encoded bytes: columns of numbers, read in place, so that an index of millions of blocks needs
+no object per block. `Index.parse` accepts only what `encode_index` can write: it checks every size before it allocates
+by it, and every location against its stripe. The format is docs/formats/block-file.md. No I/O.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _PIECE = 1 << 16
 
 
 class Stripe(NamedTuple):
-    """One object that holds every S-th block. A stripe of no bytes is not stored: no block points into it."""
+    """One object that holds every S-th block, of S stripes. An empty stripe is not stored: no block points into it."""
 
     name: str
     size_bytes: int
 
 
 class Place(NamedTuple):
-    """Where a block's stored bytes lie: `length` bytes at `offset` of stripe number `stripe`."""
+    """The location of a block's stored bytes: `length` bytes at `offset` of stripe number `stripe`."""
 
     stripe: int
     offset: int
@@ -54,7 +53,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A checked index. Two of the same `identity` are equal, and so are the files they describe."""
+    """A validated index. Indexes of the same `identity` are equal, and so are their files."""
 
     identity: str
     """BLAKE3 over the encoded index without its trailer, in hexadecimal digits."""
@@ -70,7 +69,7 @@ class Index:
 
     @classmethod
     def parse(cls, data: bytes | bytearray | memoryview) -> Index:
-        """Read an index. Raises `CorruptError`, or `PermanentError` for a version that this program does not know."""
+        """Parse an index. Raises `CorruptError`, or `PermanentError` for an unknown version."""
         data = bytes(data)
         if len(data) < _HEADER.size + DIGEST_BYTES or not data.startswith(MAGIC):
             raise CorruptError("this is not the index of a block file")
@@ -116,7 +115,7 @@ class Index:
         return self._encoded
 
     def place(self, block: int) -> Place:
-        """Where a block is stored. Raises `IndexError`."""
+        """The location of a block. Raises `IndexError`."""
         self._check(block)
         return Place(
             block % len(self.stripes),
@@ -136,12 +135,12 @@ class Index:
         return self._encoded[start : start + DIGEST_BYTES]
 
     def length(self, block: int) -> int:
-        """Uncompressed bytes of a block: the block size, but for the last one. Raises `IndexError`."""
+        """Uncompressed size of a block: the block size, except for the last one. Raises `IndexError`."""
         self._check(block)
         return min(self.block_size, self.size_bytes - block * self.block_size)
 
     def blocks_of(self, offset: int, length: int) -> range:
-        """The blocks that hold a range of the file; what lies beyond its end has none."""
+        """The blocks that hold a range of the file, cut off at its end."""
         end = min(offset + length, self.size_bytes)
         if offset < 0 or end <= offset:
             return range(0)
@@ -152,7 +151,7 @@ class Index:
             raise IndexError(f"block {block} of {self.num_blocks}")
 
     def _check_places(self, start: int, stop: int) -> None:
-        """What the columns say of blocks `start` to `stop` must be possible."""
+        """Raise `CorruptError` unless the locations of blocks `start` to `stop` are valid."""
         data = self._encoded
         offsets = struct.unpack_from(f"<{stop - start}Q", data, self._offsets + start * 8)
         lengths = struct.unpack_from(f"<{stop - start}I", data, self._lengths + start * 4)

@@ -1,10 +1,10 @@
-"""Convert an image: every layer becomes an EROFS image in blocks, and a document says which belong together.
+"""Convert an image: each layer becomes an EROFS image in a block file, and a document lists them.
 
-Layers are converted side by side, bottom first. The document is stored last, so that an image that can be found can be
-used; what was interrupted is taken up again layer by layer. In the repository that holds the image itself the document
-is attached to it.
+Layers are converted in parallel, bottom first. The document is stored last, so that every image in the catalog is
+complete; an interrupted conversion reuses the layers that it finished. In the registry repository that holds the image
+itself, the document is attached to it.
 
-One thread per layer; the shared state is a table of results, each written by its thread once.
+One thread per layer; the shared state is a table of results, each written once by its thread.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
 Progress = Callable[[int, int, int], None]
-"""Layer (from 0, bottom first), bytes of its source that are done, bytes in all. Called from several threads."""
+"""Gets a layer (from 0, bottom first), bytes of its source done, bytes in all. Called from several threads."""
 _MAX_JOBS = 4
 _LEAVE_S = 5.0
-"""A layer that is given up ends with its next bytes; where its source hangs, it is left to the source's deadline."""
+"""How long to wait for cancelled layers. They end at their next bytes; if a source hangs, at the source's deadline."""
 
 
 def convert(
@@ -54,8 +54,8 @@ def convert(
 ) -> ImageDocument:
     """Convert the image of `source` into `store`, and publish its document there.
 
-    `jobs` is how many layers are converted at once (default: up to four, one per processor). Layers that are in the
-    store already are not read; where the document is signed, only if they are signed too.
+    `jobs` is the number of layers converted at once (default: one per processor, at most four). Layers that are already
+    in the store are reused; where the document is signed, only if they are signed too.
     When this raises, nothing was published under the image's name.
     """
     options = options or ConvertOptions()
@@ -74,7 +74,7 @@ def convert(
 
 
 def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
-    """A progress of layers that tells `heard` of all of them together, in bytes."""
+    """A `Progress` that reports the sum over all layers, in bytes, to `on_progress`."""
     sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
     done: dict[int, int] = {}
     lock = threading.Lock()
@@ -88,7 +88,7 @@ def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
 
 
 class _Conversion:
-    """The layers of one image on their way."""
+    """The conversion of all layers of one image."""
 
     def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress) -> None:
         self._source = source
@@ -101,12 +101,13 @@ class _Conversion:
         self._readers_lock = threading.Lock()
 
     def run(self, jobs: int) -> list[ConvertedLayer]:
-        # Layers start in their order, so that a thread that waits for lower layers waits for threads that run.
+        # Layers start in order: a thread that waits for lower layers thus waits for running threads, never for queued
+        # ones, which would be a deadlock.
         with Tasks("bootseer-convert", jobs, leave_s=_LEAVE_S) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
-                # As long as it takes: what a layer asks of registries and stores has deadlines, the rest is computing.
+                # No deadline here: requests to registries and stores have their own, the rest is computing.
                 wait(self._results, return_when=FIRST_EXCEPTION)
                 self._raise_first_error()
                 return [result.result() for result in self._results]
@@ -156,7 +157,7 @@ class _Conversion:
 def _assemble(
     source: ImageSource, store: Store, options: ConvertOptions, layers: Sequence[ConvertedLayer]
 ) -> tuple[LayerFile, ...]:
-    """The layers that are mounted: none below one that hides them all, and the root directory as it must look."""
+    """The layers to mount: those from the uppermost opaque one on, and one for the root directory if needed."""
     first = max((place for place, layer in enumerate(layers) if layer.opaque), default=0)
     files = [
         LayerFile(origin.digest, origin.diff_id, layer.file)
@@ -164,14 +165,15 @@ def _assemble(
     ]
     root = next((layer.root for layer in reversed(layers) if layer.root is not None), None)
     if root is not None and layers[-1].root is None:
-        # Overlayfs shows the uppermost layer's root directory, and layers seldom say what it looks like. Asking the
-        # layers below, as for other directories, would make every layer depend on them; so one of 8 KiB is put on top.
+        # Overlayfs shows the attributes of the uppermost layer's root directory, and few layers have an entry for it.
+        # To take them from lower layers, as for other directories, would make each layer depend on these; so a layer
+        # of 8 KiB with only the root directory is put on top.
         files.append(LayerFile("", "", _write_root(store, options, root)))
     return tuple(files)
 
 
 def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> BlockFile:
-    """An image that holds nothing but a root directory."""
+    """A layer that holds only a root directory."""
     with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
         writer = ErofsWriter(blocks)
         writer.tree.update(ROOT, root)
@@ -181,7 +183,7 @@ def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> Bloc
 def _convert_folder(
     source: ImageSource, folder: Path, store: Store, options: ConvertOptions, report: Progress
 ) -> ImageDocument:
-    """A folder has no digest of its own: it is named after what came out."""
+    """Convert a folder. It has no digest of its own: the result's digest names it."""
     with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
         writer = ErofsWriter(blocks)
         write_folder(writer, folder, lambda done: report(0, done, 0))

@@ -1,8 +1,9 @@
-"""What a store remembers of a converted layer, so that it is converted once.
+"""Documents of converted layers in a store, so that each layer is converted once.
 
-The name of the document says what the layer was and how it was converted; two images with the same layer find the same
-document. A layer that asks the layers below it has two: one under its plain name with the questions, and one for each
-set of answers with the result. Decides and touches nothing; docs/formats/image.md describes the format.
+A document's name is derived from the layer's digest and the conversion's options, so that images with the same layer
+find the same document. A layer whose result depends on the layers below it has several documents: one under its plain
+name with the questions to these layers, and one with the result for each set of answers. No I/O; the format is
+described in docs/formats/image.md.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.layer/1"
 RULES = 1
-"""Raised whenever the same layer would become other bytes: `erofs`, `layer_tree` and the like."""
+"""Version of the conversion: incremented whenever `erofs`, `layer_tree` etc. would give other bytes for a layer."""
 MAX_BYTES = 4 << 20
 _WHAT = "layer document"
 _NUMBERS = ("mode", "uid", "gid", "mtime_ns")
 MAX_QUESTIONS = 10_000
-"""A layer with more is converted again each time; its document would be too large to read first."""
+"""A layer with more is converted again each time: its document would be too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
-    """The image of a layer, and what the image as a whole needs to know of it."""
+    """A converted layer: its block file, and what assembling the image needs."""
 
     file: BlockFile
     root: Attributes | None
@@ -36,7 +37,7 @@ class ConvertedLayer:
 
 
 Questions = tuple[tuple[bytes, ...], ...]
-"""Paths in the layers below, each as its names."""
+"""Paths to look up in the layers below, each as a tuple of names."""
 
 
 def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") -> str:

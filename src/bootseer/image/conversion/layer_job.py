@@ -1,7 +1,7 @@
-"""Convert one layer, or find out that it was converted before.
+"""Convert one layer, or find its earlier conversion in the store.
 
-Runs in a thread of `convert`. Nothing becomes visible under the layer's name before the digest of what it
-unpacks to was verified and all its blocks are stored.
+Runs in a thread of `convert`. The layer's document is published only after the digest of its uncompressed bytes was
+verified and all its blocks are stored.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class ConvertOptions:
     level: int = FAST_LEVEL
     limits: LayerLimits = field(default_factory=LayerLimits)
     signatures: Signatures = UNSIGNED
-    """With what layers and the image are signed."""
+    """The keys that sign layers and the image."""
 
 
 class CancelledError(BootseerError):
-    """Another layer failed, or the user gave up."""
+    """Another layer failed, or the user cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerJob:
-    """What is needed to convert one layer."""
+    """The conversion of one layer."""
 
     layer: SourceLayer
     store: Store
     options: ConvertOptions
     where: str
-    """The layer's name for people."""
+    """The layer's name in messages."""
     lower: Callable[[], Lower] | None
     """Waits for the layers below; None at the bottom."""
     progress: Callable[[int], None]
-    """Gets the bytes of the source that are done. Raises `CancelledError` when they are no longer wanted."""
+    """Gets the bytes of the source that are done. Raises `CancelledError` after the conversion was cancelled."""
 
     def run(self) -> ConvertedLayer:
         """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and what stores raise."""
@@ -75,16 +75,16 @@ class LayerJob:
         questions: Questions = ()
         if found is not None and not isinstance(found, ConvertedLayer):
             questions = found
-            found = self._find(ask(self._below(), questions))
+            found = self._find(ask(self._lower_layers(), questions))
         if isinstance(found, ConvertedLayer):
             _LOG.info("%s: converted before", self.where)
             self.progress(self.layer.size_bytes)
             return found
-        # An upload cannot be taken up again in the middle; the whole layer can.
+        # An upload cannot be resumed in the middle, so the whole layer is retried.
         return retrying(lambda _: self._convert(questions), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
 
     def _find(self, answers: str) -> ConvertedLayer | Questions | None:
-        """What the store has of this layer, if all of it is there."""
+        """The layer's document for these answers, if the store has all objects that it refers to."""
         try:
             name = self._name(answers)
             data = read_all(self.store, name, stored_limit(MAX_BYTES))
@@ -95,7 +95,7 @@ class LayerJob:
                     if stored_layer.size_bytes != stored.size_bytes:
                         return None
         except (NotFoundError, CorruptError, SignatureError):
-            return None  # what is missing, damaged or of unknown origin is made again
+            return None  # missing, damaged or of unknown origin: converted again
         return found
 
     def _stat(self, name: str, _left_s: float) -> Stored:
@@ -108,7 +108,7 @@ class LayerJob:
             writer = ErofsWriter(blocks)
             facts = write_layer(
                 writer,
-                check_size(self._watched(read_resumed(layer)), layer),
+                check_size(self._with_progress(read_resumed(layer)), layer),
                 where=self.where,
                 lower=self.lower,
                 limits=options.limits,
@@ -124,25 +124,28 @@ class LayerJob:
             file.stored_bytes,
             len(facts.asked),
         )
-        self._remember(converted, questions, tuple(facts.asked))
+        self._publish_result(converted, questions, tuple(facts.asked))
         return converted
 
-    def _remember(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
-        """Publish the layer under the answers to everything that was ever asked: the next question may depend on the
-        answer to the one before, and other images must not make this one's answers hard to find."""
+    def _publish_result(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
+        """Publish the layer under the answers to all questions known for it.
+
+        All, because over other lower layers it may ask different questions: the list under its plain name is the union,
+        and both results are found by the answers to that.
+        """
         questions = tuple(sorted({*known, *asked}))
         if len(questions) > MAX_QUESTIONS:
             return
-        answers = ask(self._below(), questions) if questions else ""
+        answers = ask(self._lower_layers(), questions) if questions else ""
         self._publish(answers, converted, converted.file.objects)
         if questions != known:
             self._publish("", questions, ())
 
-    def _below(self) -> Lower:
-        """The layers below. A layer at the bottom that asks gets "nothing there" for an answer, which is one, too."""
+    def _lower_layers(self) -> Lower:
+        """The layers below. For a layer at the bottom an empty tree, in which every question has an answer, too."""
         return self.lower() if self.lower is not None else Lower(MergedTree([]))
 
-    def _watched(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def _with_progress(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         done = 0
         for piece in pieces:
             done += len(piece)
