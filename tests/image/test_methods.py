@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.places import unpacked_folder
-from bootseer.artifact.unpacked import delete_idle_trees, name_of
+from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.errors import UsageError
 from bootseer.image.catalog import read_document
 from bootseer.image.mounting import methods
@@ -157,7 +157,7 @@ def tree_name(image: Image) -> str:
     """What the written out tree of the image is called: after its block files."""
     request = image.request()
     document = read_document(open_store(str(request.store)), image.digest)
-    return name_of(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
+    return tree_name(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
 
 
 def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> None:
