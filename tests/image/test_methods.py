@@ -153,7 +153,7 @@ def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Imag
     mounted.close()
 
 
-def tree_of(image: Image) -> str:
+def unpacked_name(image: Image) -> str:
     """What the written out tree of the image is called: after its block files."""
     request = image.request()
     document = read_document(open_store(str(request.store)), image.digest)
@@ -166,7 +166,7 @@ def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> No
     assert delete_idle_trees(cache, image.runtime, idle_s=0) == []
     mounted.close()
     assert delete_idle_trees(cache, image.runtime, idle_s=1000) == []
-    assert delete_idle_trees(cache, image.runtime, idle_s=0) == [tree_of(image)]
+    assert delete_idle_trees(cache, image.runtime, idle_s=0) == [unpacked_name(image)]
     assert list(unpacked_folder(cache).iterdir()) == []
 
 
@@ -180,7 +180,7 @@ def test_a_written_out_tree_is_left_alone_while_somebody_is_mounting(image: Imag
 
 def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
     cache = image.request().cache
-    leaving = unpacked_folder(cache) / f"{tree_of(image)}.new"
+    leaving = unpacked_folder(cache) / f"{unpacked_name(image)}.new"
     (leaving / "closed").mkdir(parents=True)
     (leaving / "closed" / "file").touch()
     (leaving / "closed").chmod(0)
