@@ -62,7 +62,7 @@ def drip():
 def test_a_client_that_sends_its_question_slowly_does_not_hold_up_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drip: Callable[[socket.socket], None]
 ) -> None:
-    monkeypatch.setattr(control, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(control, "_CLIENT_TIMEOUT_S", 0.2)
     with control.listen(tmp_path) as listener, socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / control.NAME))
         drip(client)
