@@ -82,7 +82,7 @@ def _in_namespace(folder: Path, number: int, stages: int) -> dict[str, float]:
     kernel.unshare_mounts()
     conf = folder / "resolv.conf"
     conf.write_text("nameserver 127.0.0.1\n")
-    kernel.move(kernel.clone(conf), Path("/etc/resolv.conf").resolve())
+    kernel.attach(kernel.clone_mount(conf), Path("/etc/resolv.conf").resolve())
     dead = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     dead.bind(("127.0.0.1", 53))
     # The node that all clients run on comes last, as if the file had been searched for another one each.
