@@ -24,7 +24,7 @@ from typing import Any
 
 from harness import Benchmark, Must, Outcome
 
-from bootseer.launch.command import with_names
+from bootseer.launch.command import with_hosts_file
 from bootseer.mounts import kernel
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import FOLDER
@@ -88,7 +88,7 @@ def _in_namespace(folder: Path, number: int, stages: int) -> dict[str, float]:
     # The node that all clients run on comes last, as if the file had been searched for another one each.
     peers = [Peer(f"gpu{each}", ("x:1",), "", (f"10.78.{each >> 8}.{each & 255}",)) for each in range(1, max(_CURVE))]
     HostsFile(folder).add([*peers, Peer("gpu0", ("x:1",), "", (_ADDRESS,))])
-    if (enter := with_names(dict(os.environ), None)) is not None:
+    if (enter := with_hosts_file(dict(os.environ), None)) is not None:
         enter()
     processes = min(number, 8)
     context = multiprocessing.get_context("fork")

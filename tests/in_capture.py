@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.capturing.capture_base import Capture
 from bootseer.mounts.process import die_with
 
 JOB_ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.keys.key import RequestKey
-from bootseer.env.keys.request_key import Ask, Base, request_key
+from bootseer.env.keys.request_key import Base, KeyRequest, request_key
 
 SETUP = """\
 #!/bin/bash
@@ -45,7 +45,7 @@ class Project:
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
-    ask: Ask = field(init=False)
+    ask: KeyRequest = field(init=False)
 
     @property
     def job(self) -> Path:
@@ -71,7 +71,7 @@ def empty(tmp_path: Path) -> Project:
     project.job.mkdir()
     (tmp_path / "home").mkdir()
     project.env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
-    project.ask = Ask(None, (), str(project.job), project.env, Base("host"), python=sys.executable)
+    project.ask = KeyRequest(None, (), str(project.job), project.env, Base("host"), python=sys.executable)
     return project
 
 

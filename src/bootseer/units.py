@@ -60,6 +60,12 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def listed(items: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 2 more`."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return f"{', '.join(items[:most])}{more}"
+
+
 PROMETHEUS = "text/plain; version=0.0.4"
 """The media type of `Figures`."""
 

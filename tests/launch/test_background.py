@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
-from bootseer.launch.background import Tell, start_background
+from bootseer.launch.background import Send, start_background
 from bootseer.mounts.process import ProcessId
 
 DEADLINE_S = 120.0
@@ -28,57 +28,57 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         os.write(1, b"a word for the log\n")
         for number in range(3):
-            tell({"number": number})
+            send({"number": number})
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
-    assert helper.answer(DEADLINE_S) == {"number": 0}
-    assert helper.ended(DEADLINE_S)
+    assert helper.next_message(DEADLINE_S) == {"number": 0}
+    assert helper.wait(DEADLINE_S)
     assert [said["number"] for said in helper.messages()] == [0, 1, 2]
     assert (tmp_path / "log").read_text() == "a word for the log\n"
 
 
 def test_no_answer_is_lost_when_two_come_at_once(tmp_path: Path) -> None:
-    def work(tell: Tell) -> None:
-        tell({"number": 1})
-        tell({"number": 2})
+    def work(send: Send) -> None:
+        send({"number": 1})
+        send({"number": 2})
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
     os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # both lie in the pipe
-    assert [helper.answer(DEADLINE_S)["number"] for _ in range(2)] == [1, 2]
+    assert [helper.next_message(DEADLINE_S)["number"] for _ in range(2)] == [1, 2]
     with pytest.raises(TransientError, match="without an answer"):
-        helper.answer(DEADLINE_S)
+        helper.next_message(DEADLINE_S)
 
 
 def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         raise PermanentError("the disk is full")
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
-    assert helper.ended(DEADLINE_S)
+    assert helper.wait(DEADLINE_S)
     assert helper.messages() == [{"error": "the disk is full", "kind": "PermanentError"}]
 
 
 def test_one_that_ends_without_a_word_is_an_error_for_who_waits(tmp_path: Path) -> None:
-    helper = start_background(lambda tell: None, name="test-helper", log=tmp_path / "log")
+    helper = start_background(lambda send: None, name="test-helper", log=tmp_path / "log")
     with pytest.raises(TransientError, match="without an answer"):
-        helper.answer(DEADLINE_S)
+        helper.next_message(DEADLINE_S)
 
 
 def test_stopping_it_lets_it_undo_what_it_began(tmp_path: Path) -> None:
     undone = tmp_path / "undone"
 
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         try:
-            tell({})
+            send({})
             signal.pause()
         finally:
             undone.touch()
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
-    helper.answer(DEADLINE_S)
+    helper.next_message(DEADLINE_S)
     helper.stop()
     assert undone.exists()
     assert ProcessId.of(helper.pid) is None
@@ -88,13 +88,13 @@ def test_it_holds_no_pipe_of_who_started_us_and_has_no_terminal(tmp_path: Path) 
     read, write = os.pipe()
     os.set_inheritable(write, True)
 
-    def work(tell: Tell) -> None:
-        tell({"sid": os.getsid(0)})
+    def work(send: Send) -> None:
+        send({"sid": os.getsid(0)})
         signal.pause()
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
     try:
-        assert helper.answer(DEADLINE_S) == {"sid": helper.pid}
+        assert helper.next_message(DEADLINE_S) == {"sid": helper.pid}
         os.close(write)
         assert os.read(read, 1) == b""  # it hangs when somebody else has the other end
     finally:
@@ -106,12 +106,12 @@ def test_it_shares_the_locks_that_we_opened(tmp_path: Path) -> None:
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
 
-    def work(tell: Tell) -> None:
-        tell({})
+    def work(send: Send) -> None:
+        send({})
         signal.pause()
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
-    helper.answer(DEADLINE_S)
+    helper.next_message(DEADLINE_S)
     os.close(lock)
     with (tmp_path / "lock").open() as other:
         with pytest.raises(BlockingIOError):
@@ -125,14 +125,14 @@ def test_it_ends_when_the_run_is_killed(tmp_path: Path) -> None:
 import signal, sys
 from pathlib import Path
 from bootseer.launch.background import start_background
-def work(tell):
+def work(send):
     try:
-        tell({{}})
+        send({{}})
         signal.pause()
     finally:
         Path({str(tmp_path / "undone")!r}).touch()
 helper = start_background(work, name="test-helper", log=Path({str(tmp_path / "log")!r}))
-helper.answer(20)
+helper.next_message(20)
 print(helper.pid, flush=True)
 signal.pause()
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.launch.image.setup import named_mounts, passed_settings, variables_of
+from bootseer.launch.image.setup import mounts_of_setup, passed_settings, setup_variables
 
 BIND = Bind("/srv/wheels", "/wheels", read_only=True)
 
@@ -15,7 +15,7 @@ BIND = Bind("/srv/wheels", "/wheels", read_only=True)
 def named(tmp_path: Path, setup: str = "", requirements: str = "", **env: str) -> bool:
     (tmp_path / "setup.sh").write_text(setup)
     (tmp_path / "requirements.txt").write_text(requirements)
-    found = named_mounts("setup.sh", ["requirements.txt"], str(tmp_path), env, [BIND])
+    found = mounts_of_setup("setup.sh", ["requirements.txt"], str(tmp_path), env, [BIND])
     assert found in ((), (BIND,))
     return bool(found)
 
@@ -41,7 +41,7 @@ def test_files_that_the_script_runs_are_read_too(tmp_path: Path) -> None:
 
 def test_a_declared_part_counts_instead_of_the_whole_mount(tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("cp /wheels/a.whl .")
-    assert named_mounts("setup.sh", [], str(tmp_path), {}, [BIND], ["/srv/wheels/a.whl"]) == ()
+    assert mounts_of_setup("setup.sh", [], str(tmp_path), {}, [BIND], ["/srv/wheels/a.whl"]) == ()
 
 
 def test_settings_of_installers_pass_unless_they_name_a_place_of_this_machine() -> None:
@@ -59,4 +59,4 @@ def test_settings_of_installers_pass_unless_they_name_a_place_of_this_machine() 
 
 def test_words_of_the_user_outrank_the_machine_s_variables() -> None:
     env = {"PIP_NO_INDEX": "1", "FLAVOUR": "dev", "SECRET": "x"}
-    assert variables_of(["PIP_NO_INDEX=0", "FLAVOUR", "MISSING"], env, []) == {"PIP_NO_INDEX": "0", "FLAVOUR": "dev"}
+    assert setup_variables(["PIP_NO_INDEX=0", "FLAVOUR", "MISSING"], env, []) == {"PIP_NO_INDEX": "0", "FLAVOUR": "dev"}

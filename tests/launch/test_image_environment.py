@@ -15,8 +15,8 @@ from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.launch.environment.start import EnvironmentStart
-from bootseer.launch.environment.task import EnvironmentWanted, Task
-from bootseer.launch.environment.view import Shown
+from bootseer.launch.environment.task import EnvironmentOptions, Task
+from bootseer.launch.environment.view import PreparedEnvironment
 from bootseer.launch.image.environment import ImageEnvironment
 from bootseer.mounts.state import MountState, Runtime
 
@@ -36,10 +36,10 @@ def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
     """A start whose snapshot is at hand."""
 
     def make(mode: Mode) -> ImageEnvironment:
-        wanted = EnvironmentWanted(tmp_path / "cache", tmp_path / "runtime", mode=mode)
+        wanted = EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime", mode=mode)
         start = EnvironmentStart(Task("setup.sh", [], wanted, {}), ["true"])
-        start.shown = Shown("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
-        start.shown.undo.callback((tmp_path / "undone").touch)
+        start.prepared = PreparedEnvironment("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
+        start.prepared.undo.callback((tmp_path / "undone").touch)
         request = Request(
             parse_reference("registry.example/a:1"), None, cache=tmp_path / "cache", runtime=tmp_path / "runtime"
         )
@@ -62,7 +62,7 @@ def test_a_layer_that_cannot_be_mounted_is_given_up(
     environment = restored("auto")
     assert environment.mount(mount, tmp_path, [LAYER]) is image
     assert asked == [((LAYER,), False), ((), True)]
-    assert environment.start.shown is None  # so that the setup runs
+    assert environment.start.prepared is None  # so that the setup runs
     assert (tmp_path / "undone").exists()
 
 
@@ -75,7 +75,7 @@ def test_a_layer_that_can_be_mounted_is_used(
 
     environment = restored("auto")
     assert environment.mount(mount, tmp_path, [LAYER]) is image
-    assert environment.start.shown is not None
+    assert environment.start.prepared is not None
     assert not (tmp_path / "undone").exists()
 
 

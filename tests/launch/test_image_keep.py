@@ -16,9 +16,9 @@ from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.start import EnvironmentStart
-from bootseer.launch.environment.task import EnvironmentWanted, Task
-from bootseer.launch.image.environment import UPPER, Keeping
-from bootseer.launch.image.setup import InImage, places_of
+from bootseer.launch.environment.task import EnvironmentOptions, Task
+from bootseer.launch.image.environment import UPPER, UpperLayer
+from bootseer.launch.image.setup import ImageSetupHost, setup_paths
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 
@@ -59,20 +59,20 @@ def writable(tmp_path: Path) -> Iterator[Path]:
         kernel.unmount(folder / "root", lazy=True)
 
 
-def keeping(writable: Path, mount: Mounts) -> tuple[Keeping, EnvironmentStart]:
-    wanted = EnvironmentWanted(writable.parent / "cache", writable.parent / "runtime")
+def keeping(writable: Path, mount: Mounts) -> tuple[UpperLayer, EnvironmentStart]:
+    wanted = EnvironmentOptions(writable.parent / "cache", writable.parent / "runtime")
     task = Task("setup.sh", [], wanted, {})
     start = EnvironmentStart(task, ["true"])
     mounted = mount(writable, ())
     (writable / UPPER / "tool").write_text("what the setup wrote")
-    setup = InImage(task, mounted, Options(), places_of("/work", [], []), task.folder.path, {})
-    return Keeping(start, setup, mount, Decision(Action.BUILD, "no-snapshot", "")), start
+    setup = ImageSetupHost(task, mounted, Options(), setup_paths("/work", [], []), task.folder.path, {})
+    return UpperLayer(start, setup, mount, Decision(Action.BUILD, "no-snapshot", "")), start
 
 
 def test_what_the_setup_wrote_becomes_a_layer(writable: Path) -> None:
     mount = Mounts(writable)
     keep, start = keeping(writable, mount)
-    keep.keep(SetupResult(), KEY)
+    keep.publish(SetupResult(), KEY)
     layer = start.task.folder.path / "layer"
     assert mount.asked == [(), (layer,)]
     assert (layer / "tool").read_text() == "what the setup wrote"
@@ -84,7 +84,7 @@ def test_what_the_setup_wrote_becomes_a_layer(writable: Path) -> None:
 def test_a_layer_that_cannot_be_mounted_becomes_the_upper_one_again(writable: Path) -> None:
     mount = Mounts(writable, refuses_layers=True)
     keep, start = keeping(writable, mount)
-    keep.keep(SetupResult(), KEY)
+    keep.publish(SetupResult(), KEY)
     assert mount.asked == [(), (start.task.folder.path / "layer",), ()]
     assert (writable / UPPER / "tool").read_text() == "what the setup wrote"
     assert (start.publishing, start.task.outcome["why_not"]) == (None, "no overlay takes it")
@@ -94,7 +94,7 @@ def test_an_image_in_use_stays_as_it_is(writable: Path) -> None:
     mount = Mounts(writable)
     keep, start = keeping(writable, mount)
     with (mount.root / "in use").open("w"):
-        keep.keep(SetupResult(), KEY)
+        keep.publish(SetupResult(), KEY)
     assert mount.asked == [()]
     assert (writable / UPPER / "tool").exists()
     assert start.publishing is None
@@ -103,7 +103,7 @@ def test_an_image_in_use_stays_as_it_is(writable: Path) -> None:
 def test_without_a_snapshot_the_image_is_mounted_again_on_what_the_setup_wrote(writable: Path) -> None:
     mount = Mounts(writable)
     keep, _ = keeping(writable, mount)
-    keep.go_on()
+    keep.remount()
     assert mount.asked == [(), ()]
     assert (writable / UPPER / "tool").exists()
 
@@ -111,4 +111,4 @@ def test_without_a_snapshot_the_image_is_mounted_again_on_what_the_setup_wrote(w
 def test_an_image_that_cannot_be_mounted_any_more_is_an_error(writable: Path) -> None:
     keep, _ = keeping(writable, Mounts(writable, refuses_all=True))
     with pytest.raises(PermanentError, match="cannot be mounted again"):
-        keep.keep(SetupResult(), KEY)
+        keep.publish(SetupResult(), KEY)

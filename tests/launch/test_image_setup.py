@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.launch.image.setup import places_of
+from bootseer.launch.image.setup import setup_paths
 
 
 def test_the_working_folder_is_shown_read_only() -> None:
-    places = places_of("/home/job", ["setup.sh", "more/requirements.txt"], [])
+    places = setup_paths("/home/job", ["setup.sh", "more/requirements.txt"], [])
     assert places.folder == "/run/bootseer/setup"
     assert places.own == (Bind("/home/job", "/run/bootseer/setup", read_only=True),)
     assert places.inside("/home/job/more/requirements.txt") == "/run/bootseer/setup/more/requirements.txt"
@@ -16,14 +16,14 @@ def test_the_working_folder_is_shown_read_only() -> None:
 
 def test_a_working_folder_that_the_user_mounts_is_shown_there() -> None:
     code = Bind("/home", "/code")
-    places = places_of("/home/job", ["setup.sh"], [Bind("/data", "/data"), code])
+    places = setup_paths("/home/job", ["setup.sh"], [Bind("/data", "/data"), code])
     assert (places.folder, places.own) == ("/code/job", ())
     assert places.inside("/home/job/setup.sh") == "/code/job/setup.sh"
     assert places.outside("/code/job") == "/home/job"
 
 
 def test_files_elsewhere_get_their_folders_shown() -> None:
-    places = places_of(
+    places = setup_paths(
         "/home/job", ["../setup/setup.sh", "/srv/requirements.txt", "/data/more.txt"], [Bind("/data", "/d")]
     )
     assert [(bind.source, bind.read_only) for bind in places.own] == [
@@ -38,12 +38,12 @@ def test_files_elsewhere_get_their_folders_shown() -> None:
 
 
 def test_what_no_mount_shows_keeps_its_name() -> None:
-    places = places_of("/home/job", [], [])
+    places = setup_paths("/home/job", [], [])
     assert places.inside("/usr/bin/python3") == "/usr/bin/python3"
     assert places.outside("/usr/bin/python3") == ""
 
 
 def test_the_machine_s_root_is_not_shown_as_a_whole() -> None:
-    places = places_of("/", ["srv/setup.sh"], [])
+    places = setup_paths("/", ["srv/setup.sh"], [])
     assert (places.folder, [bind.source for bind in places.own]) == ("/", ["/srv"])
     assert places.inside("/srv/setup.sh").startswith("/run/bootseer/")

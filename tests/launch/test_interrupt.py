@@ -67,10 +67,10 @@ except Interrupted:
 """
 
 
-def started(program: str, patience_s: float) -> subprocess.Popen[str]:
+def started(program: str, grace_s: float) -> subprocess.Popen[str]:
     """A process in its block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program + BLOCK, str(patience_s)],
+        [sys.executable, "-c", program + BLOCK, str(grace_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -46,7 +46,7 @@ def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.C
 
     output = b"step 1\n" + b"x" * 300_000 + b"\n"
     assert passed(output, b"step 1", found) == output
-    assert "seen and could not be written down: no space left" in capfd.readouterr().err
+    assert "seen and could not be recorded: no space left" in capfd.readouterr().err
 
 
 def test_of_a_long_line_the_end_is_searched() -> None:
@@ -66,4 +66,4 @@ def test_a_pattern_that_takes_long_is_given_up(
     output = b"other\nstep 1\n"
     assert passed(output, b"step 1", lambda: found.append(True)) == output
     assert found == []
-    assert "is not searched for any more" in capfd.readouterr().err
+    assert "is no longer searched for" in capfd.readouterr().err

@@ -17,9 +17,9 @@ import pytest
 
 from bootseer.env.document import Daemon
 from bootseer.env.processes import listening, pid_in, processes, sockets_of
-from bootseer.launch.environment.daemons import Relaunched
-from bootseer.launch.environment.task import EnvironmentWanted, Task
-from bootseer.launch.environment.view import NotShown
+from bootseer.launch.environment.daemons import RelaunchedDaemons
+from bootseer.launch.environment.task import EnvironmentOptions, Task
+from bootseer.launch.environment.view import EnvironmentUnavailable
 from environment_place import Place, end, made_place
 
 pytestmark = pytest.mark.root
@@ -146,8 +146,8 @@ def test_what_a_setup_leaves_running_is_started_again_on_another_node(place: Pla
 def test_what_cannot_be_started_again_makes_the_setup_run(place: Place) -> None:
     daemons = Daemons(place)
     place.run(*daemons.ask)
-    stale = f"{daemons.pid_file}, the pid file of python, is there already and is stale"
-    for number, (why, *more) in enumerate(((stale,), ("does not want them", "--env-daemons", "refuse")), 2):
+    stale = f"{daemons.pid_file}, the pid file of python, already exists and is stale"
+    for number, (why, *more) in enumerate(((stale,), ("this start refuses them", "--env-daemons", "refuse")), 2):
         daemons.pid_file.write_text("4194304\n")  # no process has this number
         ran = place.run(*more, *daemons.words, "true")
         assert why in ran.stderr
@@ -163,7 +163,7 @@ DAEMON = Daemon(
 
 @pytest.fixture
 def task(tmp_path: Path) -> Iterator[Task]:
-    task = Task(None, (), EnvironmentWanted(tmp_path / "cache", tmp_path / "runtime"), dict(os.environ))
+    task = Task(None, (), EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime"), dict(os.environ))
     yield task
     task.folder.remove()
 
@@ -182,8 +182,8 @@ def task(tmp_path: Path) -> Iterator[Task]:
     ],
 )
 def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:
-    daemons = Relaunched(task, (replace(DAEMON, **changed),), None)
-    with pytest.raises(NotShown) as raised:
+    daemons = RelaunchedDaemons(task, (replace(DAEMON, **changed),), None)
+    with pytest.raises(EnvironmentUnavailable) as raised:
         daemons.wait()
     assert why in str(raised.value)
     assert raised.value.code == "daemons"
@@ -192,8 +192,8 @@ def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str
 def test_a_taken_port_is_named_with_its_owner(task: Task) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp 127.0.0.1:{server.getsockname()[1]}"
-        daemons = Relaunched(task, (replace(DAEMON, sockets=(address,)),), None)
-        with pytest.raises(NotShown, match=rf"{address}, which is taken by .*\({os.getpid()}\)"):
+        daemons = RelaunchedDaemons(task, (replace(DAEMON, sockets=(address,)),), None)
+        with pytest.raises(EnvironmentUnavailable, match=rf"{address}, which is taken by .*\({os.getpid()}\)"):
             daemons.wait()
 
 
@@ -201,7 +201,7 @@ def test_one_that_needs_another_is_started_once_more(task: Task, tmp_path: Path)
     first = replace(DAEMON, argv=("sh", "-c", f"[ -e {tmp_path}/up ] || exit 1; sleep 600"))
     server = f"import socket, time; s = socket.socket(1); s.bind('{tmp_path}/up'); s.listen(); time.sleep(600)"
     other = replace(DAEMON, program=sys.executable, argv=("python", "-c", server), sockets=(f"unix {tmp_path}/up",))
-    daemons = Relaunched(task, (first, other), None)
+    daemons = RelaunchedDaemons(task, (first, other), None)
     daemons.wait()
     daemons.close()
     assert not (tmp_path / "up").exists()

@@ -197,7 +197,7 @@ def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None
     script = place.counting_script("echo half > half\nexit 7\n")
     ran = place.run("--setup", script, "--", "touch", "started", code=7)
     assert "exit code 7" in ran.stderr
-    assert "was private to it and is gone" in ran.stderr
+    assert "its changes are discarded" in ran.stderr
     assert not (place.project / "started").exists()
     assert not (place.project / "half").exists()
     assert not place.documents()
@@ -343,7 +343,7 @@ def test_what_is_said_of_a_snapshot_is_so_when_it_is_said(place: Place) -> None:
         assert first.stdout == "words\n"
         said = first.stderr
         assert "kept" not in said.partition("is set up now: there is no snapshot")[0]
-        assert f"environment {place.published()['key'][:12]} is kept as a snapshot: " in said
+        assert f"environment {place.published()['key'][:12]} is published as a snapshot: " in said
         (home / ".tool").unlink()
         assert place.run(*words, more={"HOME": str(home)}).stdout == "words\n"
         assert (place.start()["mode"], place.num_setups) == ("restored", 1)

@@ -93,7 +93,7 @@ def test_a_replaced_container_gets_the_files_and_keeps_its_rights(place: Place) 
     first = run(place, *words)
     assert first.stdout.splitlines()[:2] == [f"2.0 {place.site}/alpha.py", "words"]
     assert (place.start()["mode"], place.start()["way"]) == ("captured", "scan")
-    assert "by looking through the disks" in first.stderr
+    assert "by scanning the disks" in first.stderr
     assert place.published()["published"] is True
     shutil.rmtree(place.venv)
     shutil.rmtree(place.project / "data")

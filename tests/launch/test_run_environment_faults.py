@@ -240,7 +240,7 @@ def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
         ran = place.run(*words)
         assert ran.stdout == f"{20 << 20}\n"
         assert place.published()["published"] is False
-        assert "no snapshot of the environment was kept" in ran.stderr
+        assert "no snapshot of the environment was published" in ran.stderr
         (place.project / "big").unlink()
         place.more["BOOTSEER_CACHE"] = str(disk / "cache")
         ran = place.bootseer("run", "-q", *words)
@@ -256,7 +256,7 @@ def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_ane
     words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
     ran = place.run(*words, "python", "-c", "import alpha, no_such_module", code=1)
-    assert "is suspected" in ran.stderr
+    assert "is quarantined" in ran.stderr
     place.run(*words, "python", "-c", "import alpha")
     assert (place.start()["mode"], place.start()["code"]) == ("captured", "quarantined")
     place.run(*words, "python", "-c", "import alpha")

@@ -143,7 +143,7 @@ def test_copies_and_words_of_secrets_are_not_published(place: Place, script: str
     ran = place.run(*words, more={"MY_TOKEN": SECRET})
     assert ran.stdout == "words\n"
     assert place.published()["published"] is False
-    assert "it would hold what looks secret" in ran.stderr
+    assert "it would contain what looks like a secret" in ran.stderr
     assert SECRET.encode() not in stored(place.store)
     assert not place.documents()
 

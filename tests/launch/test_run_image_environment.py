@@ -142,7 +142,7 @@ def test_what_a_setup_reads_in_a_mount_and_the_key_does_not_know_makes_it_untrus
     become = {"setup": "hidden.sh", "preexec_fn": without_mixed_cgroups if runtime == "crun" else None}
     ran, start = job(*words, **become)
     assert (ran.stdout, start["mode"], start["trust"]) == ("one\n", "captured", "untrusted")
-    assert f"the setup read files that its key does not know: {unknown};" in ran.stderr
+    assert f"the setup read files that its key does not cover: {unknown};" in ran.stderr
     unknown.write_text("two\n")
     ran, start = job(*words, **become)
     assert (ran.stdout, start["mode"], start["code"]) == ("two\n", "installed", "untrusted")
@@ -155,7 +155,7 @@ def test_requirements_need_a_python_in_the_image(job: Callable[..., Any], tmp_pa
     (tmp_path / "project" / "requirements.txt").write_text("einops\n")
     ran, _ = job("--requirements", "requirements.txt", "--", "echo", "started", code=127)
     assert "started" not in ran.stdout
-    assert "there is no Python in the image" in ran.stderr
+    assert "there is no working Python in the image" in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["uv.lock", "requirements.txt"])
@@ -193,7 +193,7 @@ def test_where_layers_cannot_be_moved_the_command_still_runs_on_what_the_setup_d
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", folder], check=True)
     ran, start = job(*WORDS)
     assert (ran.stdout, start["mode"]) == (SAID, "installed")
-    assert "no snapshot of the environment was kept" in ran.stderr
+    assert "no snapshot of the environment was published" in ran.stderr
     assert not list((tmp_path / "store").glob("environments/*/document"))
 
 

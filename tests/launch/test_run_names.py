@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.command import with_names
+from bootseer.launch.command import with_hosts_file
 from bootseer.launch.supervise import block_signals, spawn, unblock_signals, wait
 from bootseer.peers.choice import Peer
 from bootseer.peers.names import SYSTEM, HostsFile
@@ -64,7 +64,7 @@ def test_without_root_the_resolver_gives_up_early_unless_the_user_says_otherwise
     tmp_path: Path, given: dict[str, str], seen: str
 ) -> None:
     env: dict[str, str] = {"BOOTSEER_PEERS_DIR": str(tmp_path), "PATH": os.environ["PATH"], **given}
-    enter = with_names(env, None)
+    enter = with_hosts_file(env, None)
 
     def become() -> None:
         if os.geteuid() == 0:
@@ -92,7 +92,7 @@ def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], 
     own = {"BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
     ran = subprocess.run(words, env={**env, **own}, capture_output=True, text=True, check=True)
     assert ran.stdout == "timeout:1 attempts:1\n"
-    assert ran.stderr.count("left to DNS") == 1
+    assert ran.stderr.count("resolved by DNS") == 1
 
 
 def test_a_name_leads_to_one_address_and_none_that_the_machine_knows_is_changed(tmp_path: Path) -> None:

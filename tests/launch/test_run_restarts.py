@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.restart import restarts_itself
+from bootseer.launch.restart import is_elastic
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from busybox import running
@@ -140,10 +140,10 @@ def test_a_launcher_that_restarts_its_processes_is_left_alone_unless_it_was_kill
 
 
 def test_what_says_that_a_launcher_restarts() -> None:
-    assert restarts_itself(["torchrun", "--max-restarts=3", "x"], {})
-    assert restarts_itself(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})
-    assert not restarts_itself(["torchrun", "--max_restarts", "0", "x"], {"PET_MAX_RESTARTS": "1"})
-    assert not restarts_itself(["python", "--max-restarts"], {})
+    assert is_elastic(["torchrun", "--max-restarts=3", "x"], {})
+    assert is_elastic(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})
+    assert not is_elastic(["torchrun", "--max_restarts", "0", "x"], {"PET_MAX_RESTARTS": "1"})
+    assert not is_elastic(["python", "--max-restarts"], {})
 
 
 @pytest.mark.root

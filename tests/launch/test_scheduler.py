@@ -155,7 +155,7 @@ def test_only_the_first_task_asks_slurm(tmp_path):
     found = told({**env, "SLURM_PROCID": "3"})
     assert not (tmp_path / "asked").exists()
     assert (found.started_ns, found.started_by) == (1795197266 * NS_PER_S, "slurm environment")
-    told(env, may_ask=False)
+    told(env, may_run_programs=False)
     assert not (tmp_path / "asked").exists()
 
 

@@ -33,7 +33,7 @@ def test_what_enter_raises_is_told_and_no_command_is_started(tmp_path: Path) -> 
     def fail() -> None:
         raise FileNotFoundError(2, "no such folder", "/gone")
 
-    with pytest.raises(supervise.CannotStart, match=r"^touch: .*no such folder.*/gone") as raised:
+    with pytest.raises(supervise.StartError, match=r"^touch: .*no such folder.*/gone") as raised:
         supervise.spawn(["touch", str(tmp_path / "file")], dict(os.environ), own_group=True, enter=fail)
     assert raised.value.code == supervise.NOT_EXECUTABLE
     assert not list(tmp_path.iterdir())
@@ -43,12 +43,12 @@ def test_a_long_reason_is_cut_and_not_lost() -> None:
     def fail() -> None:
         raise ValueError("x" * 100_000)
 
-    with pytest.raises(supervise.CannotStart, match=r"x{1000}"):
+    with pytest.raises(supervise.StartError, match=r"x{1000}"):
         supervise.spawn(["true"], dict(os.environ), own_group=True, enter=fail)
 
 
 def test_a_command_that_is_not_there_is_told_as_ever() -> None:
-    with pytest.raises(supervise.CannotStart, match="command not found") as raised:
+    with pytest.raises(supervise.StartError, match="command not found") as raised:
         supervise.spawn(["no-such-program"], dict(os.environ), own_group=True, enter=lambda: None)
     assert raised.value.code == supervise.NOT_FOUND
 
@@ -56,7 +56,7 @@ def test_a_command_that_is_not_there_is_told_as_ever() -> None:
 @needs_fuse
 def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_START_S", 0.5)
-    late = pytest.raises(supervise.CannotStart, match="true: it did not start within 0 s; does the file system")
+    late = pytest.raises(supervise.StartError, match="true: it did not start within 0 s; does the file system")
     with hung_mount(tmp_path / "hung") as path, late:
         supervise.spawn(["true"], dict(os.environ), own_group=True, enter=lambda: os.chdir(path))
     os.wait()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bootseer.hook.programs import RECORD, SCHEMA
-from bootseer.launch.warm import Known, Record, merged, shared
+from bootseer.launch.warm import Known, Record, merge_records, shared
 
 RECORDED = Record(
     launcher="torchrun", program="train.py", flags=("-u",), modules=("json", "torch"), native={}, changed=(),
@@ -22,42 +22,46 @@ def _refused(**facts: object) -> dict[str, object]:
 
 
 def test_the_newest_record_of_a_launcher_is_kept_and_the_program_that_imports_most():
-    known = merged(Known(), [RECORDED], [])
+    known = merge_records(Known(), [RECORDED], [])
     newer = msgspec.structs.replace(RECORDED, modules=("torch",))
     other = msgspec.structs.replace(RECORDED, program="log.py", modules=("json",))
-    assert merged(known, [newer], []).launchers["torchrun"].modules == ("torch",)
-    assert merged(known, [other], []) == known
+    assert merge_records(known, [newer], []).launchers["torchrun"].modules == ("torch",)
+    assert merge_records(known, [other], []) == known
 
 
 def test_a_module_that_did_more_than_define_is_left_out_from_then_on():
-    known = merged(Known(), [RECORDED], [_refused(why_not="it opens files", module="json", unfit=True)])
+    known = merge_records(Known(), [RECORDED], [_refused(why_not="it opens files", module="json", unfit=True)])
     assert known.launchers["torchrun"].cold == {"json": "it opens files"}
-    assert merged(known, [RECORDED], []).launchers["torchrun"].cold == {"json": "it opens files"}
+    assert merge_records(known, [RECORDED], []).launchers["torchrun"].cold == {"json": "it opens files"}
 
 
 def test_a_package_of_which_two_modules_are_left_out_is_left_out_as_a_whole_unless_it_is_a_framework():
-    known = merged(Known(), [RECORDED], [_refused(why_not="x", module=name) for name in ("rich.style", "torch.a")])
-    known = merged(known, [], [_refused(why_not="y", module=name) for name in ("rich.theme", "torch.b", "yaml.c")])
+    known = merge_records(
+        Known(), [RECORDED], [_refused(why_not="x", module=name) for name in ("rich.style", "torch.a")]
+    )
+    known = merge_records(
+        known, [], [_refused(why_not="y", module=name) for name in ("rich.theme", "torch.b", "yaml.c")]
+    )
     assert list(known.launchers["torchrun"].cold) == ["rich.style", "torch.a", "rich", "torch.b", "yaml.c"]
 
 
 def test_a_parent_that_cannot_be_copied_is_not_started_again_until_its_modules_change():
-    known = merged(Known(), [RECORDED], [_refused(why_not="threads", module="", unfit=True)])
+    known = merge_records(Known(), [RECORDED], [_refused(why_not="threads", module="", unfit=True)])
     assert known.launchers["torchrun"].never == "threads"
-    assert merged(known, [RECORDED], []).launchers["torchrun"].never == "threads"
+    assert merge_records(known, [RECORDED], []).launchers["torchrun"].never == "threads"
     newer = msgspec.structs.replace(RECORDED, modules=("torch",))
-    assert merged(known, [newer], []).launchers["torchrun"].never == ""
+    assert merge_records(known, [newer], []).launchers["torchrun"].never == ""
 
 
 def test_what_concerns_one_start_alone_is_not_learnt():
-    known = merged(Known(), [RECORDED], [_refused(why_not="the variable X differs", module="", unfit=False)])
-    assert known == merged(Known(), [RECORDED], [])
+    known = merge_records(Known(), [RECORDED], [_refused(why_not="the variable X differs", module="", unfit=False)])
+    assert known == merge_records(Known(), [RECORDED], [])
 
 
 def test_other_nodes_see_no_value_that_might_be_a_path_or_a_secret() -> None:
     native = {"OMP_NUM_THREADS": "1", "OMP_TOOL_LIBRARIES": "/home/me/lib", "TZ": "x" * 33, "OMP_PLACES": "cores:4"}
     native |= {"LD_PRELOAD": "mine.so", "PYTHONPATH": "."}
-    known = merged(Known(), [msgspec.structs.replace(RECORDED, native=native)], [])
+    known = merge_records(Known(), [msgspec.structs.replace(RECORDED, native=native)], [])
     assert shared(known).launchers["torchrun"].native == {"OMP_NUM_THREADS": "1", "OMP_PLACES": "cores:4"}
 
 

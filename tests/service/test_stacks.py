@@ -21,7 +21,7 @@ from bootseer.service.deadlines import Day, Deadlines
 from bootseer.service.upkeep import CLASSES
 from bootseer.trace import stacks
 from bootseer.trace.event import decode
-from bootseer.trace.stacks import Sampler, Wanted, read_wanted
+from bootseer.trace.stacks import Sampler, StackRequest, read_requests
 from conftest_launch import BOOTSEER
 from fleet import INSTALL
 from running_service import running_service
@@ -100,8 +100,8 @@ def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) 
     whose = {"BOOTSEER_JOB": job, "BOOTSEER_NODE": "n1", "BOOTSEER_ATTEMPT": "2"}
 
     def told(sampler: Sampler, pid: int, node: str = "n1", attempt: int = 2) -> list[dict[str, Any]]:
-        wanted = Wanted(job, attempt, 0, node, 3, INSTALL, pid)
-        (read,) = read_wanted([wanted._asdict(), {"job": "moe"}, 7])
+        wanted = StackRequest(job, attempt, 0, node, 3, INSTALL, pid)
+        (read,) = read_requests([wanted._asdict(), {"job": "moe"}, 7])
         return [dict(decode(line)[0].attrs) for line in sampler.lines([read])]
 
     with child(*python, **whose) as silent:
@@ -119,4 +119,4 @@ def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     with child("sh", "-c", "echo; exec sleep 600", **whose, **{stacks.SWITCH: "1"}) as pid:
         assert told(Sampler(), pid)[0]["why_not"].startswith("py-spy: ")
-    assert read_wanted({"a": 1}) == read_wanted(None) == []
+    assert read_requests({"a": 1}) == read_requests(None) == []

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import CorruptError, SignatureError, UsageError
-from bootseer.io.trusted_folder import open_trusted, owners
+from bootseer.io.trusted_folder import open_trusted, trusted_uids
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -225,5 +225,5 @@ def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in owners():
+    if status.st_uid not in trusted_uids():
         raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")

@@ -133,7 +133,7 @@ def key_command(
     from bootseer.cli.image_options import request
     from bootseer.env.keys.key import difference
     from bootseer.env.keys.request_key import request_key
-    from bootseer.launch.environment.seeker import ask_for, base_of_image
+    from bootseer.launch.environment.lookup_process import base_of_image, key_request
 
     _check_setup(values["setup"], values["requirements"])
     base = None
@@ -141,7 +141,7 @@ def key_command(
     if image is not None:
         source = {"store": None, "plain_http": plain_http, "loading": "auto", "fallback": "none"}
         base = base_of_image(request(image, source))
-    key = request_key(ask_for(values["setup"], values["requirements"], asked, os.environ, base=base))
+    key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, base=base))
     changed = None
     if old is not None:
         components, details = _old_key(old, store, plain_http)

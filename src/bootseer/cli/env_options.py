@@ -17,7 +17,7 @@ from bootseer.env import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment.task import Daemons, EnvironmentWanted
+    from bootseer.launch.environment.task import Daemons, EnvironmentOptions
 
 MODE = "BOOTSEER_ENV"
 _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
@@ -122,13 +122,13 @@ ENVIRONMENT = (
 """Options of `run` about the environment."""
 
 
-def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
+def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentOptions:
     """The environment settings; `source` has the options about store and loading. Raises `UsageError`."""
     from bootseer.artifact.places import STORE, cache_root, runtime_root
-    from bootseer.launch.environment.task import EnvironmentWanted
+    from bootseer.launch.environment.task import EnvironmentOptions
 
     mode: Mode = values.get("env_mode") or _mode(env)
-    return EnvironmentWanted(
+    return EnvironmentOptions(
         cache=cache_root(env, os.getuid()),
         runtime=runtime_root(env, os.getuid()),
         mode=mode,

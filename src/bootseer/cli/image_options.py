@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bootseer.image.containers.container import Options as ContainerOptions
     from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
-    from bootseer.launch.image.start import Wanted
+    from bootseer.launch.image.start import ImageOptions
 
 _SIGNING_KEY = "BOOTSEER_SIGNING_KEY"
 _TRUSTED_KEYS = "BOOTSEER_TRUSTED_KEYS"
@@ -168,11 +168,11 @@ def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, A
     return split(values, IMAGE, allowed=allowed, about="a container", hint="give --image REF too")
 
 
-def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
+def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> ImageOptions:
     """The image and the container that the values ask for. Raises `UsageError`."""
-    from bootseer.launch.image.start import Wanted
+    from bootseer.launch.image.start import ImageOptions
 
-    return Wanted(request(reference, values), container(values, gpus))
+    return ImageOptions(request(reference, values), container(values, gpus))
 
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:

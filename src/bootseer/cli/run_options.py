@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bootseer.artifact.progress import ProgressCallback, Unit
-    from bootseer.launch.checkpoint import CheckpointWanted
-    from bootseer.launch.peers import PeersWanted
+    from bootseer.launch.checkpoint import CheckpointOptions
+    from bootseer.launch.peers import PeersOptions
 
 PEERS_VARIABLE = "BOOTSEER_PEERS"
 CHECKPOINT = (
@@ -236,7 +236,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     return run(command, Options(**settings), {**os.environ, **identity})  # type: ignore[arg-type]
 
 
-def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersWanted | None:
+def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersOptions | None:
     """The peer settings; None without peers. `store`: where peers find each other with `auto`. Raises `UsageError`."""
     source = values["peers"] or env.get(PEERS_VARIABLE) or "off"
     if source in ("off", "0") or env.get(PEERS_VARIABLE) == "0":
@@ -244,7 +244,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     from pathlib import Path
 
     from bootseer.artifact.places import runtime_root
-    from bootseer.launch.peers import PeersWanted
+    from bootseer.launch.peers import PeersOptions
 
     if values["min_nodes"] and not values["wait_for_nodes"]:
         raise UsageError("--min-nodes needs --wait-for-nodes", hint="give --wait-for-nodes SECONDS too")
@@ -252,7 +252,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     if source == "auto" and store:
         source = store
     before = image_options.parse_size(limit, "--peers-limit") if limit and limit != "none" else None
-    return PeersWanted(
+    return PeersOptions(
         source=source,
         secret=Path(secret) if secret else None,
         interfaces=tuple(values["peers_interface"]),
@@ -278,15 +278,15 @@ def _check_sinks(words: object) -> None:
             raise UsageError(f"--trace-to {word!r}: no such sink", hint=known)
 
 
-def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWanted:
+def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointOptions:
     """The checkpoint settings. Raises `UsageError`."""
     from pathlib import Path
 
     from bootseer.artifact.places import cache_root, runtime_root
-    from bootseer.launch.checkpoint import CheckpointWanted
+    from bootseer.launch.checkpoint import CheckpointOptions
 
     memory, folder = values["checkpoint_memory"], values["checkpoint_dir"]
-    return CheckpointWanted(
+    return CheckpointOptions(
         uri=values["checkpoint"],
         target=Path(folder).absolute() if folder else None,
         memory_bytes=image_options.parse_size(memory, "--checkpoint-memory") if memory else None,

@@ -122,12 +122,12 @@ class _Piped:
     """Sends standard input as it arrives. A batch that is not accepted is sent again before more is read."""
 
     def __init__(self, job: str, link: Link) -> None:
-        from bootseer.trace.ship import of_log
+        from bootseer.trace.ship import log_headers
 
         self.lines = 0
         """Number of lines that the service has accepted."""
         self._job, self._link = job, link
-        self._more = of_log(job) if job else {}
+        self._more = log_headers(job) if job else {}
         self._sender = _sender(f"stdin-{time.time_ns()}")
         self._sequence = 0
         self._held = b""
@@ -191,10 +191,10 @@ def _send_file(source: Source, job: str, link: Link, until: float) -> int:
     Batches of the same file always have the same sender and sequence numbers, so that the service can recognise
     duplicates.
     """
-    from bootseer.trace.ship import of_log
+    from bootseer.trace.ship import log_headers
 
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    sender, more, count = _sender(name), of_log(job) if job else {}, 0
+    sender, more, count = _sender(name), log_headers(job) if job else {}, 0
     for sequence, lines in enumerate(_batches(source, events_only=not job)):
         while not link.send(lines, sender, sequence, more):
             if link.is_refused:

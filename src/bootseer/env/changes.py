@@ -1,7 +1,7 @@
-"""What an environment setup did to one path: the value that captures yield and snapshots are made of.
+"""One change of a setup at one path: the values that captures yield and snapshots are built from.
 
-Paths are absolute, as the setup saw them, without `.` and `..`; bytes that are not UTF-8 are surrogate escapes, as
-`os.fsdecode` makes them. Decides and touches nothing.
+Paths are absolute in the setup's view, without `.` and `..`; bytes that are not UTF-8 are surrogate escapes, as by
+`os.fsdecode`. Does no I/O.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What happened to the path."""
+    """The kind of a change."""
 
     ADDED = "added"
     MODIFIED = "modified"
-    """It was there before: other content, other attributes, or another kind of file."""
+    """It existed before with other content, other attributes, or as another kind of file."""
     DELETED = "deleted"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs from what it was before the setup."""
+    """A path that the setup changed."""
 
     path: str
     action: Action
     source: str = ""
-    """Where it can be read now: in an upper layer, or the path itself. Empty for a deletion."""
+    """Where it can be read now: in an upper layer, or at the path itself. Empty for a deletion."""
     opaque: bool = False
-    """A directory that replaced one: nothing of the old one shows through."""
+    """A directory that replaced another one: nothing of the old one is visible."""
     before: str = ""
-    """What was there: `file:sha256:<hex>`, `symlink:<target>`, `directory` or `other`; empty for what was added. Only
-    asked for where people keep or edit files: a restore must neither overwrite nor hide what a user wrote."""
+    """State before the setup: `file:sha256:<hex>`, `symlink:<target>`, `directory` or `other`; empty for an added path.
+
+    Recorded only where people keep or edit files: a restore must neither overwrite nor hide a user's files.
+    """
 
 
 def lies_in(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is one of the folders or lies in one."""
+    """Whether a path is one of the folders or is in one."""
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)

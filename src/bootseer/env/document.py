@@ -1,8 +1,8 @@
-"""The document of an environment snapshot: what is to be known before it is mounted.
+"""The document of an environment snapshot: everything needed before it is mounted.
 
-A store keeps it under `environments/<key>/document`; the format is written down in docs/formats/environment.md. The
-bytes of a snapshot are in its block file, digests of its files in the manifest. What comes from a store is checked here
-field by field, once; everything else may rely on it. Decides and touches nothing.
+A store keeps it under `environments/<key>/document`; docs/formats/environment.md specifies the format. The content of a
+snapshot is in its block file, the digests of its files in the manifest. Documents from a store are validated here,
+field by field; other code relies on that. Does no I/O.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Daemon", "EnvironmentDocument", "Export", "LeftOutPath", "OtherVersi
 
 SCHEMA = "bootseer.environment/1"
 SCHEMA_DAEMONS = "bootseer.environment/2"
-"""Of a document with daemons: a BootSeer that cannot start them must not use it."""
+"""Schema of a document with daemons: a BootSeer that cannot start them must not use it."""
 MAX_BYTES = 1 << 20
-"""What stores create in one step."""
+"""Limit of a store's atomic creation."""
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_COMPONENTS = 1000
 MAX_ROOTS = 1000
@@ -38,10 +38,10 @@ MAX_LEFT_OUT = 1000
 MAX_DAEMONS = 100
 MAX_TEXT = 64 << 10
 CLOCK_SKEW_S = 3600.0
-"""So far in the future may a snapshot of another node be before its age means nothing."""
+"""A snapshot with a later time than this is regarded as expired, since its age is unknown."""
 Trust = Literal["observed", "unobserved", "untrusted"]
 """`observed`: every file that the setup read is in the key; `unobserved`: its reads could not be watched; `untrusted`:
-it read files that the key does not know, and a change of them would go unnoticed."""
+it read files that the key does not cover, so that changes of them would go unnoticed."""
 ExportKind = Literal["set", "prepend", "append", "unset"]
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NEVER_ROOTS = ("/proc", "/sys", "/dev", "/run")
@@ -52,7 +52,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=1e11)]
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A change of the environment that the setup left to the job: `value` replaces, stands before or behind."""
+    """An environment variable that the setup changed: `value` replaces the old one, or is prepended or appended."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,255}\Z")]
     kind: ExportKind
@@ -66,98 +66,98 @@ _Id = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A process that the setup left running, as a restore starts it again: as this user, never with more rights."""
+    """A daemon left running by the setup, as a restore starts it: as the same user, never with more privileges."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     program: _Path
     argv: Annotated[tuple[_Argument, ...], Meta(min_length=1, max_length=1000)]
     env: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
-    """In what its environment differs from the job's."""
+    """Differences between its environment and the job's."""
     cwd: _Path
     user: Annotated[str, Meta(max_length=256)]
-    """Name of the user, empty where it has none."""
+    """Name of the user; empty without one."""
     uid: _Id
     gid: _Id
     nice: Annotated[int, Meta(ge=-39, le=39)] = 0
-    """Added to the run's own."""
+    """Added to the nice value of the run."""
     umask: Annotated[int, Meta(ge=0, le=0o777)] = 0o022
     output: Annotated[str, Meta(pattern=r"\A(/[^\0]*)?\Z", max_length=4096)] = ""
-    """The file that it writes its output to; empty: none."""
+    """The file for its output; empty without one."""
     sockets: Annotated[
         tuple[Annotated[str, Meta(pattern=r"\A(tcp|udp|unix) [^\0]+\Z", max_length=512)], ...], Meta(max_length=100)
     ] = ()
-    """Where it listens (`env.processes`)."""
+    """Addresses on which it listens (`env.processes`)."""
     pid_files: Annotated[tuple[_Path, ...], Meta(max_length=100)] = ()
     ready_s: _Seconds = 0.0
-    """How long it took during the setup until it listened and its pid files were there."""
+    """How long it took during the setup until it listened and its pid files existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutPath:
-    """What the setup wrote and the snapshot does not have."""
+    """A path that the setup wrote and that is not in the snapshot."""
 
     path: _Text
     rule: _Text
     reason: _Text
     secret: bool = False
-    """Whether a command may have to log in by itself."""
+    """A command may have to log in again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentDocument:
-    """One snapshot."""
+    """The document of one snapshot."""
 
     key: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     """The request key: 64 hex digits."""
     components: Annotated[Mapping[str, str], Meta(max_length=MAX_COMPONENTS)]
-    """What the key was made of: name to digest or value, without secrets."""
+    """Components of the key: name to digest or value, without secrets."""
     file: BlockFile
-    """EROFS, with whiteouts and opaque directories in overlayfs' form, every path where the setup saw it."""
+    """EROFS, with whiteouts and opaque directories as in overlayfs; paths are those of the setup."""
     manifest: Stored
     """Digests of all files (see `snapshot.manifest`), compressed."""
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-    """Of the snapshot's canonical content: equal for equal files, whenever it was built. `sha256:<hex>`."""
+    """Digest of the snapshot's canonical content, equal for equal files: `sha256:<hex>`."""
     roots: Annotated[tuple[str, ...], Meta(max_length=MAX_ROOTS)]
-    """Folders that are shown by mounting (`restoring.roots`), each an absolute path."""
+    """Folders that a restore mounts (`restoring.roots`), as absolute paths."""
     num_loose: _Count
-    """Paths outside of them, which are written to the node as the setup would."""
+    """Number of paths outside of `roots`, which a restore writes to the node."""
     num_files: _Count
     size_bytes: _Count
-    """Of all files."""
+    """Total size of the files."""
     packages: Annotated[tuple[_Text, ...], Meta(max_length=MAX_PACKAGES)]
-    """What is installed now and was not before, as `name==version`, sorted."""
+    """Packages installed by the setup, as `name==version`, sorted."""
     exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
     platform: Mapping[str, Any]
-    """What the gate compares (`keys.gate`)."""
+    """Facts that the gate compares (`keys.gate`)."""
     trust: Trust
     unaccounted: Annotated[tuple[_Text, ...], Meta(max_length=MAX_UNACCOUNTED)]
-    """The first few paths that made it untrusted."""
+    """The first paths that made it untrusted."""
     builder: _Text
-    """Node that made it."""
+    """Name of the node that built it."""
     version: _Text
-    """BootSeer's."""
+    """BootSeer's version."""
     built_s: _Seconds
     """Seconds since 1970."""
     setup_s: _Seconds
-    """How long the setup took."""
+    """Duration of the setup."""
     max_age_s: _Seconds | None = None
-    """From when on it is not used any more; None where all versions are pinned and none was asked for."""
+    """Age at which it expires; None if all versions are pinned and no limit was requested."""
     job: _Text = ""
     what: _Text = ""
-    """The setup, for people: names of its files."""
+    """Name of the setup for messages: its files."""
     loose: Stored | None = None
-    """A manifest of what each restore has to look at: paths outside of `roots`, and those inside where a mount might
-    hide what was written on that machine. None where that is nothing."""
+    """Manifest of the paths that each restore handles singly: those outside of `roots`, and those inside whose mount
+    could hide a user's changes on that machine. None if there are none."""
     left_out: Annotated[tuple[LeftOutPath, ...], Meta(max_length=MAX_LEFT_OUT)] = ()
-    """The first paths of each rule that kept some out; of secrets all."""
+    """The first excluded paths of each rule; all of those with secrets."""
     daemons: Annotated[tuple[Daemon, ...], Meta(max_length=MAX_DAEMONS)] = ()
-    """What the setup left running, in the order of their starts."""
+    """Daemons in the order of their starts."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Unknown keys of later versions, kept."""
+    """Unknown keys of later versions, preserved."""
 
     @property
     def name(self) -> str:
-        """What the document is called in a store."""
+        """The document's name in a store."""
         return document_name(self.key)
 
     @property
@@ -166,13 +166,13 @@ class EnvironmentDocument:
         return (*self.file.objects, self.manifest, *([self.loose] if self.loose is not None else []))
 
     def expired(self, now_s: float) -> bool:
-        """Whether it is too old, or its age cannot be known because it was made in the future."""
+        """Whether it is too old, or has an unknown age because its time is in the future."""
         if self.max_age_s is None:
             return False
         return not -CLOCK_SKEW_S <= now_s - self.built_s <= self.max_age_s
 
     def encode(self) -> bytes:
-        """JSON; the same document gives the same bytes. Raises `PermanentError` for one that could not be read."""
+        """JSON; equal documents give equal bytes. Raises `PermanentError` for a document that could not be parsed."""
         try:
             data = encode(self, SCHEMA_DAEMONS if self.daemons else SCHEMA, platform=dict(self.platform))
             EnvironmentDocument.parse(data)
@@ -201,14 +201,14 @@ class EnvironmentDocument:
         )
 
     def _check(self) -> None:
-        """What the types of the fields do not say."""
-        # Not cleaned: components are compared with those of other keys, to the letter.
+        """Checks beyond the types of the fields."""
+        # Compared without normalisation: components must equal those of other keys exactly.
         if any(len(name) + len(text) > MAX_TEXT for name, text in self.components.items()):
             raise _wrong("components")
         for name, stored in (("manifest", self.manifest), ("loose", self.loose)):
             if stored and not (is_content_name(stored.name) and 0 <= stored.size_bytes <= MAX_MANIFEST_BYTES):
                 raise _wrong(name)
-        # Folders that will be mounted over: none of the kernel's, and none inside another.
+        # Folders to be mounted over: none of the kernel's, and none nested in another.
         folders = sorted(f"{path}/" for path in self.roots)
         if not all(_is_plain_path(path) and not lies_in(path, _NEVER_ROOTS) for path in self.roots) or any(
             inner.startswith(outer) for outer, inner in pairwise(folders)
@@ -219,19 +219,19 @@ class EnvironmentDocument:
             one.cwd == "/" or _is_plain_path(one.cwd) for one in self.daemons
         ):
             raise _wrong("daemons")
-        # On a machine, a document that leads to none of its files: nothing would be there, and the job would find out.
+        # A host's document that refers to none of its files would restore nothing, which only the job would notice.
         on_machine = str(self.platform.get("base", "")).startswith("host")
         if on_machine and self.num_files and not self.roots and self.loose is None:
             raise _wrong("roots")
 
 
 def is_key(text: str) -> bool:
-    """Whether this may be a request key."""
+    """Whether a text has the form of a request key."""
     return _KEY.fullmatch(text) is not None
 
 
 def document_name(key: str) -> str:
-    """Where a store keeps the document of the snapshot of this request key."""
+    """The name of a key's document in a store."""
     return f"environments/{key}/document"
 
 

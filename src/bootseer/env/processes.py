@@ -1,7 +1,7 @@
-"""Processes as /proc shows them: trees of them, and the addresses on which they listen.
+"""Processes as shown by /proc: process trees, and addresses on which they listen.
 
-An address is `tcp 127.0.0.1:6379`, `tcp [::]:80`, `udp 0.0.0.0:8125`, `unix /run/x.sock` or `unix @abstract`. What has
-ended meanwhile, or belongs to another user, is left out.
+An address is `tcp 127.0.0.1:6379`, `tcp [::]:80`, `udp 0.0.0.0:8125`, `unix /run/x.sock` or `unix @abstract`. Processes
+that ended meanwhile, or belong to another user, are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TABLES = (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07"))
-"""Tables of the kernel, and the state of a socket that waits for others: listening, or not connected."""
+"""Tables of the kernel, and the state of a socket that listens (TCP) or is not connected (UDP)."""
 _ACCEPTS, _DATAGRAMS = "00010000", "0002"
 _FORK_NO_EXEC = 0x40  # PF_FORKNOEXEC of the kernel
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -26,19 +26,19 @@ _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, nothing listens
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One that has not ended."""
+    """A running process."""
 
     pid: int
     parent: int
     name: str
     forked: bool
-    """Whether it still runs the program of the process that it is a copy of."""
+    """Whether it has not called exec since its fork."""
     began_s: float
-    """On the monotonic clock."""
+    """Start time on the monotonic clock."""
 
 
 def process(pid: int) -> Process | None:
-    """This one; None when it has ended."""
+    """The process, or None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -47,20 +47,20 @@ def process(pid: int) -> Process | None:
     fields = rest.split()
     if fields[0] in (b"Z", b"X"):
         return None
-    # The kernel counts from the boot, sleep included, which the monotonic clock leaves out.
+    # The kernel counts from boot including suspended time, which the monotonic clock excludes.
     asleep_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
     began_s = int(fields[19]) / _TICKS - asleep_s
     return Process(pid, int(fields[1]), os.fsdecode(name), bool(int(fields[6]) & _FORK_NO_EXEC), began_s)
 
 
 def processes() -> dict[int, Process]:
-    """All of them, by process id."""
+    """All processes by id."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
     return {pid: found for pid in pids if (found := process(pid)) is not None}
 
 
 def below(pid: int, table: dict[int, Process]) -> set[int]:
-    """The children of a process, their children, and so on."""
+    """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for one in table.values():
         children.setdefault(one.parent, []).append(one.pid)
@@ -74,10 +74,10 @@ def below(pid: int, table: dict[int, Process]) -> set[int]:
 
 
 def listening() -> dict[int, str]:
-    """Addresses on which processes of this network namespace wait for others, by the inode of the socket."""
+    """Addresses on which processes of this network namespace listen, by the inode of the socket."""
     found = {}
     for table, state in _TABLES:
-        # Of thousands of connections few rows are of interest: the others are not taken apart.
+        # Only few of thousands of rows listen: the others are skipped before they are parsed.
         for fields in (row.split() for row in _rows(f"/proc/net/{table}") if f" {state} " in row):
             with contextlib.suppress(IndexError, ValueError, struct.error):
                 if fields[3] == state:
@@ -90,12 +90,12 @@ def listening() -> dict[int, str]:
 
 
 def sockets_of(pids: Iterable[int]) -> set[int]:
-    """Inodes of the sockets that these processes have open."""
+    """Inodes of the sockets opened by these processes."""
     return {int(target[8:-1]) for pid in pids for target in open_files(pid) if target.startswith("socket:[")}
 
 
 def open_files(pid: int) -> Iterator[str]:
-    """What a process has open, as the kernel names it."""
+    """Names of a process's open files as the kernel shows them."""
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - numbers, not paths
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def open_files(pid: int) -> Iterator[str]:
 
 
 def clash(one: str, other: str) -> bool:
-    """Whether sockets on both addresses would be in each other's way. Pure."""
+    """Whether sockets on both addresses would conflict. Pure."""
     if one == other:
         return True
     (kind, place), (other_kind, other_place) = (text.split(" ", 1) for text in (one, other))
@@ -114,7 +114,7 @@ def clash(one: str, other: str) -> bool:
 
 
 def pid_in(path: str) -> int | None:
-    """The process that a pid file names; None for any other file."""
+    """The process id in a pid file; None for any other file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -133,7 +133,7 @@ def _rows(path: str) -> list[str]:
 
 def _address(text: str) -> str:
     host, _, port = text.partition(":")
-    # Words of 32 bits, each in this machine's order of bytes.
+    # 32-bit words in this machine's byte order.
     data = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
     if len(data) == 4:
         return f"{socket.inet_ntop(socket.AF_INET, data)}:{int(port, 16)}"

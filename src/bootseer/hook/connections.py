@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import active, guarded, keep_undo
+from bootseer.hook.state import active, add_undo, guarded
 from bootseer.hook.wrap import replace, replace_decorated
 from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 _SLOW_S = 1.0
-_MAKERS = ("new_group", "split_group")
+_GROUP_FUNCTIONS = ("new_group", "split_group")
 
 
 def mark_stores(module: ModuleType) -> None:
@@ -34,16 +34,16 @@ def mark_stores(module: ModuleType) -> None:
         def connect(*args: Any, **kwargs: Any) -> Any:
             began_s = time.monotonic()
             store = original(*args, **kwargs)
-            _connected(args, kwargs, time.monotonic() - began_s)
+            _note_store(args, kwargs, time.monotonic() - began_s)
             return store
 
         return connect
 
-    keep_undo(replace(module, "TCPStore", make))
+    add_undo(replace(module, "TCPStore", make))
 
 
 @guarded
-def _connected(args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float) -> None:
+def _note_store(args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float) -> None:
     state = active()
     if state is None:
         return
@@ -75,17 +75,17 @@ def mark_groups(c10d: ModuleType) -> None:
         def new_group(*args: Any, **kwargs: Any) -> Any:
             began_ns = time.monotonic_ns()
             group = original(*args, **kwargs)
-            _group_made(str(kwargs.get("group_desc") or ""), (time.monotonic_ns() - began_ns) / 1e9)
+            _note_group(str(kwargs.get("group_desc") or ""), (time.monotonic_ns() - began_ns) / 1e9)
             return group
 
         return new_group
 
-    for name in _MAKERS:
-        keep_undo(replace_decorated(getattr(c10d, name, None), make))
+    for name in _GROUP_FUNCTIONS:
+        add_undo(replace_decorated(getattr(c10d, name, None), make))
 
 
 @guarded
-def _group_made(name: str, took_s: float) -> None:
+def _note_group(name: str, took_s: float) -> None:
     state = active()
     if state is not None:
         state.groups += 1

@@ -15,7 +15,7 @@ _MAX_CHAIN = 8
 _MAX_MESSAGE = 200
 
 
-def tell(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Write the event if the exception, or one that it was raised from, is a failed import."""
     cause = _failed_import(error)
     if cause is None or _training_began():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, active, guarded, keep_undo, stop
+from bootseer.hook.state import STAGE, active, add_undo, guarded, stop
 from bootseer.hook.wrap import replace, spanned
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
@@ -28,41 +28,41 @@ def mark_jax(jax: ModuleType) -> None:
     if exclude is not None:
         exclude(__file__)
     for name in ("grad", "value_and_grad"):
-        keep_undo(replace(jax, name, _differentiating))
-    keep_undo(replace(jax, "vjp", _telling_first))
+        add_undo(replace(jax, name, _wrap_gradient))
+    add_undo(replace(jax, "vjp", _noting_gradient))
     execution = sys.modules.get("jax._src.interpreters.pxla")
-    keep_undo(replace(getattr(execution, "ExecuteReplicated", None), "__call__", _executing))
-    keep_undo(replace(sys.modules.get("jax.distributed"), "initialize", _initializing))
-    jax.monitoring.register_event_duration_secs_listener(_compiled)
+    add_undo(replace(getattr(execution, "ExecuteReplicated", None), "__call__", _wrap_execute))
+    add_undo(replace(sys.modules.get("jax.distributed"), "initialize", _wrap_initialize))
+    jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
-def _differentiating(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def transform(*args: Any, **kwargs: Any) -> Any:
         gradient = original(*args, **kwargs)
-        return functools.wraps(gradient)(_telling_first(gradient))
+        return functools.wraps(gradient)(_noting_gradient(gradient))
 
     return transform
 
 
-def _telling_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
-        _gradient()
+        _note_gradient()
         return original(*args, **kwargs)
 
     return marked
 
 
 @guarded
-def _gradient() -> None:
+def _note_gradient() -> None:
     state = active()
     if state is not None and not state.step_span:
         state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "gradient"})
 
 
 @guarded
-def _compiled(event: str, duration_s: float, **_: Any) -> None:
+def _note_compilation(event: str, duration_s: float, **_: Any) -> None:
     state = active()
-    if state is not None and state.step_span and not state.began and event == _COMPILED and _at_top():
+    if state is not None and state.step_span and not state.began and event == _COMPILED and _is_outside_trace():
         now_ns = time.monotonic_ns()
         stage = "first_step.compile"
         begin_ns = now_ns - int(duration_s * 1e9)
@@ -70,31 +70,31 @@ def _compiled(event: str, duration_s: float, **_: Any) -> None:
         state.tracer.emit(stage, END, span=span, outcome=OK, mono_ns=now_ns)
 
 
-def _executing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_execute(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
         results = original(self, *args, **kwargs)
-        _executed(results)
+        _note_execution(results)
         return results
 
     return execute
 
 
 @guarded
-def _executed(results: Any) -> None:
+def _note_execution(results: Any) -> None:
     state = active()
-    if state is not None and state.step_span and not state.began and _at_top():
+    if state is not None and state.step_span and not state.began and _is_outside_trace():
         sys.modules["jax"].block_until_ready(results)
         state.first_step_ended(time.monotonic_ns(), by="compiled_step")
         stop()  # the steps that follow cannot be seen
 
 
-def _at_top() -> bool:
+def _is_outside_trace() -> bool:
     """Whether no function is being traced: what runs then are its constants."""
     probe = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return probe is None or bool(probe())
 
 
-def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"barrier": "process_group", "backend": "jax"}
 
@@ -102,14 +102,14 @@ def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = marked(*args, **kwargs)
-        _rank_known()
+        _note_rank()
         return result
 
     return initialize
 
 
 @guarded
-def _rank_known() -> None:
+def _note_rank() -> None:
     state = active()
     known = sys.modules["jax._src.distributed"].global_state
     if state is not None and known.process_id is not None:

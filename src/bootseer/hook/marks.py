@@ -97,7 +97,7 @@ def imported_before(name: str, began_ns: int, ended_ns: int) -> None:
 
 
 @guarded
-def imported(name: str, started_ns: int) -> None:
+def note_import(name: str, started_ns: int) -> None:
     """An outermost import has ended: record the long ones, after the fact."""
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:

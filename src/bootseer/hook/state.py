@@ -110,7 +110,7 @@ def compiling() -> bool:
     return probe is not None and bool(probe())
 
 
-def keep_undo(undo: Callable[[], None] | None) -> None:
+def add_undo(undo: Callable[[], None] | None) -> None:
     state = active()
     if state is not None and undo is not None:
         state.undo.append(undo)

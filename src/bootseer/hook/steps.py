@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, State, active, guarded, keep_undo, stop
+from bootseer.hook.state import STAGE, State, active, add_undo, guarded, stop
 from bootseer.hook.wrap import replace
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
@@ -131,25 +131,25 @@ def mark_outer_steps(*names: str) -> Callable[[ModuleType], None]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = _enter(self)
+            outermost = _enter_outer_step(self)
             try:
                 return original(self, *args, **kwargs)
             finally:
                 if outermost:
-                    _leave(self)
+                    _leave_outer_step(self)
 
         return step
 
     def mark(module: ModuleType) -> None:
         for name in names:
             owner, _, method = name.partition(".")
-            keep_undo(replace(getattr(module, owner, None), method, make))
+            add_undo(replace(getattr(module, owner, None), method, make))
 
     return mark
 
 
 @guarded
-def _enter(outer: object) -> bool:
+def _enter_outer_step(outer: object) -> bool:
     state = active()
     if state is None or state.outer is not None:
         return False
@@ -158,12 +158,12 @@ def _enter(outer: object) -> bool:
 
 
 @guarded
-def _leave(outer: object) -> None:
+def _leave_outer_step(outer: object) -> None:
     state = active()
     if state is not None and state.outer is outer:
         state.outer = None
         if state.inner_steps:
-            _stepped(state, outer)
+            _note_step(state, outer)
 
 
 def _mark_backward(torch: ModuleType, state: State) -> None:
@@ -214,11 +214,11 @@ def _after_step(optimizer: Any) -> None:
     if state is None or not (state.began or state.gradients or _has_gradients(optimizer)):
         return
     if state.outer is None:
-        _stepped(state, optimizer)
+        _note_step(state, optimizer)
     state.inner_steps += 1
 
 
-def _stepped(state: State, optimizer: object) -> None:
+def _note_step(state: State, optimizer: object) -> None:
     now = time.monotonic_ns()
     if not state.began:
         state.optimizer = type(optimizer), id(optimizer)

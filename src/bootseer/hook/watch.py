@@ -28,7 +28,7 @@ _running: list[str] = []
 """Imports in progress on the main thread, the outermost first."""
 
 
-class _Lent(Loader):
+class _MarkingLoader(Loader):
     """Runs the real loader, then the mark for this module. All other questions go to the real loader."""
 
     loader: Any = None
@@ -62,7 +62,7 @@ class _Lent(Loader):
             _running.pop()
         marks.after_import(name)
         if not _running and name not in marks.FRAMEWORKS:
-            marks.imported(name, started_ns)
+            marks.note_import(name, started_ns)
         after = _after.pop(name, None)
         if after is not None:
             guarded(after)(module)
@@ -74,7 +74,7 @@ class _Lent(Loader):
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """The spec that the other finders give, with our loader lent to it; None lets them act as if we were not here."""
     watched = name in _after
-    if not watched and not _outermost():
+    if not watched and not _is_outermost_import():
         return None
     for finder in sys.meta_path:
         if finder is not _Finder and hasattr(finder, "find_spec"):
@@ -82,12 +82,12 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
             if spec is not None:
                 known = hasattr(spec.loader, "exec_module") if watched else type(spec.loader) is SourceFileLoader
                 if spec.loader is not None and known:
-                    spec.loader = _Lent(spec.loader)
+                    spec.loader = _MarkingLoader(spec.loader)
                 return spec
     return None
 
 
-def _outermost() -> bool:
+def _is_outermost_import() -> bool:
     """Whether the main thread begins an import, as against asking for a spec or importing within an import."""
     if _running or active() is None or threading.get_ident() != threading.main_thread().ident:
         return False

@@ -1,15 +1,14 @@
-"""Threads that run jobs: the one pool of the program.
+"""The program's thread pool.
 
-Threads are started when there is work and end when there has been none for a while. All are daemon threads: one that
-hangs in a dead connection or disk must not keep the process alive.
+Threads are started on demand and end after a while without work. All are daemon threads: one that hangs on a dead
+connection or disk must not keep the process alive.
 
-What can go wrong with threads is handled here, once. A job that raises is reported to `threading.excepthook`, and its
-thread goes on with the next job. When the system refuses a thread (a limit of processes, no memory), the job waits for
-one of the threads that are there; when there is none, `submit` raises `TransientError` and nothing is left queued. A
-thread counts only after it was started.
+Errors of threads are handled here. A job that raises is reported to `threading.excepthook`, and its thread continues
+with the next job. If the system refuses a thread (process limit, no memory), the job waits for an existing thread;
+without one, `submit` raises `TransientError` and nothing stays queued. A thread counts only once it is started.
 
 Jobs run in the order of submission, urgent ones first. For another order, keep the items elsewhere and submit one job
-per item that takes the first item when its turn comes.
+per item that takes the best item at its turn.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from bootseer.io.fork import in_each_process
 Job = Callable[[], object]
 
 _IDLE_S = 10.0
-"""A thread without work ends after this; the next job starts another one."""
+"""Idle time after which a thread ends."""
 _SHOWN_CALLS = 6
 _SHOW_EVERY_S = 60.0
 _shown_s = -_SHOW_EVERY_S
 
 
 class Executor:
-    """Safe to use from many threads, and in the child of a fork, which begins without threads and jobs."""
+    """Safe to use from many threads, and in the child of a fork, which starts without threads and jobs."""
 
     def __init__(
         self,
@@ -45,8 +44,8 @@ class Executor:
         idle_s: float = _IDLE_S,
         when_idle: Callable[[], object] | None = None,
     ) -> None:
-        """`max_threads`: None for as many as there are jobs. `when_idle` is called in the last thread before that ends,
-        when there has been no job for `idle_s`."""
+        """`max_threads`: None for no limit. `when_idle` is called in the last thread before that ends, after `idle_s`
+        without jobs."""
         self._name = name
         self._max_threads = max_threads
         self._first_idle_s = idle_s
@@ -66,10 +65,10 @@ class Executor:
         return len(self._threads)
 
     def submit(self, job: Job, *, urgent: bool = True, at_once: bool = False) -> None:
-        """Have a thread run this. Never waits, never runs it in this thread.
+        """Run the job in a thread; never waits, never runs it in this thread.
 
-        `at_once`: refuse a job that would have to wait for a busy thread. Raises `TransientError` when it is refused,
-        or when there is no thread and none can be started; it is not run then.
+        `at_once`: refuse a job that would have to wait for a busy thread. Raises `TransientError` if it is refused, or
+        if there is no thread and none can be started; the job does not run then.
         """
         queue = self._urgent if urgent else self._others
         with self._change:
@@ -79,20 +78,20 @@ class Executor:
                     self._change.notify()
                 elif not self._start_thread() and (at_once or not self._threads):
                     raise TransientError(f"{self._name}: {self._why_refused()}")
-            except BaseException:  # Ctrl-C too: a job that was not accepted must not run
+            except BaseException:  # KeyboardInterrupt too: a refused job must not run
                 queue.pop()
                 raise
 
     def prioritize(self, job: Job) -> None:
-        """Make a job urgent that is not and waits for its turn."""
+        """Make a waiting job urgent."""
         with self._change, contextlib.suppress(ValueError):
             self._others.remove(job)
             self._urgent.append(job)
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Let threads end when nothing is queued, now and later, and wait for them. Jobs are still taken and run.
+        """End threads when nothing is queued, and wait for them. Jobs are still accepted and run.
 
-        False when some had not ended within `timeout_s` seconds; these are left behind.
+        False if some threads did not end within `timeout_s` seconds; these are abandoned.
         """
         with self._change:
             self._idle_s = 0.0
@@ -104,7 +103,7 @@ class Executor:
         return not any(thread.is_alive() for thread in threads)
 
     def _start_thread(self) -> bool:
-        """Start one more, unless there are enough: whether that was done. Under the lock."""
+        """Start one more thread if the limit allows; returns whether it did. Called with the lock."""
         if self._max_threads is not None and len(self._threads) >= self._max_threads:
             return False
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -123,11 +122,11 @@ class Executor:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             run_reported(job)
-            del job  # a job may hold the bytes of its request
+            del job  # a job may refer to large buffers
 
     def _next(self) -> Job | None:
-        """The next job; None when this thread is to end, which does not count any more then."""
-        was_told = self._when_idle is None
+        """The next job; None if this thread is to end, which is then no longer counted."""
+        idle_was_called = self._when_idle is None
         while True:
             with self._change:
                 if self._idle_s and not (self._urgent or self._others):
@@ -138,20 +137,19 @@ class Executor:
                     self._num_idle -= 1
                 if queue := self._urgent or self._others:
                     return queue.popleft()
-                if was_told or len(self._threads) > 1:
+                if idle_was_called or len(self._threads) > 1:
                     self._threads.discard(threading.current_thread())
                     return None
-            was_told = True
+            idle_was_called = True
             if self._when_idle is not None:
                 run_reported(self._when_idle)
 
 
 def run_reported(job: Job) -> None:
-    """Run it; what it raises goes to `threading.excepthook`, as of a thread that ends by it. Signals, which come to the
-    main thread alone, are not swallowed."""
+    """Run a job; exceptions go to `threading.excepthook`, except signals in the main thread."""
     try:
         job()
-    except BaseException as error:  # panics of Rust code are not Exceptions
+    except BaseException as error:  # panics in Rust code are not Exceptions
         if isinstance(error, (KeyboardInterrupt, Interrupted)) and _is_main():
             raise
         report_exception()
@@ -162,16 +160,15 @@ def _is_main() -> bool:
 
 
 def report_exception() -> None:
-    """Give the exception that is being handled to `threading.excepthook`."""
+    """Report the current exception to `threading.excepthook`."""
     kind, value, trace = sys.exc_info()
     if kind is not None:
         threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
 
 
 def show_threads(reason: str) -> None:
-    """Print on standard error what each thread of this process does: a line each, the innermost calls first.
-
-    Once a minute: what hangs for one reader hangs for many."""
+    """Print a line for each thread of this process with its innermost calls on standard error. At most once a minute:
+    readers often hang together."""
     global _shown_s  # noqa: PLW0603 - of the whole process
     now_s = time.monotonic()
     if now_s < _shown_s + _SHOW_EVERY_S:

@@ -1,7 +1,7 @@
-"""Locks on whole files and folders (`flock`), between processes: one falls when its holder dies, however it dies.
+"""Locks on whole files and folders (`flock`) between processes, released when the holder dies.
 
-A lock belongs to the open file description, which a forked child shares: it falls when the last descriptor is closed.
-All waits end: a holder that hangs must not hold up a start for ever.
+A lock belongs to the open file description, which a forked child shares: it is released when the last descriptor is
+closed. All waits have a deadline: a hung holder must not block a start for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLL_S = 0.005
 
 
 def try_flock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file or folder, or change the kind of the lock, without waiting."""
+    """Lock an open file or folder, or change the lock's kind, without waiting. False if another holds it."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -32,7 +32,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool:
 
 
 def lock(fd: int, path: Path, deadline_s: float) -> None:
-    """Lock an open file or folder. `TransientError`, with `path`, when other processes hold it for `deadline_s`."""
+    """Lock an open file or folder. Raises `TransientError` with `path` if others hold it for `deadline_s`."""
     until = time.monotonic() + deadline_s
     while not try_flock(fd):
         if time.monotonic() >= until:
@@ -42,12 +42,12 @@ def lock(fd: int, path: Path, deadline_s: float) -> None:
 
 @contextmanager
 def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
-    """Hold a file, made when it is missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
+    """Lock a file, created if missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             lock(fd, path, deadline_s)
-            if is_same(fd, path):  # the one that held it before may have deleted it, and then it protects nothing
+            if is_same(fd, path):  # a previous holder may have deleted it; a lock on a deleted file protects nothing
                 yield fd
                 return
         finally:
@@ -55,7 +55,7 @@ def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
 
 
 def is_same(fd: int, path: Path) -> bool:
-    """Whether a path still leads to the file that is open."""
+    """Whether a path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -63,13 +63,13 @@ def is_same(fd: int, path: Path) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Pids that hold a whole-file lock, as far as the kernel shows them: not those of other pid namespaces."""
+    """Pids of holders of a whole-file lock as shown by the kernel, without those of other pid namespaces."""
     try:
         status = path.stat()
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    # "7: FLOCK  ADVISORY  READ  1234 fd:01:5678 0 EOF"; lines of waiters have "->" in their second place
+    # "7: FLOCK  ADVISORY  READ  1234 fd:01:5678 0 EOF"; waiters have "->" in second place
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     rows = [line.split() for line in lines]
     return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file} - {-1, 0})

@@ -1,7 +1,7 @@
-"""When to try again what failed for a reason that passes.
+"""Retries after transient errors: exponential backoff with full jitter.
 
-A retry storm hurts the place that is already in trouble, so that waits are random, grow, and are never shorter than
-what the other side asked for (exponential backoff with full jitter).
+A retry storm harms a server that is already in trouble, so waits are random, grow, and are never shorter than the
+server asked for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LOG = logger(__name__)
 T = TypeVar("T")
 
 BASE_S = 0.1
-"""The first wait is random between 0 and this, the next between 0 and twice this, and so on."""
+"""The first wait is random up to this, the next up to twice this, and so on."""
 CAP_S = 10.0
 
 
 def pause_s(failures: int, error: Exception | None = None, rng: random.Random | None = None) -> float:
-    """Seconds to wait after so many failures in a row, of which `error` is the last."""
+    """Seconds to wait after so many consecutive failures; `error` is the last one."""
     rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
     wait_s = rng.uniform(0, min(BASE_S * 2 ** (failures - 1), CAP_S))
-    # All clients were told the same time: come a little later, each at another moment.
+    # All clients may have got the same time: spread them.
     return wait_s + (getattr(error, "retry_after_s", None) or 0.0)
 
 
@@ -39,10 +39,10 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """What `call` returns, tried again after each `TransientError`.
+    """The result of `call`, retried after each `TransientError`.
 
-    `call` gets the seconds that are left of `deadline_s` and must keep to them. The last error is raised when all
-    attempts failed (None: as many as there is time for), or when the next one could not begin before the deadline.
+    `call` gets the remaining seconds of `deadline_s` and must keep to them. The last error is raised after the last
+    attempt (None: no limit of attempts), or if the next one could not begin before the deadline.
     """
     until = clock() + deadline_s
     attempt = 0

@@ -1,7 +1,7 @@
-"""Calls side by side within a `with` block: `concurrent.futures` over the program's own pool.
+"""Parallel calls in a `with` block: `concurrent.futures` on the program's thread pool.
 
-Unlike with `ThreadPoolExecutor`, leaving the block has a deadline, a thread that hangs does not keep the process from
-ending, and where the system refuses threads the caller's own does the work.
+Unlike `ThreadPoolExecutor`, leaving the block has a deadline, a hung thread does not keep the process from ending, and
+without threads the calls run in the caller's.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LEAVE_S = 90.0
-"""Longer than the deadlines of calls to stores and places: a call that has not returned by then is left behind."""
+"""Longer than the deadlines of calls to stores and places; calls that still run then are abandoned."""
 
 
 class Tasks(FuturesExecutor):
-    """Leaving the block cancels what has not begun and waits a while for what has; results are to be taken before."""
+    """Leaving the block cancels calls that have not begun and waits for others for a while; take results before."""
 
     def __init__(self, name: str, max_threads: int, *, leave_s: float = _LEAVE_S) -> None:
         self._pool = Executor(name, max_threads)
         self._leave_s = leave_s
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
-        """What has not ended."""
+        """Unfinished calls."""
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As of `concurrent.futures`: the call's result or error, later."""
+        """As in `concurrent.futures`: a future for the call."""
         future: Future[T] = Future()
         with self._lock:
             self._open.add(future)
@@ -43,12 +43,12 @@ class Tasks(FuturesExecutor):
         job = partial(_perform, future, partial(call, *args, **kwargs))
         try:
             self._pool.submit(job)
-        except TransientError:  # there is no thread but this one
+        except TransientError:  # no further thread can be started
             job()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """As of `concurrent.futures`, within the time that leaving may take."""
+        """As in `concurrent.futures`, with a limited wait."""
         with self._lock:
             left = list(self._open)
         if cancel_futures:
@@ -67,17 +67,17 @@ def _perform(future: Future[T], call: Callable[[], T]) -> None:
         return
     try:
         result = call()
-    except BaseException as error:  # it is raised where the result is asked for
+    except BaseException as error:  # raised by `Future.result`
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
 class Count:
-    """What many threads have done of a whole, passed to a callback by one thread at a time and with no lock held.
+    """Progress of many threads, passed to a callback by one thread at a time without locks.
 
-    A callback that hangs, as on a terminal that was stopped, holds up the one thread that calls it. It is not called
-    for every step, but for the last.
+    A hanging callback (on a stopped terminal) blocks only the thread that calls it. Steps may be skipped, except the
+    last.
     """
 
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
@@ -88,7 +88,7 @@ class Count:
         self._is_showing = False
 
     def add(self, amount: int) -> None:
-        """So much more is done. Raises what the callback raises."""
+        """Add finished work. Raises what the callback raises."""
         with self._lock:
             self.done += amount
         shown = -1
@@ -100,7 +100,7 @@ class Count:
             shown = done
 
     def _next(self, shown: int) -> int | None:
-        """What to show after this; None while another thread shows it, or when nothing new matters."""
+        """The next value to report; None while another thread reports, or if there is nothing new."""
         with self._lock:
             done = min(self.done, self._total)
             if self._is_showing or done == shown or (shown >= 0 and done < self._total):

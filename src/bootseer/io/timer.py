@@ -1,7 +1,7 @@
-"""Calls that are made later: deadlines, late requests, what is dropped when it is not used any more.
+"""Delayed calls: deadlines, hedged requests, cleanup of unused objects.
 
-One thread waits for the next call that is due. Before it makes the call, another one waits in its place, so that a call
-that takes long does not hold up the others until `threads` of them do.
+One thread waits for the next due call. Before it makes the call another one takes its place, so that long calls delay
+others only once `threads` of them run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ _IDLE_S = 5.0
 
 
 class Timer:
-    """Makes calls at their time, in threads of its own and with no lock held; several may be under way at once.
+    """Makes calls at their time, in threads of its own without locks; several may run at once.
 
-    What a call raises is reported as in `Executor`, and the next ones are made. Safe to use in the child of a fork,
-    which begins without calls.
+    Exceptions are reported as in `Executor`. Safe to use in the child of a fork, which starts without calls.
     """
 
     def __init__(self, name: str = "bootseer-timer", threads: int = _THREADS) -> None:
@@ -39,12 +38,12 @@ class Timer:
         """Whether a thread waits for the first call of the heap, or is about to."""
 
     def now_s(self) -> float:
-        """The time that calls are made by: seconds of a monotonic clock."""
+        """The current time of the timer: seconds of a monotonic clock."""
         return time.monotonic()
 
     def after(self, delay_s: float, call: Callable[[], object]) -> None:
-        """Make this call in so many seconds. Raises `TransientError` when there is no thread and none can be started;
-        the call is not made then."""
+        """Make a call after so many seconds. Raises `TransientError` if there is no thread and none can be started; the
+        call is then not made."""
         entry = (self.now_s() + delay_s, next(self._order), call)
         with self._change:
             heapq.heappush(self._heap, entry)
@@ -59,8 +58,8 @@ class Timer:
                 self._change.notify()
 
     def close(self, timeout_s: float = 0.0, *, drop: bool = False) -> None:
-        """Let the threads end when no call is left, and wait for them: reads that are under way may need their calls.
-        `drop`: what is to be called later is not called at all."""
+        """End the threads when no call is left, and wait for them: running reads may need their calls. `drop`: cancel
+        pending calls."""
         if drop:
             with self._change:
                 self._heap.clear()
@@ -68,7 +67,7 @@ class Timer:
         self._pool.close(timeout_s)
 
     def _wait_for_next(self) -> None:
-        """Have a thread wait for the first call, if there is any. Under the lock."""
+        """Let a thread wait for the first call, if there is one. Called with the lock."""
         self._has_waiter = False
         if self._heap:
             self._pool.submit(self._run)

@@ -1,11 +1,12 @@
-"""A folder that a user may trust: only that user and root can change what its path leads to.
+"""A folder that only this user and root can redirect or change.
 
-Each component of the path is checked on the way down, as sshd's StrictModes does for the files of a home: it belongs to
-root or to the user, and neither its group nor others may write to it. Exceptions: a folder above that has the sticky
-bit (`/tmp`), where others cannot rename or delete what is ours, and a group that has the user's name and no other
-member. The walk goes from descriptor to descriptor. A symbolic link is read, its owner is checked, and the walk goes on
-at its target in the same way, so that nothing depends on fs.protected_symlinks. Because no other user can change what
-the path leads to, what the folder holds may be reached by its path afterwards.
+Each component of the path is checked on the way down, as by sshd's StrictModes: it belongs to root or to the user, and
+neither its group nor others may write to it. Exceptions: parents with the sticky bit (`/tmp`), where others cannot
+rename or delete our entries, and a group with the user's name and no other member.
+
+The walk goes from descriptor to descriptor. The owner of a symbolic link is checked before its target is walked in the
+same way, so that nothing depends on fs.protected_symlinks. Since no other user can change any component, paths into the
+folder are safe to use afterwards.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from typing import TYPE_CHECKING
 from bootseer.errors import AccessError, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path  # costs each job 3 ms where nothing else needs it
+    from pathlib import Path  # importing it costs each job 3 ms
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Opens a folder to go on from it, and no symbolic link."""
+"""Opens a folder, but no symbolic link, for further steps."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Opens a file that nothing else has the name of."""
+"""Creates a new file."""
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MAX_LINKS = 40
-"""As the kernel: more are a loop."""
+"""As in the kernel, against loops."""
 
 
 def trusted_folder(path: str | Path, *, otherwise: str, make: bool = True, private: bool = False) -> Path:
-    """The path of a folder that only this user and root can change, without links in it.
+    """The path, without links, of a folder that only this user and root can change.
 
-    It is made, with mode 0700, when it is missing; without `make`, the check ends at what is missing. `private` closes
-    a folder that others may read. `otherwise` ends the errors: what to do instead.
-    Raises `AccessError` for a folder that others can change, and `OSError` where it cannot be reached or made.
+    It is created with mode 0700 if missing; without `make`, the check ends at the first missing component. `private`
+    removes the access of others. `otherwise` is a remedy, added to error messages. Raises `AccessError` for a folder
+    that others can change, and `OSError` if it cannot be reached or created.
     """
     from pathlib import Path
 
@@ -51,9 +52,9 @@ def trusted_folder(path: str | Path, *, otherwise: str, make: bool = True, priva
 
 
 def open_trusted(path: str | Path, *, otherwise: str, shared: bool = False) -> int:
-    """The same as a descriptor, for what is done with `dir_fd`. The caller closes it.
+    """The same as a descriptor for use with `dir_fd`. The caller closes it.
 
-    A `shared` one may be like those above it: root's, or with the sticky bit. What lies in it is for `open_own`.
+    A `shared` folder may belong to root or have the sticky bit, like a parent; use `open_own` for its entries.
     """
     walk = _Walk(path, otherwise, shared=shared)
     try:
@@ -63,10 +64,10 @@ def open_trusted(path: str | Path, *, otherwise: str, shared: bool = False) -> i
 
 
 def open_own(parent: int, name: str, where: str, *, mode: int = 0o700, otherwise: str) -> int:
-    """A folder in the folder `parent`, made when it is missing; `where` is its path for errors. The caller closes it.
+    """A subfolder of `parent`, created if missing; `where` is its path for errors. The caller closes it.
 
-    Even if others can write to `parent`: it is a folder and no link, belongs to this user, and only this user can
-    change what is in it. Raises `AccessError` where that is not so, and `OSError`.
+    Even if others can write to `parent`, the result is a folder and no link, belongs to this user, and only this user
+    can change its content. Raises `AccessError` otherwise, and `OSError`.
     """
     try:
         folder = _open_folder(parent, name, mode)
@@ -83,25 +84,25 @@ def open_own(parent: int, name: str, where: str, *, mode: int = 0o700, otherwise
 
 
 def is_secret(status: os.stat_result) -> bool:
-    """Whether only its user can read a file. One of root may be for a group of this user too: so Kubernetes gives the
-    files of a secret to a pod with an `fsGroup`."""
+    """Whether only its user can read a file. A file of root may also be readable by a group of this user: Kubernetes
+    does so for secrets of a pod with an `fsGroup`."""
     others = 0o037 if status.st_uid == 0 != os.geteuid() else 0o077
     return not stat.S_IMODE(status.st_mode) & others
 
 
 def enter(name: str, folder: int) -> int:
-    """A descriptor of a folder in a folder. Raises `FileNotFoundError` for a symbolic link, and `OSError`."""
+    """A descriptor of a subfolder. Raises `FileNotFoundError` for a symbolic link, and `OSError`."""
     try:
         return os.open(name, FOLDER, dir_fd=folder)
     except NotADirectoryError:
-        # What the kernel says of a symbolic link too.
+        # The kernel's error for a symbolic link is the same.
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise FileNotFoundError(errno.ENOENT, name) from None
         raise
 
 
 def home_of(env: Mapping[str, str], uid: int, *, otherwise: str) -> str:
-    """The user's home: `$HOME`, else what the user database says. Raises `UsageError` where neither names a folder."""
+    """The user's home: `$HOME`, else from the user database. Raises `UsageError` if neither names a folder."""
     home = env.get("HOME", "")
     if not home:
         import pwd
@@ -119,13 +120,13 @@ def _open_folder(parent: int, name: str, mode: int) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=parent)
     except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # another process created it first
             os.mkdir(name, mode, dir_fd=parent)
         return os.open(name, _FOLDER, dir_fd=parent)
 
 
 class _Walk:
-    """From the root to one folder; `folder` is a descriptor of the last one that was reached."""
+    """A walk from the root to one folder; `folder` is a descriptor of the last component reached."""
 
     def __init__(
         self, path: str | Path, otherwise: str, *, make: bool = True, private: bool = False, shared: bool = False
@@ -139,7 +140,7 @@ class _Walk:
         try:
             status: os.stat_result | None = os.fstat(self.folder)
             while self._left and status is not None:
-                # Nothing is left behind it: the folder itself, unless it turns out to be a link.
+                # A parent; the last component is checked below, if it is no link.
                 _check(status, self.path, otherwise, last=False)
                 status = self._step(self._left.pop())
             if status is not None:
@@ -161,7 +162,7 @@ class _Walk:
         os.close(self.folder)
 
     def _step(self, name: str) -> os.stat_result | None:
-        """Go to the next component; None when it is missing and not to be made."""
+        """Go to the next component; None if it is missing and not to be created."""
         if name == "..":
             self._names = self._names[:-1]
             self._go(os.open("..", FOLDER, dir_fd=self.folder))
@@ -173,7 +174,7 @@ class _Walk:
             if not self._make:
                 self._names += reversed(self._left)
                 return None
-            # Folders above the one that was asked for may be read: others may have theirs beside it.
+            # Parents stay readable: other users may have folders in them.
             os.close(_open_folder(self.folder, name, 0o755 if self._left else 0o700))
             found = os.open(name, _STEP, dir_fd=self.folder)
         status = os.fstat(found)
@@ -188,8 +189,8 @@ class _Walk:
         return status
 
     def _follow(self, link: os.stat_result, target: str) -> None:
-        if link.st_uid not in owners():
-            raise _belongs(link, self.path, self._otherwise)
+        if link.st_uid not in trusted_uids():
+            raise _wrong_owner(link, self.path, self._otherwise)
         self._num_links += 1
         if self._num_links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -209,11 +210,11 @@ def _components(path: str) -> list[str]:
 
 
 def _check(status: os.stat_result, path: str, otherwise: str, *, last: bool) -> None:
-    """Raise `AccessError` when other users can change what is in this folder, or above the last one, what it is."""
-    if status.st_uid != os.geteuid() if last else status.st_uid not in owners():
-        raise _belongs(status, path, otherwise)
+    """Raise `AccessError` if other users can change a folder's content, or for a parent, replace the next component."""
+    if status.st_uid != os.geteuid() if last else status.st_uid not in trusted_uids():
+        raise _wrong_owner(status, path, otherwise)
     writers = status.st_mode & _WRITERS
-    if writers & stat.S_IWGRP and _is_private_group(status.st_gid):
+    if writers & stat.S_IWGRP and _is_own_group(status.st_gid):
         writers &= ~stat.S_IWGRP
     if not writers or (not last and status.st_mode & stat.S_ISVTX):
         return
@@ -221,18 +222,21 @@ def _check(status: os.stat_result, path: str, otherwise: str, *, last: bool) -> 
     raise AccessError(f"{path} can be changed by other users ({access}): chmod go-w {path}, or {otherwise}")
 
 
-def _belongs(status: os.stat_result, path: str, otherwise: str) -> AccessError:
+def _wrong_owner(status: os.stat_result, path: str, otherwise: str) -> AccessError:
     return AccessError(f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}: {otherwise}")
 
 
-def owners() -> tuple[int, int, int]:
-    """Users that can change everything here anyway. In a user namespace the host's root, owner of `/`, has an id that
-    stands for all users of the host, so that there the owners of folders above say little."""
+def trusted_uids() -> tuple[int, int, int]:
+    """Users that can change everything on this machine.
+
+    In a user namespace the host's root, owner of `/`, has an id that stands for all users of the host, so the owners of
+    parents mean little there.
+    """
     return 0, os.geteuid(), os.stat("/").st_uid
 
 
-def _is_private_group(gid: int) -> bool:
-    """Whether a group is the user's alone, as distributions with umask 002 make one for each user."""
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is the user's own, as created by distributions with umask 002."""
     import grp
     import pwd
 
@@ -240,6 +244,6 @@ def _is_private_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    # Whose first group it is does not stand among its members.
+    # Users whose primary group it is are not listed as members.
     members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == gid)}
     return user.pw_gid == gid and group.gr_name == user.pw_name and members == {user.pw_name}

@@ -1,8 +1,8 @@
-"""A process of our own that works beside the command: forked, out of the command's way, and gone when we are.
+"""A helper process that runs beside the command and ends with `bootseer run`.
 
-It has a session of its own, so that a terminal's signals do not reach it; its output goes into a log; SIGTERM ends it
-as `Interrupted`, so that what was begun is undone. It tells the run what it found by messages, lines of JSON. Fork
-while this process has one thread.
+It is forked, so call `start_background` while this process has one thread. It has its own session, so that signals of
+the terminal do not reach it, and writes its output to a log. SIGTERM raises `Interrupted` in it, so that cleanup runs.
+It reports to the run by messages: JSON lines in a pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bootseer.errors import BootseerError, Interrupted, PermanentError, Transien
 from bootseer.launch.supervise import FORWARDED
 from bootseer.mounts.process import end_child
 
-Tell = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE = 65_536
 _KILL_AFTER_S = 5.0
@@ -30,7 +30,7 @@ _log = logs.logger(__name__)
 
 
 class Background:
-    """One such process, seen by the run that started it."""
+    """The parent's handle of a helper process."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
@@ -38,26 +38,26 @@ class Background:
         self._data = b""
         self._messages: list[dict[str, Any]] = []
         self._next = 0
-        """The first one that `answer` has not given yet."""
-        self._open = True
+        """Index of the first message that `next_message` has not returned yet."""
+        self._is_open = True
 
     def messages(self) -> list[dict[str, Any]]:
-        """All that it has reported so far."""
+        """All messages received so far."""
         self._receive(0.0)
         return self._messages
 
-    def ended(self, timeout_s: float) -> bool:
-        """Wait until it has ended, no longer than this; whether it has."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the process, at most `timeout_s`; whether it has ended."""
         until = time.monotonic() + timeout_s
-        while self._open and self._receive(max(until - time.monotonic(), 0.0)):
+        while self._is_open and self._receive(max(until - time.monotonic(), 0.0)):
             pass
-        return not self._open
+        return not self._is_open
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Its next message. Raises `TransientError` when it tells nothing in time, or has ended."""
+    def next_message(self, timeout_s: float) -> dict[str, Any]:
+        """Its next message. Raises `TransientError` on a timeout and when the process has ended."""
         until = time.monotonic() + timeout_s
         while len(self._messages) == self._next:
-            if not self._open:
+            if not self._is_open:
                 raise TransientError("a helper process ended without an answer")
             if not self._receive(max(until - time.monotonic(), 0.0)):
                 raise TransientError("a helper process did not answer in time")
@@ -65,27 +65,27 @@ class Background:
         return self._messages[self._next - 1]
 
     def stop(self, timeout_s: float = _KILL_AFTER_S) -> None:
-        """Let it undo what it does and end; kill it when that takes longer than `timeout_s`."""
-        if not self._open:
+        """Ask it to clean up and end (SIGTERM); kill it after `timeout_s`."""
+        if not self._is_open:
             return
         self._signal(signal.SIGTERM)
-        if not self.ended(timeout_s):
+        if not self.wait(timeout_s):
             self._signal(signal.SIGKILL)
-            self.ended(_KILL_AFTER_S)
+            self.wait(_KILL_AFTER_S)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Read what is there; whether anything was, an end included."""
-        if not self._open:
+        """Read from the pipe; whether there was anything, end of file included."""
+        if not self._is_open:
             return False
         if not select.select([self._pipe], [], [], timeout_s)[0]:
             return False
         piece = os.read(self._pipe, _MAX_LINE)
         if not piece:
-            self._open = False
+            self._is_open = False
             os.close(self._pipe)
             end_child(self.pid, _KILL_AFTER_S, kill=False)
             return True
@@ -94,12 +94,12 @@ class Background:
         return True
 
 
-def start_background(work: Callable[[Tell], None], *, name: str, log: Path, niceness: int = 0) -> Background:
-    """Run `work(tell)` in a child. `name` is what `ps` shows.
+def start_background(work: Callable[[Send], None], *, name: str, log: Path, niceness: int = 0) -> Background:
+    """Run `work(send)` in a child process. `name` is shown by `ps`.
 
-    It has what this process opened itself: locks, namespaces. A `BootseerError` of the work is reported as
-    `{"error": ..., "kind": ...}`, any other as well; a `UsageError` with its `hint`.
-    Raises `PermanentError` when no process can be made.
+    The child inherits locks and namespaces that this process has opened. An exception of the work is reported as
+    `{"error": ..., "kind": ...}`, a `UsageError` also with its `hint`.
+    Raises `PermanentError` when no process can be created.
     """
     parent = os.getpid()
     try:
@@ -113,67 +113,68 @@ def start_background(work: Callable[[Tell], None], *, name: str, log: Path, nice
         os.close(report)
         raise PermanentError(f"no helper process can be started: {error.strerror}") from error
     if pid == 0:
-        _become(work, name, log, niceness, report, parent)
+        _run_in_child(work, name, log, niceness, report, parent)
     os.close(report)
     return Background(pid, pipe)
 
 
-def _become(
-    work: Callable[[Tell], None],
+def _run_in_child(
+    work: Callable[[Send], None],
     name: str,
     log: Path,
     niceness: int,
     report: int,
     parent: int,
 ) -> NoReturn:
-    def tell(message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the run is over
+    def send(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the run has ended
             os.write(report, json.dumps(message).encode() + b"\n")
 
     code = 1
     try:
-        _daemonize(log)
+        _detach(log)
         logs.set_up(os.environ, file=log)
-        _exit_with(parent)
+        _terminate_with(parent)
         with contextlib.suppress(OSError):
             os.nice(niceness)
         Path("/proc/self/comm").write_text(name)
-        work(tell)
+        work(send)
         code = 0
     except Interrupted as interrupted:
-        tell({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
+        send({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
     except BootseerError as error:
         _log.exception("the work failed")
         hint = {"hint": error.hint} if isinstance(error, UsageError) else {}
-        tell({"error": str(error), "kind": type(error).__name__, **hint})
+        send({"error": str(error), "kind": type(error).__name__, **hint})
     except BaseException as error:  # nothing may unwind into the parent's code
         _log.exception("the work failed")
-        tell({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
+        send({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
     finally:
         os._exit(code)
 
 
-def _daemonize(log: Path) -> None:
-    """Give up what came from the parent: session, standard streams, pipes that others wait on.
+def _detach(log: Path) -> None:
+    """Leave the parent's session, and drop inherited standard streams and pipes whose end of file others wait for.
 
-    Objects of the parent may hold the numbers and close them at any time, so that these stay taken.
+    Inherited descriptors are replaced by /dev/null and not closed: Python objects copied from the parent still hold
+    their numbers and may close them at any time, which must not hit a descriptor that this process has opened since.
     """
     os.setsid()
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     for word in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         number = int(word)
         with contextlib.suppress(OSError):  # the one that the list was read from
-            # Whatever Python opens is not inheritable.
+            # Python opens all its files as not inheritable: the others came from the caller of `bootseer run`.
             if number > 2 and os.get_inheritable(number):
-                os.dup2(nowhere, number, inheritable=False)
-    os.dup2(nowhere, 0)
+                os.dup2(null, number, inheritable=False)
+    os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
 
-def _exit_with(parent: int) -> None:
-    """SIGTERM ends the work in order, and comes by itself when the run is killed."""
+def _terminate_with(parent: int) -> None:
+    """Raise `Interrupted` at SIGTERM, and have the kernel send SIGTERM when `parent` dies."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""One command: what the user said of it, and how it is started, waited for and written down."""
+"""Run one command: its options, start, wait and events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bootseer.launch.supervise import say
 from bootseer.trace.event import BEGIN, END, FAILED, OK
 
 if TYPE_CHECKING:
-    from bootseer.launch.checkpoint import CheckpointWanted
-    from bootseer.launch.environment.task import EnvironmentWanted
-    from bootseer.launch.image.start import Wanted
-    from bootseer.launch.peers import PeersWanted
+    from bootseer.launch.checkpoint import CheckpointOptions
+    from bootseer.launch.environment.task import EnvironmentOptions
+    from bootseer.launch.image.start import ImageOptions
+    from bootseer.launch.peers import PeersOptions
     from bootseer.launch.restart import Restarts
     from bootseer.launch.session import Session
     from bootseer.trace.tracer import Tracer
 
 
 class Options(NamedTuple):
-    """What the user said to `bootseer run`; None and empty leave it to the environment."""
+    """The options of `bootseer run`; None and empty mean the defaults of the environment."""
 
     setup: str | None = None
     requirements: Sequence[str] = ()
@@ -36,27 +36,27 @@ class Options(NamedTuple):
     began_pattern: re.Pattern[bytes] | None = None
     quiet: bool = False
     warm: str = "off"
-    """Whether what a Python launcher starts comes from a warm parent: `off`, `auto`, or `on`, which says more."""
-    image: Wanted | None = None
+    """Whether a Python launcher's processes are forked from a warm parent: `off`, `auto`, or `on`, which is verbose."""
+    image: ImageOptions | None = None
     """The container image that the command runs in."""
-    environment: EnvironmentWanted | None = None
-    """How what the setup makes is to come; None: by running it."""
-    checkpoint: CheckpointWanted | None = None
-    """Checkpoints that are mounted for the command."""
+    environment: EnvironmentOptions | None = None
+    """Snapshots of the environment; None: the setup runs without them."""
+    checkpoint: CheckpointOptions | None = None
+    """Checkpoints to mount for the command."""
     restarts: int = 0
-    """How often the command is started again when it fails for a transient reason."""
+    """Maximum number of restarts after transient failures."""
     restart_delay: int = 0
-    """Seconds before each of these starts."""
-    peers: PeersWanted | None = None
-    """How blocks come from the job's other nodes; None: from the origin alone."""
+    """Seconds before each restart."""
+    peers: PeersOptions | None = None
+    """Fetching blocks from the job's other nodes; None: only from the origin."""
     show: Show = no_progress
-    """Shows people what a start waits for."""
+    """Displays progress while a start waits."""
 
 
 def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], env: Mapping[str, str]) -> int:
     """`bootseer stage`: run the command between a begin and an end event; returns its exit code.
 
-    Without tracing, become the command.
+    Without tracing, exec the command.
     """
     from bootseer.trace.tracer import from_environment
 
@@ -80,14 +80,14 @@ def run_program(
     stdout: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
-    """Run a program to its end; its exit code. One that cannot be started is reported, with the exit code of a shell.
+    """Run a program and return its exit code; a shell's exit code, and a message, if it cannot be started.
 
-    Signals must be blocked: one that arrives meanwhile goes to the program.
+    Signals must be blocked: they are forwarded to the program.
     """
     env = {**env, **tracer.environment()} if tracer is not None else env
     try:
         pid = supervise.spawn(argv, env, own_group=own_group, stdout=stdout, enter=enter)
-    except supervise.CannotStart as error:
+    except supervise.StartError as error:
         say(str(error))
         return error.code
     return supervise.wait(pid, own_group=own_group, tracer=tracer)
@@ -105,27 +105,27 @@ def run_command(
     enter: Callable[[], None] | None = None,
     renew: Callable[[Mapping[str, str]], None] | None = None,
 ) -> int:
-    """Start the command, wait for it, and write down both; returns its exit code. Signals must be blocked.
+    """Run the command between begin and end events, restarting it if asked; returns its exit code.
 
-    `program` is the command as the user wrote it where `command` is another; `span` is its span's id where others know
-    it already; `enter` leads the command's process to where it is to run; `renew` makes that place ready for one more
-    start of the command with these variables (`--restarts`).
+    Signals must be blocked. `program` is the command as the user wrote it, if `command` differs (a container runtime);
+    `span` is the span id if it was passed to other processes already; `enter` runs in the child before exec, to enter
+    namespaces; `renew` prepares the container for a restart with the given variables.
     """
     program = program or command
     restarts = None
     if session is not None and session.warm is not None:
-        session.warm.give()
+        session.warm.hand_over()
     if session is not None and session.peers is not None:
         session.peers.wait_for_nodes()
     if options.peers is not None and options.image is None:
-        enter = with_names(env, enter)
+        enter = with_hosts_file(env, enter)
     if options.restarts:
         from bootseer.launch.restart import Restarts
         from bootseer.trace.tracer import new_span
 
         warm = options.warm != "off" and "BOOTSEER_WARM" in env
         restarts = Restarts(options.restarts, options.restart_delay, program, session, renew, warm=warm)
-        restarts.mark(env)
+        restarts.tag_environment(env)
     while True:
         if session is not None:
             attrs = {"program": os.path.basename(program[0])}
@@ -142,16 +142,16 @@ def run_command(
         span = new_span()
         if session is not None:
             env.update(session.tracer.environment(span))
-        ended = restarts.again(code, signals, env)
+        ended = restarts.prepare(code, signals, env)
         if ended is not None:
             restarts.close()
             return ended
 
 
-def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callable[[], None] | None:
-    """`enter`, and then a mount namespace in which /etc/hosts knows the job's nodes (`peers.names`).
+def with_hosts_file(env: dict[str, str], enter: Callable[[], None] | None) -> Callable[[], None] | None:
+    """`enter`, followed by a mount namespace whose /etc/hosts lists the job's nodes (`peers.names`).
 
-    Where it cannot be shown, the resolver is configured to give up early, unless the user has configured it.
+    Where that cannot be mounted, the resolver gets short timeouts, unless the user has set RES_OPTIONS.
     """
     from bootseer.errors import BootseerError
     from bootseer.mounts import kernel
@@ -161,7 +161,7 @@ def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callabl
     if hosts is None:
         return enter
 
-    def entered() -> None:
+    def enter_with_hosts() -> None:
         if enter is not None:
             enter()
         try:
@@ -170,10 +170,10 @@ def with_names(env: dict[str, str], enter: Callable[[], None] | None) -> Callabl
                 kernel.attach(kernel.clone_mount(hosts), SYSTEM.resolve())
                 return
         except (BootseerError, OSError) as error:
-            say(f"the names of the job's nodes are left to DNS: {error}")
+            say(f"the job's node names are resolved by DNS: {error}")
         env.setdefault("RES_OPTIONS", RES_OPTIONS)
 
-    return entered
+    return enter_with_hosts
 
 
 def _run_once(
@@ -189,29 +189,29 @@ def _run_once(
     """One start of the command, to its end."""
     relays = []
     if options.began_pattern is not None and session is not None:
-        from bootseer.launch.relay import Relay, follow_window_size
+        from bootseer.launch.relay import Relay, forward_window_size
 
-        found = _once(session.training_began)
+        found = _call_once(session.training_began)
         try:
             relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
-        except OSError as error:  # no pseudo terminal is left, or no descriptor
-            say(f"the output cannot be watched for the pattern ({error}); the command runs without")
+        except OSError as error:  # out of pseudo terminals or descriptors
+            say(f"the output cannot be searched for --began-pattern ({error}); the command runs without it")
         else:
-            follow_window_size(relays)
+            forward_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
         pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}, own_group=own_group) if restarts is not None else None
         if pid is None:
             pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
-    except supervise.CannotStart as error:
+    except supervise.StartError as error:
         say(str(error))
         if session is not None:
-            session.nothing_ran()
+            session.command_did_not_start()
         return error.code
     for relay in relays:
         relay.start()
     if session is not None:
-        session.start_beside(env)  # behind the spawn: the job does not wait for it
+        session.start_observers(env)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None
     code = supervise.wait(pid, own_group=own_group, on_signal=on_signal, tracer=tracer)
     deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
@@ -220,7 +220,7 @@ def _run_once(
     return code
 
 
-def _once(function: Callable[[], None]) -> Callable[[], None]:
+def _call_once(function: Callable[[], None]) -> Callable[[], None]:
     import threading
 
     lock = threading.Lock()

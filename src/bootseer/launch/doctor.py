@@ -1,8 +1,8 @@
-"""What `bootseer doctor` needs of several packages: the check of environments, and the bundle for a bug report.
+"""The checks of `bootseer doctor` that need several packages, and its bundle for a bug report.
 
-The bundle holds logs and states of mounts, versions and settings of this machine, without secrets: every text passes
-`logs.without_secrets`, and variables and Hadoop properties that are called secrets are shown by name alone. Nothing of
-jobs is in it but names of mounted places.
+The bundle has logs and states of mounts, versions and settings of this machine. Secrets are removed: every text passes
+`logs.without_secrets`, and variables and Hadoop properties with names of secrets are listed without their values. Of
+jobs it contains only names of mounted places.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bootseer.errors import BootseerError, UsageError
 from bootseer.hdfs.addresses import Cluster, default_authority
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.rpc import UnsupportedError
-from bootseer.launch.environment.view import private_ways
+from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
 from bootseer.mounts import control
@@ -43,35 +43,31 @@ from bootseer.trace import stacks
 ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN, STACKS = "environments", "peers", "names", "HDFS login", "stack samples"
 _LOGIN_S = 8.0
 _NAMES_S, _SLOW_NAMES_S = 3.0, 0.05
-_WORDS = {
+_FOUND = {
     "overlay": "captured by an overlay over /, restored by a mount",
     "user": "captured and restored in a user namespace",
 }
 
 
 def check_environments(cache: Path) -> Check:
-    """Make a capture below the cache in each way, the best first, and take it away again. Nothing runs in it."""
+    """Open and close a capture below the cache, in the best way that works here."""
     opens = ("run --setup, --requirements: one mount instead of an installation",)
-    refused: list[str] = []
     try:
-        # One that is not there yet is judged by the folder that it would be made in.
+        # If it does not exist yet, its nearest existing parent decides.
         place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-        with tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder:
-            for way in private_ways():
-                try:
-                    open_capture(Path(folder), way=way, own=[cache]).close()
-                except BootseerError as error:
-                    refused.append(str(error))
-                    continue
-                note = "without root only folders of this user can be in a snapshot" if way == "user" else ""
-                return Check(
-                    ENVIRONMENTS, "limited" if note else "ok", _WORDS[way], note, "run as root" if note else "", opens
-                )
+        with (
+            tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder,
+            open_capture(Path(folder), private_capture_ways(), own=[cache]) as capture,
+        ):
+            note = "without root only folders of this user can be in a snapshot" if capture.way == "user" else ""
+            status: Status = "limited" if note else "ok"
+            return Check(ENVIRONMENTS, status, _FOUND[capture.way], note, "run as root" if note else "", opens)
     except OSError as error:
         todo = "set BOOTSEER_CACHE to another folder"
         return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
-    lacks = "; ".join(refused) or "root without the right to mount"
-    note = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
+    except BootseerError as error:
+        note = f"nothing can be mounted ({str(error) or 'root without the right to mount'})"
+    note += ": setups are captured by two walks over the disks"
     return Check(ENVIRONMENTS, "limited", "files are copied", note, "run as root, or allow user namespaces", opens)
 
 
@@ -83,15 +79,17 @@ def check_peers() -> Check:
     try:
         listen_at(found[0].address, PORT).close()
     except OSError as error:
-        todo = "nodes of a list need the port (name another one there); those that meet in a folder take any"
+        todo = "free the port, name another one in the list of nodes, or let nodes meet in a folder"
         return Check(PEERS, "limited", named, f"port {PORT} is taken: {error.strerror}", todo, opens)
     if found[0].name == "lo":
-        return Check(PEERS, "limited", named, "no interface leads to other nodes", "name one: --peers-interface", opens)
+        return Check(
+            PEERS, "limited", named, "no interface reaches other nodes", "choose one with --peers-interface", opens
+        )
     return Check(PEERS, "ok", f"{named}, port {PORT}", "", "", opens)
 
 
 def check_names() -> Check:
-    """How long the resolver takes for the name of this node's own address, as PyTorch's TCPStore asks for it."""
+    """The time of a reverse lookup of this node's own address, as PyTorch's TCPStore makes it."""
     opens = ("torchrun, init_process_group: ranks that connect without waiting for names",)
     todo = "run --peers (as root) shows a job the names of its nodes; else a `::ffff:ADDRESS NAME` line in /etc/hosts"
     try:
@@ -104,8 +102,8 @@ def check_names() -> Check:
 
 
 def check_stacks() -> Check:
-    """Whether py-spy is there and may look at another process of this user: a child of ours is sampled."""
-    opens = ("BOOTSEER_STACKS=1: the service shows where a late process stands",)
+    """Whether py-spy is installed and may read other processes of this user: samples a child process."""
+    opens = ("BOOTSEER_STACKS=1: the service shows the stack of a late process",)
     if stacks.program() is None:
         return Check(STACKS, "missing", "", "py-spy is not installed", "pip install py-spy", opens)
     words = [sys.executable, "-Sc", "print(flush=True); input()"]
@@ -119,12 +117,11 @@ def check_stacks() -> Check:
 
 
 def check_hdfs_login() -> Check:
-    """Whether the NameNodes of the configuration's default file system answer this user; with Kerberos, by its ticket
-    or token."""
+    """Whether the NameNodes of the default file system answer this user, with Kerberos by its ticket or token."""
     opens = ("checkpoints, images and environments in hdfs:// of the configured cluster",)
     try:
         cluster = Cluster.of(default_authority("hdfs:///"))
-        how = "Kerberos" if cluster.kerberos else "no login wanted"
+        how = "Kerberos" if cluster.kerberos else "no login required"
         with contextlib.closing(NameNode(cluster, ask_s=_LOGIN_S)) as namenode:
             Names(namenode).stat("/")
     except BootseerError as error:
@@ -134,16 +131,17 @@ def check_hdfs_login() -> Check:
 
 
 _LOG_BYTES = 256 << 10
-"""Of each log, from its end."""
+"""From the end of each log."""
 _OURS = ("BOOTSEER_", "SLURM_", "HADOOP_", "KRB5", "XDG_", "NCCL_", "PET_", "TORCHELASTIC_")
 _PROPERTY = re.compile(r"<name>\s*([^<]*?)\s*</name>\s*<value>\s*([^<]*?)\s*</value>")
 _HIDDEN = "***"
 
 
 def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    """Write the bundle, a `.tar.gz` that only this user can read; the names in it. `doctor`: its checks, as JSON.
+    """Write the bundle, a `.tar.gz` that only this user can read; returns the names in it. `doctor`: its checks, as
+    JSON.
 
-    Raises `UsageError` where the file cannot be written, or is there already.
+    Raises `UsageError` if the file exists or cannot be written.
     """
     names = []
     try:
@@ -172,7 +170,7 @@ def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tu
             properties = {key: _HIDDEN if _is_secret(key) else value for key, value in _PROPERTY.findall(text)}
             yield f"hadoop/{name}.txt", "\n".join(f"{key} = {value}" for key, value in sorted(properties.items()))
     yield "mountinfo.txt", Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    with contextlib.suppress(BootseerError):  # a runtime folder that cannot be used is in the doctor's checks
+    with contextlib.suppress(BootseerError):  # an unusable runtime folder is shown by a check
         root = runtime_root(environ, os.getuid())
         for kind, runtime in (("images", Runtime(root)), ("checkpoints", runtime_of(root))):
             yield from _mounts(kind, runtime)

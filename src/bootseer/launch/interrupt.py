@@ -1,10 +1,10 @@
-"""Work in front of a command that signals may end: pulling an image takes minutes, and Ctrl-C must not wait for it.
+"""Let signals interrupt the work before a command: pulling an image takes minutes, and Ctrl-C must not wait for it.
 
-`launch.run` holds signals back until there is a command to pass them on to. While `interruptible` lasts, those that ask
-a process to end raise `Interrupted` instead, so that what was begun is undone on the way out.
+`launch.run` blocks signals until there is a command to forward them to. Inside `interruptible`, signals that ask a
+process to end raise `Interrupted` instead, so that cleanup runs on the way out.
 
-What undoes things may wait for servers that do not answer, whereas a user who presses Ctrl-C does not: a verb whose
-leftovers others clear away says how long it may take (`patience_s`).
+Cleanup may wait for servers that do not answer. A verb whose leftovers are removed later by another process sets
+`grace_s`, the time after which the process exits without finishing its cleanup.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from types import FrameType
 from bootseer.errors import Interrupted
 from bootseer.launch.supervise import ENDING
 
-_NUDGE_S = 0.25
+_RESEND_S = 0.25
 
 
 @contextmanager
-def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[None]:
-    """Raise `Interrupted` in the main thread for a signal that asks us to end; what is ignored stays ignored.
+def interruptible(grace_s: float | None = None, leftovers: str = "") -> Iterator[None]:
+    """Raise `Interrupted` in the main thread for a terminating signal; ignored signals stay ignored.
 
-    `patience_s`: the process ends when the block has not ended so long after the first signal, and says `rests`: what
-    becomes of what was not undone. Further signals do not hurry it then. Such a block must not fork.
+    `grace_s`: exit the process if the block has not ended this long after the first signal, with the message
+    `leftovers` about what was not cleaned up; further signals have no effect then. Such a block must not fork.
     """
-    event = threading.Event()
-    telling = threading.RLock()  # this handler may interrupt itself
-    """Held while the main thread is told again: it may be outside of the block, without our handlers, right after it
-    has heard."""
+    is_signalled = threading.Event()
+    delivering = threading.RLock()  # reentrant: the handler may interrupt itself
+    """Held while a signal is sent again: right after it was handled, the main thread may have left the block, and the
+    signal would meet the previous handlers."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if patience_s is not None and event.is_set():
+        if grace_s is not None and is_signalled.is_set():
             return
-        with telling:
-            event.set()
+        with delivering:
+            is_signalled.set()
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in ENDING}
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, event, telling):
+    with nullcontext() if grace_s is None else _exit_after(grace_s, leftovers, ours, is_signalled, delivering):
         for number in ours:
             signal.signal(number, interrupt)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
             yield
         finally:
-            # First hold back, then put back: a signal in between meets neither half-way.
+            # Block first, then restore the handlers, so that no signal meets a half-restored state.
             signal.pthread_sigmask(signal.SIG_BLOCK, ours)
             for number in ours:
                 signal.signal(number, before[number])
@@ -60,45 +60,51 @@ def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[
 
 
 @contextmanager
-def _ended_after(
-    patience_s: float, rests: str, numbers: Sequence[signal.Signals], event: threading.Event, telling: threading.RLock
+def _exit_after(
+    grace_s: float,
+    leftovers: str,
+    numbers: Sequence[signal.Signals],
+    is_signalled: threading.Event,
+    delivering: threading.RLock,
 ) -> Iterator[None]:
-    """End the process when the block lasts so long after one of these signals.
+    """Exit the process if the block lasts longer than `grace_s` after one of these signals.
 
-    A thread does it. The main thread may be where Python's handlers do not run: in a library, or in a lock that it
-    began to wait for just after the signal, which does not wake it then. The next one does, so it is sent one.
+    A thread does this, told of the signal by Python's wake-up descriptor, because the main thread may be where Python
+    runs no handlers: in a library call, or waiting for a lock. If it began to wait just after the C-level handler had
+    run, that signal does not wake it; only another one does, so the thread sends the signal again until the Python
+    handler has run.
     """
-    heard_of, tell = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(tell, False)
-    ended = threading.Event()
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(write_end, False)
+    has_ended = threading.Event()
 
     def watch() -> None:
         number = 0
         while number not in numbers:
-            byte = os.read(heard_of, 1)
+            byte = os.read(read_end, 1)
             if not byte:
                 return
             number = byte[0]
-        until_s = time.monotonic() + patience_s
-        while not ended.wait(min(_NUDGE_S, max(until_s - time.monotonic(), 0))):
+        until_s = time.monotonic() + grace_s
+        while not has_ended.wait(min(_RESEND_S, max(until_s - time.monotonic(), 0))):
             if time.monotonic() >= until_s:
                 with suppress(OSError):  # standard error is closed
-                    os.write(2, f"\nbootseer: ended while servers did not answer; {rests}\n".encode())
+                    os.write(2, f"\nbootseer: ended while servers did not answer; {leftovers}\n".encode())
                 os._exit(128 + number)
-            with telling:
-                if not event.is_set():
+            with delivering:
+                if not is_signalled.is_set():
                     signal.pthread_kill(main, number)
 
     main = threading.get_ident()
-    watching = threading.Thread(target=watch, name="bootseer-patience", daemon=True)
-    watching.start()
-    previous = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="bootseer-patience", daemon=True)
+    watcher.start()
+    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        ended.set()
+        has_ended.set()
         signal.set_wakeup_fd(previous)
-        os.close(tell)
-        watching.join(_NUDGE_S)
-        if not watching.is_alive():  # otherwise it ends the process just now
-            os.close(heard_of)
+        os.close(write_end)
+        watcher.join(_RESEND_S)
+        if not watcher.is_alive():  # otherwise it is just exiting the process
+            os.close(read_end)

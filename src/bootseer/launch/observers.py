@@ -1,6 +1,6 @@
-"""What goes on beside the command: threads, the exporter, the look-out for the begin of training.
+"""Threads that run beside the command: export, shipping to the service, detecting the begin of training.
 
-Imported only when there is something to do beside the command. The end of the run waits for it, but not long.
+Imported only when one of them is needed. The end of the run waits for them for a bounded time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """Threads beside the command; the event `ended` tells them that it is over."""
+    """The threads; the event `ended` is set when the command has ended."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -39,11 +39,10 @@ class Observers:
         self,
         work: Callable[[threading.Event], None],
         *,
-        awaited: bool = True,
+        join: bool = True,
         load: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run `load()` and `work(ended)` in a thread of its own. Signals are blocked in it, as they are in ours. One
-        that is not `awaited` ends with the process."""
+        """Run `load()` and `work(ended)` in a new thread, with signals blocked. `finish` waits for it if `join`."""
         loaded = threading.Event()
 
         def run() -> None:
@@ -55,13 +54,15 @@ class Observers:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        if awaited:
+        if join:
             self._threads.append(thread)
             self._loaded.append(loaded)
 
     def finish(self, timeout_s: float) -> bool:
-        """Tell all threads that the command is over, and wait for them together no longer than this; whether all have
-        ended. What a thread loads first is not of this time: a short command is over before a library is imported."""
+        """Set `ended` and wait for all threads together; whether all have ended within `timeout_s`.
+
+        `load` calls are waited for before that time begins: a short command ends before a library is imported.
+        """
         self.ended.set()
         deadline = time.monotonic() + _LOAD_S
         for loaded in self._loaded:
@@ -73,8 +74,8 @@ class Observers:
 
 
 def load_exporter() -> None:
-    """Import what sends spans: it takes longer than all the rest of `bootseer run`. Where it is not installed,
-    `export_spool` says so."""
+    """Import OpenTelemetry, which takes longer than the rest of `bootseer run`. `export_spool` reports a missing
+    package."""
     with suppress(ImportError):
         from bootseer.trace import otlp_wire  # noqa: F401
 
@@ -86,9 +87,9 @@ def export_spool(
     ended: threading.Event,
     say: Callable[[str], None],
 ) -> None:
-    """Feed the run's own events to the collector until `ended` is set, then flush within two seconds. Never raises.
+    """Export the run's own events to the collector until `ended` is set, then flush within two seconds. Never raises.
 
-    The spool is the source: what the collector does not take now is still there later.
+    Events are read from the spool, which keeps them whatever becomes of the export.
     """
     from bootseer.trace.otlp import CLOSE_S, OtlpExporter
 
@@ -99,36 +100,36 @@ def export_spool(
         say(f"no export: {error}{f' ({hint})' if hint else ''}")
         return
     tail = SpoolTail(folder)
-    over = False
-    while not over:
-        over = ended.wait(_LOOK_EVERY_S)
-        exporter.feed(filter(owns, tail.poll(last=over)))
+    has_ended = False
+    while not has_ended:
+        has_ended = ended.wait(_POLL_S)
+        exporter.feed(filter(owns, tail.poll(last=has_ended)))
     if not exporter.close(CLOSE_S):
         text = f" ({exporter.last_error})" if exporter.last_error else ""
         say(f"{plural(exporter.lost, 'span')} did not reach the collector{text}; the spool keeps the events: {folder}")
 
 
 class Shipping:
-    """Sends the spool to the service while the command runs. The end of the run waits for nothing of it: what is left
-    then is sent by a process of its own, for half a minute."""
+    """Sends the spool to the service while the command runs. The end of the run does not wait for it: the rest is sent
+    by a detached `bootseer ship`, for half a minute."""
 
     def __init__(self, folder: str, url: str, env: Mapping[str, str]) -> None:
         self._folder = folder
         self._url = url
         self._env = env
         self._link: Link | None = None
-        self._cannot = False
+        self._is_unusable = False
         self._done = threading.Event()
 
     def watch(self, ended: threading.Event) -> None:
-        """Send what is new every few seconds until the command has ended. Never raises."""
+        """Send new events every few seconds until the command has ended. Never raises."""
         from bootseer.trace.ship import Link, Shipper, pause_s, target
 
         try:
             self._link = link = Link(target(self._url, self._env))
         except BootseerError as error:
             hint = getattr(error, "hint", "")
-            self._cannot = True
+            self._is_unusable = True
             say(f"nothing is sent to the service: {error}{f' ({hint})' if hint else ''}")
             return
         shipper = Shipper(self._folder, link)
@@ -144,61 +145,61 @@ class Shipping:
         self._done.set()
 
     def finish(self) -> None:
-        """The last event is written. What the service has refused before is not sent again: its reason is said."""
+        """Send the rest once the last event is written; events that the service has refused are only reported."""
         link = self._link
-        if self._cannot:
+        if self._is_unusable:
             return
         if link is not None and link.is_refused:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
-        elif os.getpid() == 1:  # a container ends with us, and its spool may
+        elif os.getpid() == 1:  # the container, and maybe its spool, ends with this process
             self._done.wait(_LAST_S if link is not None and link.last_s is not None else 0)
         else:
             words = [sys.executable, "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
-            nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-            with harmless("the last events wait in the spool"):
-                os.posix_spawn(sys.executable, [*words, self._folder], dict(self._env), file_actions=nowhere,
+            to_null = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+            with reporting_errors("the last events wait in the spool"):
+                os.posix_spawn(sys.executable, [*words, self._folder], dict(self._env), file_actions=to_null,
                                setsid=True, setsigmask=[])  # fmt: skip
 
 
 _LAST_S = 1.0
 _LOAD_S = 30.0
-ENDED = "end"
-_LOOK_EVERY_S = 1.0
+COMMAND_ENDED = "end"
+_POLL_S = 1.0
 
 
-class StartEnd:
-    """One start's. `watch` runs in a thread beside the command, `tell` in any."""
+class StartReport:
+    """Reports a start once: when training began, or when the command ended. `watch` runs in a thread, `send` in any."""
 
     def __init__(self, session: Session | None, record: Callable[[str], None]) -> None:
-        """`record` keeps what is known of the start; it gets what ended it: `TRAINING_BEGAN` or `ENDED`."""
+        """`record` writes the report; its argument is `TRAINING_BEGAN` or `COMMAND_ENDED`."""
         self._session = session
         self._record = record
-        self._told = threading.Lock()  # taken once: the start is reported once
+        self._is_sent = threading.Lock()  # acquired once and never released
 
     def watch(self, ended: threading.Event) -> None:
-        """Look for the hook's word that training has begun, until the command has ended."""
+        """Wait for the hook's `training_began` event until the command has ended."""
         session = self._session
         if session is None:
             return
         tail = SpoolTail(session.folder)
-        while not ended.wait(_LOOK_EVERY_S):
+        while not ended.wait(_POLL_S):
             if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
-                self.tell(TRAINING_BEGAN)
+                self.send(TRAINING_BEGAN)
                 return
 
-    def tell(self, until: str) -> None:
-        """The start is over, by this. Nothing happens the second time."""
-        if self._told.acquire(blocking=False):
-            with harmless("the record of the start is not complete"):
+    def send(self, until: str) -> None:
+        """Report the start, with what ended it. Later calls do nothing."""
+        if self._is_sent.acquire(blocking=False):
+            with reporting_errors("the record of the start is not complete"):
                 self._record(until)
 
 
 @contextmanager
-def harmless(label: str) -> Iterator[None]:
-    """Say what goes wrong in the block, and go on: the command has ended, and its exit code is what counts."""
+def reporting_errors(label: str) -> Iterator[None]:
+    """Report an exception of the block and continue: the command has ended, and its exit code must be returned."""
     try:
         yield
-    except Exception as error:  # see above
+    except Exception as error:
         logger(__name__).warning(label, exc_info=True)
         words = str(error) or type(error).__name__
         say(f"{label}: {words}")

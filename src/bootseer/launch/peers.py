@@ -1,6 +1,6 @@
 """`bootseer run --peers`: the peer service of this node, from before the first mount to the end of the command.
 
-Without peers nothing of it is imported. What goes wrong with it is told, and the start goes on with the origin alone.
+Errors of the service are reported, and the start continues with the origin alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.artifact.places import own_folder
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, error_named
 from bootseer.io.locks import flocked, try_flock
-from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session, staged
+from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
+from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
@@ -34,63 +34,63 @@ from bootseer.trace.tracer import TRAINING_BEGAN
 _LOG = logger(__name__)
 _PREFIX = "job-"
 _READY_S = 15.0
-_LOOK_S = 0.1
-_SAY_S, _SAY_AGAIN_S = 5.0, 30.0
+_POLL_S = 0.1
+_FIRST_MESSAGE_S, _REPEAT_MESSAGE_S = 5.0, 30.0
 _TOGETHER_S = 2.0
-"""Nodes of a job start within seconds of each other: so long is waited for those that are known to come. A block that
-is asked for before its owner is there comes from the origin more than once."""
+"""How long the service waits for expected nodes, which start within seconds of each other: a block that is requested
+before its owner is there is fetched from the origin more than once."""
 
 
 @dataclass(frozen=True, slots=True)
-class PeersWanted:
-    """What the user said of peers."""
+class PeersOptions:
+    """The options of `--peers`."""
 
     source: str
-    """As `--peers`: where the job's nodes are listed."""
+    """Value of `--peers`: where the job's nodes are listed."""
     secret: Path | None
     interfaces: tuple[str, ...]
     before: int | None
-    """Bytes per second that may be sent until training begins."""
+    """Limit of sent bytes per second until training begins."""
     after: int | None
-    """From then on; None: a twentieth of the links' speed; 0: nothing."""
+    """Limit from then on; None: a twentieth of the link speed; 0: send nothing."""
     runtime: Path
     tls: bool = False
-    """Whether the nodes encrypt what they say to each other."""
+    """Whether nodes encrypt their connections."""
     wait_s: int = 0
-    """How long the command waits at most for nodes whose starts go on; 0: not at all."""
+    """How long the command waits for nodes that are still starting; 0: not at all."""
     min_nodes: int = 0
-    """With fewer nodes that are ready by then it does not start."""
+    """The command does not start with fewer ready nodes than this after `wait_s`."""
 
 
 class PeersStart:
-    """One start's peers."""
+    """The peer service of one start."""
 
-    def __init__(self, wanted: PeersWanted, session: Session, env: Mapping[str, str]) -> None:
-        self._wanted = wanted
+    def __init__(self, options: PeersOptions, session: Session, env: Mapping[str, str]) -> None:
+        self._options = options
         self._session = session
         self._env = env
-        self._owned: OwnedFolder | None = None
+        self._owned_folder: OwnedFolder | None = None
         self._folder: Path | None = None
         self._is_ready = False
         self._service: Background | None = None
-        self._told: list[dict[str, Any]] = []
-        """What the service said, once it has ended."""
-        self._end = StartEnd(session, self._record)
+        self._messages: list[dict[str, Any]] = []
+        """Messages of the service, once it has ended."""
+        self._report = StartReport(session, self._record)
 
     def __enter__(self) -> dict[str, str]:
-        """Start the service; the variable that tells the job's processes of it. Signals must be blocked.
+        """Start the service; returns the variable by which the job's processes find it. Signals must be blocked.
 
-        Raises `UsageError` for what can never work, and `Interrupted`.
+        Raises `UsageError` for invalid options, and `Interrupted`.
         """
         identity = self._session.tracer.identity
-        if identity.num_nodes == 1 and self._wanted.source == "auto":
+        if identity.num_nodes == 1 and self._options.source == "auto":
             return {}
         name = safe_name(f"{identity.job}.{identity.attempt}.{identity.node}")
         try:
-            # Several processes of one node may run this each, as `srun` starts them: one serves for all.
-            path, lock = _locked(self._wanted.runtime / "peers", name)
+            # Several processes of one node may run this, as started by `srun`: one of them serves for all.
+            path, lock = _claim_folder(self._options.runtime / "peers", name)
             if lock is not None:
-                self._owned = OwnedFolder(path, lock)
+                self._owned_folder = OwnedFolder(path, lock)
                 with interruptible():
                     self._start(path)
             else:
@@ -101,122 +101,122 @@ class PeersStart:
             self._stop()
             if isinstance(error, UsageError):
                 raise
-            say(f"no peers: {error}; all comes from the origin")
+            say(f"no peers: {error}; all blocks come from the origin")
             return {}
         self._folder = path
         os.environ[FOLDER] = str(path)  # for the daemons, which are forked
-        self._session.also_beside(self._end.watch)
+        self._session.add_observer(self._report.watch)
         return {FOLDER: str(path)}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The command has ended: the service ends, and its folder goes."""
+        """Stop the service and remove its folder."""
         os.environ.pop(FOLDER, None)
-        with harmless("the peer service did not end as it should"):
+        with reporting_errors("the peer service was not stopped cleanly"):
             if self._service is not None:
                 self._service.stop()
-                self._told = self._service.messages()
-                self._end.tell(ENDED)
+                self._messages = self._service.messages()
+                self._report.send(COMMAND_ENDED)
             self._stop()
 
-    def at_stage(self, name: str) -> None:
-        """Tell the other nodes what this one's start is doing."""
-        if self._owned is not None and self._wanted.wait_s and not self._is_ready:
+    def announce_stage(self, name: str) -> None:
+        """Let the other nodes know the stage of this node's start."""
+        if self._owned_folder is not None and self._options.wait_s and not self._is_ready:
             self._is_ready = name == READY
-            with suppress(BootseerError, OSError):  # then they know less of it
-                JobPeers.open(self._owned.path).write_stage(name)
+            with suppress(BootseerError, OSError):  # only informative
+                JobPeers.open(self._owned_folder.path).write_stage(name)
 
     def wait_for_nodes(self) -> None:
-        """Wait until all nodes of the job are ready for their commands, within the time that the user allows.
+        """Wait until all nodes of the job are ready to start their commands, at most `wait_s`.
 
-        Raises `TransientError` when there are too few then, and `Interrupted`. Signals must be blocked.
+        Raises `TransientError` for fewer than `min_nodes` then, and `Interrupted`. Signals must be blocked.
         """
-        wanted, num_nodes = self._wanted, self._session.tracer.identity.num_nodes or 0
-        if not wanted.wait_s or self._folder is None or num_nodes == 1:
+        options, num_nodes = self._options, self._session.tracer.identity.num_nodes or 0
+        if not options.wait_s or self._folder is None or num_nodes == 1:
             return
         job, began_s = JobPeers.open(self._folder), time.monotonic()
-        said_s = began_s + _SAY_S
-        with staged(self._session, "nodes_ready", {"barrier": "nodes_ready"}) as facts, interruptible():
-            self.at_stage(READY)
+        next_message_s = began_s + _FIRST_MESSAGE_S
+        with session_stage(self._session, "nodes_ready", {"barrier": "nodes_ready"}) as facts, interruptible():
+            self.announce_stage(READY)
             while True:
                 readiness, listed = job.readiness() or (Readiness(0, {}), 0)
                 expected = max(num_nodes, listed)
                 missing = readiness.missing(expected)
                 now_s = time.monotonic()
-                if readiness.ready >= expected > 1 or now_s >= began_s + wanted.wait_s:
+                if readiness.ready >= expected > 1 or now_s >= began_s + options.wait_s:
                     break
-                if now_s >= said_s:
-                    said_s = now_s + _SAY_AGAIN_S
+                if now_s >= next_message_s:
+                    next_message_s = now_s + _REPEAT_MESSAGE_S
                     say(f"{readiness.ready} of {expected} nodes are ready; waiting for {missing}")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             facts.update(ready=readiness.ready, nodes=expected, missing=missing)
-        if readiness.ready < min(wanted.min_nodes, expected):
+        if readiness.ready < min(options.min_nodes, expected):
             raise TransientError(
-                f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s, --min-nodes is"
-                f" {wanted.min_nodes}; missing: {missing}"
+                f"{readiness.ready} of {expected} nodes are ready after {options.wait_s} s, --min-nodes is"
+                f" {options.min_nodes}; missing: {missing}"
             )
         if expected < 2:
-            say(f"no other node is known after {wanted.wait_s} s; --num-nodes says how many the job has")
+            say(f"no other node is known after {options.wait_s} s; --num-nodes says how many the job has")
         elif missing:
-            say(f"{readiness.ready} of {expected} nodes are ready after {wanted.wait_s} s; missing: {missing}")
+            say(f"{readiness.ready} of {expected} nodes are ready after {options.wait_s} s; missing: {missing}")
 
     def _start(self, folder: Path) -> None:
         wait_for = self._session.tracer.identity.num_nodes or 0
 
-        def work(tell: Tell) -> None:
+        def work(send: Send) -> None:
             try:
-                self._serve(folder, tell, wait_for)
+                self._serve(folder, send, wait_for)
             finally:
-                # Whether the run is still alive to do it is not known: as long as one of its threads does not die, it
-                # is our parent.
+                # Not left to the run, which may have been killed: that cannot be told by the parent process id, which
+                # stays the run's as long as one of its threads is alive.
                 with suppress(BootseerError):
-                    tell({"state": JobPeers.open(folder).state()})
+                    send({"state": JobPeers.open(folder).state()})
                 shutil.rmtree(folder, ignore_errors=True)
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
-        reply = self._service.answer(_READY_S)
+        reply = self._service.next_message(_READY_S)
         if reply.get("hint"):
             raise UsageError(str(reply["error"]), hint=str(reply["hint"]))
         if "error" in reply:
             raise error_named(str(reply["kind"]), str(reply["error"]))
 
-    def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
-        """In the service's process."""
+    def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
+        """Run the service, in its process."""
         from bootseer.peers.members import Listed, open_source
         from bootseer.peers.objects import OBJECT, ObjectFiles
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
 
-        wanted, identity = self._wanted, self._session.tracer.identity
+        options, identity = self._options, self._session.tracer.identity
         source = open_source(
-            wanted.source,
+            options.source,
             self._env,
             attempt=rendezvous_name(safe_name(identity.job), identity.attempt),
             name=safe_name(identity.node),
             rack=safe_name(identity.topology) if identity.topology else "",
-            interface_names=wanted.interfaces,
-            secret_file=wanted.secret,
+            interface_names=options.interfaces,
+            secret_file=options.secret,
         )
-        if isinstance(source, Listed):  # the agent may serve there what earlier jobs have read
-            source.before_listening = lambda addresses: _tell_agent(
-                wanted.runtime, {"addresses": addresses}, begins=True
+        if isinstance(source, Listed):  # the agent may listen there, serving blocks of earlier jobs
+            source.before_listening = lambda addresses: _notify_agent(
+                options.runtime, {"addresses": addresses}, begins=True
             )
         blocks, chunks, objects = BlockFiles(), CachedFiles(), ObjectFiles()
         openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open, OBJECT: objects.open}
         service = None
         try:
-            limits = Limits(wanted.before, wanted.after)
-            name = safe_name(identity.node) if wanted.wait_s else ""
-            service = Service(folder, source, openers, limits, blocks.figures, tls=wanted.tls, name=name)
-            service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
+            limits = Limits(options.before, options.after)
+            name = safe_name(identity.node) if options.wait_s else ""
+            service = Service(folder, source, openers, limits, blocks.figures, tls=options.tls, name=name)
+            service.run(lambda: send({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
                 service.close()
                 left = service.state_for_agent() if isinstance(source, Listed) else None
                 if left is not None:
-                    _tell_agent(wanted.runtime, left, begins=False)
+                    _notify_agent(options.runtime, left, begins=False)
             blocks.close()
             chunks.close()
             objects.close()
@@ -225,20 +225,20 @@ class PeersStart:
         if self._service is not None:
             self._service.stop()
             self._service = None
-        if self._owned is not None:
-            self._owned.remove()
-            self._owned = None
+        if self._owned_folder is not None:
+            self._owned_folder.remove()
+            self._owned_folder = None
 
     def _record(self, until: str) -> None:
-        """What is known at the end of the start: when training began, or with the command."""
-        if self._owned is None:
+        """Emit the event about the peers of this start."""
+        if self._owned_folder is None:
             return
-        job = JobPeers.open(self._owned.path) if self._owned.path.exists() else None
+        job = JobPeers.open(self._owned_folder.path) if self._owned_folder.path.exists() else None
         if until == TRAINING_BEGAN and job is not None:
             job.training_began()
-        states = [message["state"] for message in self._told if "state" in message]
+        states = [message["state"] for message in self._messages if "state" in message]
         state = states[-1] if states else job.state() if job is not None else {}
-        if not state:  # it was killed before it had written any
+        if not state:  # the service was killed before it wrote any
             return
         attrs = {
             "until": until,
@@ -252,9 +252,9 @@ class PeersStart:
         self._session.tracer.emit(PEERS_START, INSTANT, parent=self._session.span, attrs=attrs)
 
 
-def _tell_agent(runtime: Path, body: dict[str, Any], *, begins: bool) -> None:
-    """Tell the node's agent, if there is one, that a job with peers begins or has ended."""
-    if not (runtime / "agent").exists():  # it need not be imported
+def _notify_agent(runtime: Path, body: dict[str, Any], *, begins: bool) -> None:
+    """Notify the node's agent, if there is one, that a job with peers begins or has ended."""
+    if not (runtime / "agent").exists():  # saves its import
         return
     from bootseer.agent.agent import PEERS, PEERS_BEGIN, request
 
@@ -262,11 +262,11 @@ def _tell_agent(runtime: Path, body: dict[str, Any], *, begins: bool) -> None:
         try:
             request(runtime, PEERS_BEGIN if begins else PEERS, body)
         except (TransientError, PermanentError) as error:
-            _LOG.warning("the agent serves nothing of this job: %s", error)
+            _LOG.warning("the agent serves no blocks of this job: %s", error)
 
 
-def _locked(parent: Path, name: str) -> tuple[Path, int | None]:
-    """The folder of this name below `parent`, and its lock; None where another process holds it."""
+def _claim_folder(parent: Path, name: str) -> tuple[Path, int | None]:
+    """The folder of this name below `parent`, and its lock; None if another process holds the lock."""
     parent = own_folder(parent, private=True)
     with flocked(parent / "lock", deadline_s=5.0):
         delete_abandoned(parent, _PREFIX)

@@ -1,7 +1,7 @@
-"""Watch the command's output for a pattern, for frameworks whose first step only a log line tells.
+"""Search the command's output for a pattern (`--began-pattern`), for frameworks whose first step shows only in a log.
 
-Only used when the user asks for it (`--began-pattern`): the command then writes into a pipe, or into a pseudo terminal
-where it had a terminal, and every byte is passed on at once and unchanged.
+The command writes into a pipe, or into a pseudo terminal where it had a terminal, and every byte is forwarded at once
+and unchanged.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from bootseer.launch.supervise import say
 
 _READ_BYTES = 1 << 16
 _KEEP_BYTES = 1 << 12
-"""A line is matched when its newline comes; of a longer one, the last so many bytes are."""
+"""A line is searched once its newline has come; of a longer line only this many last bytes are."""
 _SLOW_S = 0.5
 
 
 class Relay:
     """Stands between the command and one of our output descriptors."""
 
-    def __init__(self, target: int, pattern: re.Pattern[bytes], found: Callable[[], None]) -> None:
+    def __init__(self, target: int, pattern: re.Pattern[bytes], on_found: Callable[[], None]) -> None:
         self._target = target
         self._pattern: re.Pattern[bytes] | None = pattern
-        self._found = found
+        self._on_found = on_found
         self._terminal = os.isatty(target)
         if self._terminal:
             self._read, self.write = pty.openpty()
-            tty.setraw(self.write)  # the real terminal behind us does the line editing
+            tty.setraw(self.write)  # the real terminal does the line editing
             self.resize()
         else:
             self._read, self.write = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._pass_on, name=f"relay-{target}", daemon=True)
+        self._thread = threading.Thread(target=self._forward, name=f"relay-{target}", daemon=True)
 
     def resize(self) -> None:
         """Give the pseudo terminal the size of the real one."""
@@ -52,16 +52,17 @@ class Relay:
                 fcntl.ioctl(self.write if self.write >= 0 else self._read, termios.TIOCSWINSZ, size)
 
     def start(self) -> None:
-        """Begin to pass on; the command has been started, so that our end for writing is closed."""
+        """Begin to forward. The command must have been started: this process closes its copy of the write end."""
         os.close(self.write)
         self.write = -1
         self._thread.start()
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until everything is passed on, to a moment of the monotonic clock: a daemon may keep the pipe open."""
+        """Wait until everything is forwarded, at most until `deadline_s` of the monotonic clock: a daemon may keep the
+        pipe open."""
         self._thread.join(max(deadline_s - time.monotonic(), 0))
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         line = b""
         while True:
             try:
@@ -72,20 +73,19 @@ class Relay:
                 return
             if not self._write(data):
                 self._terminal = False
-                os.close(self._read)  # the command's next write finds its reader gone, as it would without us
+                os.close(self._read)  # the command's next write gets EPIPE, as it would without the relay
                 return
             if self._pattern is not None:
                 line = self._match(line + data)
 
     def _write(self, data: bytes) -> bool:
-        """Pass data on; false when its reader is gone. What a full disk does not take is lost."""
+        """Forward data; False when the reader is gone. Data that does not fit on a full disk is lost."""
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._target, view) :]
-            except BlockingIOError:  # a process that shares the descriptor has made it so
-                # For as long as the reader does not read: so long the command itself would be held up without us.
-                select.select([], [self._target], [])
+            except BlockingIOError:  # another process has set the shared descriptor to non-blocking
+                select.select([], [self._target], [])  # without a timeout: the command itself would block as long
             except OSError as error:
                 return error.errno not in (errno.EPIPE, errno.EIO)
         return True
@@ -105,16 +105,16 @@ class Relay:
         if is_found:
             self._pattern = None
             try:
-                self._found()  # without the line, which may hold secrets
-            except Exception as error:  # the command's output has to go on
-                say(f"the begin of training was seen and could not be written down: {error}")
-        elif took_s > _SLOW_S:  # the next line may take hours; nothing else runs meanwhile, as `re` does not give way
+                self._on_found()  # without the line, which may hold secrets
+            except Exception as error:  # the command's output must continue
+                say(f"the begin of training was seen and could not be recorded: {error}")
+        elif took_s > _SLOW_S:  # `re` holds the GIL: the next line might block the whole process for hours
             self._pattern = None
-            say(f"--began-pattern took {took_s:.1f} s for one line and is not searched for any more; write it simpler")
+            say(f"--began-pattern took {took_s:.1f} s for one line and is no longer searched for; simplify it")
 
 
-def follow_window_size(relays: list[Relay]) -> None:
-    """Pass changes of the terminal's size on to the pseudo terminals."""
+def forward_window_size(relays: list[Relay]) -> None:
+    """Resize the pseudo terminals with the real one."""
 
     def changed(signum: int, frame: object) -> None:
         for relay in relays:

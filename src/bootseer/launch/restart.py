@@ -1,9 +1,9 @@
-"""`bootseer run --restarts N`: a command that died for a transient reason is started again where everything is ready.
+"""`bootseer run --restarts N`: start a command again that failed for a transient reason.
 
-Image, environment, checkpoints and peers stay as they are; the processes that the command left are ended, and in its
-next start `BOOTSEER_RESTART` counts the restarts. Not transient: what a shell or an argument parser says of a command
-that cannot work (2, 126, 127), an end that a signal to `bootseer run` asked for, and a launcher that restarts its
-processes itself and gave up.
+Image, environment, checkpoints and peers are kept; processes that the command left running are ended, and the restart
+has `BOOTSEER_RESTART` in its environment. Not transient: exit codes of a shell or an argument parser for a command that
+cannot work (2, 126, 127), an end after a signal to `bootseer run`, and an elastic launcher that has used up its own
+restarts.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 STAGE = "restart"
 KIND = "BOOTSEER_KIND"
-_LASTING = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
-"""Exit codes of a command that ended well or cannot work: 2 is what argparse and shells say of wrong arguments."""
+_PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
+"""Exit codes after which a restart is useless: success, wrong arguments (argparse and shells), no such program."""
 _SIGNALLED = 128
-_ITS_OWN = ("--max-restarts", "--max_restarts")
+_ELASTIC_FLAGS = ("--max-restarts", "--max_restarts")
 _GRACE_S = 3.0
-"""For processes that the command left to end by SIGTERM; then SIGKILL ends them."""
-_GONE_S = 30.0
-_LOOK_S = 0.02
+"""Between SIGTERM and SIGKILL, for processes that the command left running."""
+_END_S = 30.0
+_POLL_S = 0.02
 
 
 class Restarts:
-    """The starts of one command after its first."""
+    """The restarts of one command."""
 
     def __init__(
         self,
-        most: int,
+        max_restarts: int,
         delay_s: float,
         command: Sequence[str],
         session: Session | None,
@@ -50,14 +50,14 @@ class Restarts:
         *,
         warm: bool,
     ) -> None:
-        """`command` as the user wrote it. `renew` makes ready what it runs in, for a start with these variables.
-        `warm`: whether its launcher may have a warm parent."""
-        self._most = most
+        """`command` as the user wrote it; `renew` prepares its container for a start with the given variables; `warm`:
+        whether its launcher may have a warm parent."""
+        self._max_restarts = max_restarts
         self._delay_s = delay_s
-        self._elastic = restarts_itself(command, os.environ)
+        self._is_elastic = is_elastic(command, os.environ)
         self._session = session
         self._renew = renew
-        self._number = self._restart = 0
+        self._num_restarts = self._restart_number = 0
         self._orphans: set[int] = set()
         self._warm = None
         if warm and session is not None and renew is None:  # a container's processes end with its first one
@@ -65,38 +65,38 @@ class Restarts:
 
             self._warm = WarmRestart(session)
         if session is not None:
-            self._restart = session.tracer.identity.restart
+            self._restart_number = session.tracer.identity.restart
 
-    def mark(self, env: dict[str, str]) -> None:
+    def tag_environment(self, env: dict[str, str]) -> None:
         """Set the variable by which the command's processes are found."""
-        env[RESTART] = str(self._restart)
+        env[RESTART] = str(self._restart_number)
 
-    def again(self, code: int, signals: Sequence[int], env: dict[str, str]) -> int | None:
-        """Prepare one more start, with `env` as its environment: None. Otherwise the exit code to end with.
+    def prepare(self, code: int, signals: Sequence[int], env: dict[str, str]) -> int | None:
+        """Prepare a restart, updating its environment `env`, and return None; or the exit code if there is none.
 
-        The command has ended with `code`, after `signals` had come for it.
+        The command has ended with exit code `code`, after `signals` were received.
         """
         died_ns = time.monotonic_ns()
-        if code in _LASTING or ENDING.intersection(signals) or code - _SIGNALLED in signals:
+        if code in _PERMANENT or ENDING.intersection(signals) or code - _SIGNALLED in signals:
             return code
-        how = describe(code)
-        if self._elastic and code <= _SIGNALLED:
+        how = describe_exit(code)
+        if self._is_elastic and code <= _SIGNALLED:
             say(f"{how}; its launcher restarts it itself (--max-restarts) and gave up: not started again")
             return code
-        if self._number == self._most:
-            say(f"{how} after {plural(self._most, 'restart')}: not started again")
+        if self._num_restarts == self._max_restarts:
+            say(f"{how} after {plural(self._max_restarts, 'restart')}: not started again")
             return code
-        self._number += 1
+        self._num_restarts += 1
         wait = f" in {self._delay_s:g} s" if self._delay_s else ""
-        say(f"{how}; starting it again{wait} (restart {self._number} of {self._most})")
+        say(f"{how}; starting it again{wait} (restart {self._num_restarts} of {self._max_restarts})")
         left = self._end_processes(env)
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         if info := signal.sigtimedwait(awaited, self._delay_s):
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
             return _SIGNALLED + info.si_signo
         session = self._session
-        self._restart = session.begin_restart() if session is not None else self._restart + 1
-        env.update({RESTART: str(self._restart), KIND: "restart"})
+        self._restart_number = session.begin_restart() if session is not None else self._restart_number + 1
+        env.update({RESTART: str(self._restart_number), KIND: "restart"})
         try:
             if self._renew is not None:
                 self._renew({name: env[name] for name in (RESTART, KIND, traceparent.VARIABLE) if name in env})
@@ -104,48 +104,57 @@ class Restarts:
             say(f"the command cannot be started again: {error}")
             return code
         if session is not None:
-            attrs = {"number": self._number, "most": self._most, "exit_code": code, "processes_ended": left}
+            attrs = {
+                "number": self._num_restarts,
+                "most": self._max_restarts,
+                "exit_code": code,
+                "processes_ended": left,
+            }
             span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=died_ns)
             session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
         return None
 
     def spawn_warm(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
-        """The command's process, from the warm parent that its launcher left; None: it is to be started by exec."""
-        return self._warm.spawn(env, streams, own_group=own_group) if self._warm is not None and self._number else None
+        """Fork the command from the warm parent that its launcher left; its pid, or None to start it by exec."""
+        return (
+            self._warm.spawn(env, streams, own_group=own_group)
+            if self._warm is not None and self._num_restarts
+            else None
+        )
 
     def close(self) -> None:
-        """Nothing is started again any more."""
+        """End the warm parents."""
         if self._warm is not None:
             self._warm.close()
 
     def _end_processes(self, env: Mapping[str, str]) -> int:
-        """End what the command left running: it would hold devices and ports of the next start. Returns how many."""
+        """End processes that the command left running, which would hold devices and ports; returns their number."""
         parent = traceparent.parse(env.get(traceparent.VARIABLE, ""))
-        if parent is None:  # without events nothing marks them
+        if parent is None:  # without events the processes have no mark
             return 0
-        marks = (f"{RESTART}={self._restart}".encode(), f"{traceparent.VARIABLE}=00-{parent.trace}-".encode())
+        marks = (f"{RESTART}={self._restart_number}".encode(), f"{traceparent.VARIABLE}=00-{parent.trace}-".encode())
         found: set[int] = set()
         begun_s = time.monotonic()
         kept = self._warm.pids() if self._warm is not None else set()
-        while (left := _marked(marks) - kept) and time.monotonic() - begun_s < _GONE_S:
+        while (left := _processes_with(marks) - kept) and time.monotonic() - begun_s < _END_S:
             for pid in left:
                 late = time.monotonic() - begun_s > _GRACE_S
                 if pid not in found or late:
-                    log(__name__, "process %d, which the command left, is ended", pid)
+                    log(__name__, "ending process %d, which the command left running", pid)
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
                         os.kill(pid, signal.SIGCONT)
             found |= left
-            time.sleep(_LOOK_S)
-        if self._warm is not None:  # orphans are our children then
+            time.sleep(_POLL_S)
+        if self._warm is not None:  # as a subreaper this process has adopted the orphans
             self._orphans = {pid for pid in self._orphans | found if not _reaped(pid)}
         if left:
             say(f"{plural(len(left), 'process')} of the command did not end: {', '.join(map(str, sorted(left)))}")
         return len(found)
 
 
-def _marked(marks: tuple[bytes, bytes]) -> set[int]:
-    """Processes whose environment has a variable that is the first mark, and one that begins with the second."""
+def _processes_with(marks: tuple[bytes, bytes]) -> set[int]:
+    """Processes whose environment has the variable `marks[0]`, and one that begins with `marks[1]`."""
     found = set()
     for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of names
         if name.isdecimal() and int(name) != os.getpid():
@@ -163,18 +172,18 @@ def _reaped(pid: int) -> bool:
         return True
 
 
-def restarts_itself(command: Sequence[str], env: Mapping[str, str]) -> bool:
+def is_elastic(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the command is an elastic launcher that is configured to restart its processes."""
     values = [env.get("PET_MAX_RESTARTS", "")]
     for word, following in zip(command, (*command[1:], ""), strict=True):
         flag, equals, value = word.partition("=")
-        if flag in _ITS_OWN:
+        if flag in _ELASTIC_FLAGS:
             values.append(value if equals else following)
     return values[-1].isdecimal() and int(values[-1]) > 0
 
 
-def describe(code: int) -> str:
-    """How the command ended, for messages."""
+def describe_exit(code: int) -> str:
+    """How the command ended, as text."""
     try:
         return f"the command was ended by {signal.Signals(code - _SIGNALLED).name}"
     except ValueError:

@@ -1,9 +1,9 @@
-"""When the scheduler got the job, and when it gave it the node: what cannot be seen from inside.
+"""When the job was submitted, and when the scheduler allocated the node.
 
-Slurm tells by `sacct`, by `scontrol` where no accounting runs, or the start alone by its environment. Only the job's
-first task asks: a thousand nodes asking in the same second would be a load on the controller. Kubernetes tells when its
-node saw the pod by an annotation that the downward API shows, and when the pod was made to a pod that may read itself;
-otherwise the submitting program may put it into `BOOTSEER_SUBMITTED`. What is not told stays unobserved.
+Slurm: `sacct`, `scontrol` where no accounting runs, or only the start time from the environment. Only the job's first
+task runs these programs, to spare the controller. Kubernetes: an annotation in the downward API has the time at which
+the node saw the pod; the API server has its creation time, for pods that may read themselves. Otherwise the submitting
+program may set `BOOTSEER_SUBMITTED`. Unknown times stay unobserved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bootseer.units import NS_PER_S
 
 KUBERNETES = "kubernetes"
 _DEADLINE_S = 5.0
-_LOOK_EVERY_S = 0.1
+_POLL_S = 0.1
 _API_S = 2.0
 _MAX_POD = 4 << 20
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -38,25 +38,25 @@ _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILIN
 
 
 class Times(NamedTuple):
-    """Moments of the scheduler, unix ns, and their sources; None is unobserved."""
+    """Times of the scheduler, unix ns, and their sources; None is unobserved."""
 
     submitted_ns: int | None = None
     started_ns: int | None = None
-    """The node was given to the job."""
+    """The node was allocated to the job."""
     submitted_by: str = ""
     started_by: str = ""
 
 
-def times(env: Mapping[str, str], ended: threading.Event, *, may_ask: bool = True) -> Times:
-    """What the schedulers around us tell; never raises. Runs in a thread, until `ended` is set at the latest.
+def times(env: Mapping[str, str], ended: threading.Event, *, may_run_programs: bool = True) -> Times:
+    """The scheduler's times; never raises. Runs in a thread, at most until `ended` is set.
 
-    With `may_ask` Slurm's programs are run; without it only variables and files are read.
+    Without `may_run_programs` only variables, files and the API server are read.
     """
-    found = _slurm(env, ended, may_ask=may_ask) if env.get("SLURM_JOB_ID") else _kubernetes(env)
+    found = _slurm(env, ended, may_run_programs=may_run_programs) if env.get("SLURM_JOB_ID") else _kubernetes(env)
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
     if given is not None:
         found = found._replace(submitted_ns=given, submitted_by="BOOTSEER_SUBMITTED")
-    # A job cannot start before it was submitted, nor after now: such a pair comes from two clocks.
+    # Neither before the submission nor in the future: such a pair comes from two clocks that disagree.
     if found.submitted_ns and found.started_ns and not found.submitted_ns <= found.started_ns <= time.time_ns():
         return Times()
     return found
@@ -75,18 +75,18 @@ def parse_time(text: str) -> int | None:
         return None
 
 
-def _slurm(env: Mapping[str, str], ended: threading.Event, *, may_ask: bool) -> Times:
+def _slurm(env: Mapping[str, str], ended: threading.Event, *, may_run_programs: bool) -> Times:
     job = env["SLURM_JOB_ID"]
-    if may_ask and env.get("SLURM_PROCID", "0") in ("", "0"):
+    if may_run_programs and env.get("SLURM_PROCID", "0") in ("", "0"):
         for source, command, form in (
             ("sacct", ["sacct", "-X", "-n", "-P", "-j", job, "-o", "Submit,Eligible,Start"], _SACCT),
             ("scontrol", ["scontrol", "-o", "show", "job", job], _SCONTROL),
         ):
-            match = form.search(_answer(command, env, ended))
+            match = form.search(_output_of(command, env, ended))
             if match is None:
                 continue
             submit, eligible, start = (parse_time(match[name]) for name in ("submit", "eligible", "start"))
-            # A requeued job waits again from the moment that it became eligible again.
+            # The wait of a requeued job begins when it becomes eligible again.
             requeued = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
             if submit or start:
                 return Times(eligible if requeued and eligible else submit, start, source, source)
@@ -94,9 +94,9 @@ def _slurm(env: Mapping[str, str], ended: threading.Event, *, may_ask: bool) -> 
     return Times(None, started, "", "slurm environment")
 
 
-def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) -> str:
-    """What a program prints; empty when it fails, takes too long, or the run ends meanwhile."""
-    clean = {**env, "SLURM_TIME_FORMAT": "standard"}  # another format would change what we parse
+def _output_of(command: list[str], env: Mapping[str, str], ended: threading.Event) -> str:
+    """A program's output; empty if it fails, takes too long, or the run ends first."""
+    clean = {**env, "SLURM_TIME_FORMAT": "standard"}  # the format that is parsed
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean
@@ -105,9 +105,9 @@ def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) 
         log(__name__, "%s: %s", command[0], error)
         return ""
     with process:
-        for _ in range(round(_DEADLINE_S / _LOOK_EVERY_S)):
+        for _ in range(round(_DEADLINE_S / _POLL_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                answer, _ = process.communicate(timeout=_LOOK_EVERY_S)
+                answer, _ = process.communicate(timeout=_POLL_S)
                 log(__name__, "%s ended with exit code %d", command[0], process.returncode)
                 return answer[-65536:].decode("utf-8", "replace") if process.returncode == 0 else ""
             if ended.is_set():
@@ -126,14 +126,14 @@ def _kubernetes(env: Mapping[str, str]) -> Times:
     except (KeyError, OSError):
         return found
     seen = parse_time(match[1]) if match else None
-    # The annotation is the pod's: in a container that was started again later it tells of the first start.
+    # The annotation is the pod's: in a restarted container it has the time of the first start.
     if seen is None or time.time_ns() - seen > _STALE_NS:
         return found
     return found._replace(started_ns=seen, started_by=KUBERNETES)
 
 
 def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """When this pod was made, and when it got its node; None where the API may not be asked, or does not say."""
+    """When this pod was created and when it was scheduled; None where the API server is not accessible."""
     if "KUBERNETES_SERVICE_HOST" not in env or not (ACCOUNT / "token").exists():
         return None, None
     import http.client
@@ -150,7 +150,7 @@ def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
             context=ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt")),
         )
         with contextlib.closing(link):
-            # From the API server's memory: a thousand pods may ask in the same second.
+            # resourceVersion=0 reads the API server's cache: a thousand pods may ask in the same second.
             path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}?resourceVersion=0"
             link.request("GET", path, headers={"Authorization": f"Bearer {token}", "Accept": "application/json"})
             answer = link.getresponse()

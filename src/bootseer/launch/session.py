@@ -1,7 +1,6 @@
-"""One measured run on this node: identity, spool, tracer, the children's environment, what goes on beside the command.
+"""One measured run on this node: identity, spool, tracer, the children's environment, observers beside the command.
 
-What is imported here costs every job: what only some runs need (the scheduler's programs, the exporter, digests of
-files) is imported where it is needed.
+Imports here cost every job: what only some runs need (scheduler, exporter, file digests) is imported where it is used.
 """
 
 from __future__ import annotations
@@ -35,17 +34,19 @@ PODINFO = "/etc/podinfo"
 
 
 @contextmanager
-def staged(session: Session | None, name: str, attrs: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
-    """A stage of the session, if there is one. What is put into the facts that it yields goes into the stage's end.
+def session_stage(
+    session: Session | None, name: str, attrs: Mapping[str, object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """A measured stage; without a session it does nothing. Yields the attributes of the stage's end event.
 
-    A fact named `error` makes it a failed one.
+    An attribute named `error` makes the stage failed.
     """
     if session is None:
         yield {}
         return
     began_s = time.monotonic()
     if session.peers is not None:
-        session.peers.at_stage(name)
+        session.peers.announce_stage(name)
     with session.tracer.span(name, attrs) as span:
         yield span.attrs
         if "error" in span.attrs:
@@ -54,11 +55,11 @@ def staged(session: Session | None, name: str, attrs: Mapping[str, object] | Non
 
 
 class Session:
-    """One measured run; writes its begin when it is made and its end in `close`."""
+    """One measured run; its begin event is written by the constructor, its end event by `close`."""
 
     @classmethod
-    def opened(cls, command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session | None:
-        """A session, or None and a word to the user when events cannot be written anywhere."""
+    def open_or_none(cls, command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session | None:
+        """A session; None, with a message to the user, when events cannot be written."""
         try:
             return cls(command, options, env)
         except (OSError, BootseerError) as error:
@@ -69,20 +70,20 @@ class Session:
         self._env = env
         identity = discover(env, hostname=os.uname().nodename)
         if not identity.job:
-            identity = identity._replace(job=_job_of(command))
+            identity = identity._replace(job=_default_job_name(command))
         root = options.spool or spools.default_root(env)
         self.in_default_root = options.spool is None
         attempt = identity.attempt
-        if attempt is None and (options.peers is not None or _has_company(identity, command, env)):
-            attempt = 0  # a number that this node makes up would not be the other nodes'
+        if attempt is None and (options.peers is not None or _has_other_processes(identity, command, env)):
+            attempt = 0  # a number drawn by this node would differ from the other nodes'
         self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
         identity = identity._replace(attempt=attempt)
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
         self.service = next((word for word in options.sinks if word.partition("=")[0] == "service"), None)
         # The exporter and the shipper read the spool.
-        words = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp or self.service else []
-        words += ["stderr"] if "stderr" in options.sinks else []
-        self.sinks = ",".join(words)
+        sinks = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp or self.service else []
+        sinks += ["stderr"] if "stderr" in options.sinks else []
+        self.sinks = ",".join(sinks)
         given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
         own = fingerprint(f"{identity.job}\0{attempt}")
         self.tracer = Tracer(
@@ -92,18 +93,18 @@ class Session:
             parent=given.span if given else "",
         )
         self.quiet = options.quiet
-        self._first = identity
+        self._initial_identity = identity
         self._warm = options.warm
         self.warm: WarmStart | None = None
         self.peers: PeersStart | None = None
         self.began_ns = time.time_ns()
-        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
+        self.span = self.tracer.emit("run", BEGIN, attrs=_run_attributes(command, identity, options, env))
         self.tracer.parent = self.span
         label = f"{identity.job}, attempt {attempt}, node {identity.node}"
         log(__name__, "%s (by %s): events in %s (%s)", label, identity.source, self.folder, self.sinks)
         self._observers: Observers | None = None
         self._shipping: Shipping | None = None
-        self._more: list[Callable[[threading.Event], None]] = []
+        self._extra_observers: list[Callable[[threading.Event], None]] = []
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
@@ -117,7 +118,7 @@ class Session:
             "BOOTSEER_NODE": identity.node,
             **self.tracer.environment(self.span),
         }
-        child.pop("BOOTSEER_SERVICE_TOKEN", None)  # the service's secret is no concern of the job's
+        child.pop("BOOTSEER_SERVICE_TOKEN", None)  # a secret that the job does not need
         if hook and env.get("BOOTSEER_HOOK") != "0":
             if self._warm != "off":
                 child["BOOTSEER_WARM"] = self.folder
@@ -125,28 +126,28 @@ class Session:
         return child
 
     def begin_restart(self) -> int:
-        """What is written from now on belongs to the command's next start; its number."""
+        """Begin the next restart of the command: later events carry its number, which is returned."""
         from bootseer.trace.spool_tail import SpoolTail
 
         last = max((event.restart for event in SpoolTail(self.folder).poll(last=True) if self.owns(event)), default=0)
         restart = max(last, self.tracer.identity.restart) + 1  # an elastic launcher counts its own too
-        self.tracer.identity = self._first._replace(restart=restart, kind="restart")
+        self.tracer.identity = self._initial_identity._replace(restart=restart, kind="restart")
         return restart
 
-    def nothing_ran(self) -> None:
-        """The command could not be started: unless it ran before, there is nothing that a report could tell of."""
-        self.quiet = self.quiet or self.tracer.identity == self._first
+    def command_did_not_start(self) -> None:
+        """Suppress the hint at the report, unless an earlier start of the command has run."""
+        self.quiet = self.quiet or self.tracer.identity == self._initial_identity
 
     def training_began(self) -> None:
-        """The user's pattern was found in the output."""
+        """Emit that the user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
 
-    def also_beside(self, work: Callable[[threading.Event], None]) -> None:
-        """Let `work(ended)` run too while the command runs."""
-        self._more.append(work)
+    def add_observer(self, work: Callable[[threading.Event], None]) -> None:
+        """Run `work(ended)` in a thread beside the command."""
+        self._extra_observers.append(work)
 
-    def start_beside(self, env: Mapping[str, str]) -> None:
-        """Start what goes on while the command runs, unless it does already."""
+    def start_observers(self, env: Mapping[str, str]) -> None:
+        """Start the threads beside the command, once."""
         if self._observers is not None:
             return
         scheduled = (
@@ -155,36 +156,38 @@ class Session:
             or env.get("KUBERNETES_SERVICE_HOST")
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
         )
-        if self.otlp is None and self.service is None and not scheduled and not self._more:
+        if self.otlp is None and self.service is None and not scheduled and not self._extra_observers:
             return
         from bootseer.launch.observers import Observers, Shipping, load_exporter
 
         self._observers = Observers()
-        for work in self._more:
+        for work in self._extra_observers:
             self._observers.start(work)
         if self.otlp is not None:
             self._observers.start(self._export, load=load_exporter)
         if self.service is not None:
             self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
-            self._observers.start(self._shipping.watch, awaited=False)
+            self._observers.start(self._shipping.watch, join=False)
         if scheduled:
             self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
     def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
         from bootseer.launch import scheduler
 
-        # As PID 1 all children are reaped together, so that no program may run beside the command.
-        found = scheduler.times({"BOOTSEER_PODINFO": PODINFO, **env}, ended, may_ask=os.getpid() != 1)
+        # PID 1 reaps all children, and would take the exit status of a program that runs beside the command.
+        found = scheduler.times({"BOOTSEER_PODINFO": PODINFO, **env}, ended, may_run_programs=os.getpid() != 1)
         began_ns = self.began_ns
         log(__name__, "the scheduler's times: %s", found)
         if found.submitted_ns and found.submitted_ns <= began_ns:
-            self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by)
+            self._emit_past_span(
+                "queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by
+            )
         if found.started_ns and found.started_ns <= began_ns:
-            # Kubernetes' node pulled the image between the two moments; Slurm's ran its prolog.
+            # Between the two times Kubernetes pulled the image; Slurm ran its prolog.
             stage = "image_loading" if found.started_by == scheduler.KUBERNETES else "allocation"
-            self._past(stage, found.started_ns, began_ns, found.started_by)
+            self._emit_past_span(stage, found.started_ns, began_ns, found.started_by)
 
-    def _past(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:
+    def _emit_past_span(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:
         span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs={"told_by": told_by})
         self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
 
@@ -195,16 +198,16 @@ class Session:
         export_spool(self.folder, self.owns, url or None, ended, say)
 
     def owns(self, event: Event) -> bool:
-        """Whether an event is this run's: others may share the folder, the node, or the attempt's number."""
+        """Whether an event belongs to this run: others may share the folder, the node, or the attempt number."""
         identity = self.tracer.identity
         mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
-        # What the scheduler reported lies before the run, which it names as its parent.
+        # The scheduler's stages lie before the run, and have it as their parent.
         return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
 
     def close(self, code: int) -> None:
-        """Write the end, and give what runs beside a moment to finish."""
+        """Write the end event, and wait a moment for the observers."""
         lost = self.tracer.sink.lost
-        self.tracer.identity = self._first
+        self.tracer.identity = self._initial_identity
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
         if self._observers is not None and not self._observers.finish(EXIT_FLUSH_S) and self.otlp:
@@ -220,8 +223,8 @@ class Session:
             say(f"where the startup's time went: bootseer report {where}")
 
 
-def _has_company(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether other processes run this attempt too, so that its number must be the same for all."""
+def _has_other_processes(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether other processes take part in this attempt, so that all need the same attempt number."""
     return (
         identity.source not in ("host", "flag")
         or identity.rank != NO_RANK
@@ -231,25 +234,27 @@ def _has_company(identity: Identity, command: Sequence[str], env: Mapping[str, s
     )
 
 
-def _job_of(command: Sequence[str]) -> str:
-    """A job without a name is called after its program: the script, where an interpreter or launcher runs one."""
+def _default_job_name(command: Sequence[str]) -> str:
+    """Name of an unnamed job: its script if an interpreter or launcher runs one, else its program."""
     for word in command:
         if word.endswith((".py", ".sh")):
             return safe_name(os.path.basename(word).rpartition(".")[0])
     return safe_name(os.path.basename(command[0]))
 
 
-_BELONGS = (
+_OWNERSHIP = (
     ("team", ("BOOTSEER_TEAM", "SLURM_JOB_ACCOUNT")),
     ("queue", ("BOOTSEER_QUEUE", "SLURM_JOB_PARTITION")),
     ("user", ("SLURM_JOB_USER", "USER")),
     ("cluster", ("BOOTSEER_CLUSTER", "SLURM_CLUSTER_NAME")),
 )
-"""What a fleet's figures are divided by, and the variables that tell it."""
+"""Attributes by which a fleet's figures are grouped, and the variables that hold them."""
 
 
-def _facts(command: Sequence[str], identity: Identity, options: Options, env: Mapping[str, str]) -> dict[str, object]:
-    """What the report and `diff` should know of this run. The command's arguments may hold secrets and stay out."""
+def _run_attributes(
+    command: Sequence[str], identity: Identity, options: Options, env: Mapping[str, str]
+) -> dict[str, object]:
+    """Attributes of the run for the report and `diff`, without the command's arguments, which may hold secrets."""
     from bootseer import __version__
 
     gpus = identity.gpus
@@ -268,7 +273,7 @@ def _facts(command: Sequence[str], identity: Identity, options: Options, env: Ma
         facts["num_nodes"] = identity.num_nodes
     if identity.topology:
         facts["topology"] = identity.topology
-    for name, variables in _BELONGS:
+    for name, variables in _OWNERSHIP:
         if value := next((env[variable] for variable in variables if env.get(variable)), ""):
             facts[name] = value
     if options.requirements:

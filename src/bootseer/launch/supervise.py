@@ -1,17 +1,16 @@
-"""Run the user's command as if we were not there.
+"""Run the user's command transparently.
 
-The command gets its arguments, environment, standard streams and terminal untouched. Signals that we receive are passed
-on once; its exit code is ours, 128+N when signal N killed it. As PID 1 we reap what the job orphans.
+The command gets its arguments, environment, standard streams and terminal unchanged. Received signals are forwarded
+once; the exit code is the command's, 128+N when signal N killed it. As PID 1 this process reaps orphans.
 
-Two cases decide which processes get signals. In the foreground of a terminal the command stays in our process group, so
-that Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is
-passed on.
-Everywhere else it leads its own group, and the whole group gets what we get.
+Which processes get signals: in the foreground of a terminal the command stays in this process group, so that Ctrl-C
+and Ctrl-Z reach it from the terminal, and only signals sent to this process alone are forwarded. Otherwise the command
+leads a process group of its own, and the whole group gets the forwarded signals.
 
-SIGKILL cannot be passed on: the kernel is asked to kill the command when we die, so that `timeout -k` leaves no job
-behind.
+SIGKILL cannot be forwarded: the kernel is asked to kill the command when this process dies (PR_SET_PDEATHSIG), so that
+`timeout -k` leaves no job behind.
 
-One thread: signals are blocked and taken with `sigwaitinfo`, so that no handler runs and none is lost.
+Signals are blocked and taken with `sigtimedwait` in the only thread, so that no handler runs and no signal is lost.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGCONT,
-    # Schedulers send these too, as a warning or at a limit; all of them would end us.
+    # Schedulers send these too, as a warning or at a limit; their default action would end this process.
     signal.SIGALRM,
     signal.SIGVTALRM,
     signal.SIGPROF,
@@ -50,24 +49,25 @@ FORWARDED = (
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-"""Signals that ask a job to end."""
+"""Signals that ask a process to end."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
-"""What is left of a run that SIGKILL ended is known to a second, or to a tenth of its length."""
+"""Interval of `alive` events, by which the end of a run that SIGKILL ended is known: a second, or a tenth of the time
+that it has run."""
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 _PR_SET_PDEATHSIG = 1
 EXIT_FLUSH_S = 2.0
-"""What the end of the run may wait for exporters and relays."""
+"""How long the end of the run waits for exporters and relays."""
 _START_S = 120.0
-"""For going into namespaces and reading the program's first bytes, which may come from a store."""
-_MAX_REPORT = 4096  # what a pipe takes at once
-# Python ignores these two; the command must find them as we did before Python started.
+"""For entering namespaces and reading the program's first bytes, which may come from a store."""
+_MAX_REPORT = 4096  # an atomic write to a pipe
+# Python ignores these two; the command must have their default action.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def say(message: str) -> None:
-    """One line for the user, on standard error: standard output belongs to the job. Lost when it cannot be written."""
+    """Print one line on standard error, as standard output belongs to the job. Write errors are ignored."""
     if "://" in message:
         from bootseer.store.addresses import without_credentials
 
@@ -77,18 +77,18 @@ def say(message: str) -> None:
 
 
 def log(name: str, message: str, *args: object) -> None:
-    """A log line (`info`) of a module that is imported in front of every job.
+    """Log at level `info`, from modules that are imported before every job.
 
-    `logging` takes 4 ms and is not imported for it: without `BOOTSEER_LOG` nothing happens.
+    Importing `logging` takes 4 ms, so without `BOOTSEER_LOG` it is not imported and nothing is logged.
     """
     if (logs := sys.modules.get("bootseer.logs")) is not None:
         logs.logger(name).info(message, *args)
 
 
-class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
+class StartError(Exception):
     """The command could not be started; `code` is what a shell would return.
 
-    `why` is reported instead of the error when the command itself was not reached.
+    `reason` is shown instead of the error if the failure came before exec.
     """
 
     def __init__(self, command: str, error: OSError, reason: str = "") -> None:
@@ -98,25 +98,25 @@ class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shel
 
 
 def block_signals() -> None:
-    """Hold back what will be passed on; call it before anything that a signal must not interrupt."""
+    """Block the forwarded signals; call it before anything that a signal must not interrupt."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
 
 
 def unblock_signals() -> None:
-    """Undo `block_signals`, and what `wait` holds back besides."""
+    """Unblock the signals of `block_signals` and `wait`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGTSTP})
 
 
 def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Become the command. Comes back only when it cannot be started, with a shell's exit code for that."""
+    """Exec the command. Returns only if it cannot be started, with a shell's exit code."""
     for number in _PYTHON_IGNORES:
         signal.signal(number, signal.SIG_DFL)
-    # Python's handler for SIGINT is reset by exec; a SIGINT that was ignored stays ignored.
+    # exec resets Python's handler of SIGINT; an ignored SIGINT stays ignored.
     try:
         os.execvpe(command[0], list(command), dict(env))
     except OSError as error:
-        problem = CannotStart(command[0], error)
+        problem = StartError(command[0], error)
         say(str(problem))
         return problem.code
 
@@ -130,13 +130,13 @@ def spawn(
     stderr: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
-    """Start the command and return its pid. Raises `CannotStart`.
+    """Start the command and return its pid. Raises `StartError`.
 
-    `enter` runs in the child before the command takes its place, to go into namespaces; what it raises is reported.
-    By `fork` in a process of one thread: `posix_spawn` cannot tie the command's life to ours.
+    `enter` runs in the child before exec, to enter namespaces; its exception becomes the error. Forks, so this process
+    must have one thread: `posix_spawn` cannot set a parent death signal.
     """
     parent = os.getpid()
-    # A group of 0 makes the command the leader of its own; its present group is ours.
+    # Group 0 makes the command the leader of a new group.
     group = 0 if own_group else os.getpgrp()
     try:
         answer, report = _pipe()
@@ -144,22 +144,22 @@ def spawn(
             try:
                 pid = os.fork()
                 if pid == 0:
-                    _become(command, env, parent, group, {1: stdout, 2: stderr}, report, enter)
+                    _exec_command(command, env, parent, group, {1: stdout, 2: stderr}, report, enter)
             finally:
                 os.close(report)
-            failed = _start_of(file.fileno())
+            failed = _read_start_error(file.fileno())
     except OSError as error:
-        raise CannotStart(command[0], error) from error
+        raise StartError(command[0], error) from error
     if failed:
-        _end(pid)
+        _kill(pid)
         number, _, reason = failed.decode("utf-8", "replace").partition(" ")
-        raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), reason)
+        raise StartError(command[0], OSError(int(number), os.strerror(int(number))), reason)
     log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets
     return pid
 
 
-def _start_of(answer: int) -> bytes:
-    """Why the command could not start; nothing when it has taken the child's place, which closes the pipe."""
+def _read_start_error(answer: int) -> bytes:
+    """The child's report of why the command could not start; empty once exec has closed the pipe."""
     output, until = b"", time.monotonic() + _START_S
     while select.select([answer], [], [], max(0.0, until - time.monotonic()))[0]:
         piece = os.read(answer, 1 << 16)
@@ -170,14 +170,14 @@ def _start_of(answer: int) -> bytes:
     return b"%d %s" % (errno.ETIMEDOUT, reason.encode())
 
 
-def _end(pid: int) -> None:
-    from bootseer.mounts.process import end_child  # rarely needed, and it costs time in front of every job
+def _kill(pid: int) -> None:
+    from bootseer.mounts.process import end_child  # rarely needed, and its import costs every job
 
     end_child(pid)
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe that does not lie on a standard stream which we were started without."""
+    """A pipe with descriptors above 2, also when this process was started without standard streams."""
     low = os.pipe2(os.O_CLOEXEC)
     try:
         return fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
@@ -186,7 +186,7 @@ def _pipe() -> tuple[int, int]:
             os.close(end)
 
 
-def _become(
+def _exec_command(
     command: Sequence[str],
     env: Mapping[str, str],
     parent: int,
@@ -195,16 +195,16 @@ def _become(
     report: int,
     enter: Callable[[], None] | None,
 ) -> NoReturn:
-    """In the child: become the command, or report the error number, why `enter` failed, and end."""
+    """In the child: exec the command, or report the error number and exit."""
     try:
         os.setpgid(0, group)
         for target, stream in streams.items():
             if stream is not None:
                 os.dup2(stream, target)
         if enter is not None:
-            _enter(enter, report)
-        _die_with(parent)  # behind `enter`: the kernel forgets it where a process changes its rights
-        # What waits behind the mask must meet the default, not a Python handler that exec would take away.
+            _call_enter(enter, report)
+        _die_with_parent(parent)  # after `enter`: the kernel clears the death signal when credentials change
+        # Pending signals, delivered when the mask is lifted, must meet the default action, not a Python handler.
         for number in (*_PYTHON_IGNORES, signal.SIGINT, signal.SIGWINCH):
             if number in _PYTHON_IGNORES or callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -212,7 +212,7 @@ def _become(
         try:
             os.execvpe(command[0], list(command), dict(env))
         except OSError as error:
-            if error.errno == errno.ENOEXEC:  # a script without an interpreter line: a shell gives it to sh
+            if error.errno == errno.ENOEXEC:  # a script without an interpreter line: run by sh, as shells do
                 os.execve("/bin/sh", ["/bin/sh", *command], dict(env))
             raise
     except OSError as error:
@@ -221,8 +221,8 @@ def _become(
         os._exit(NOT_FOUND)
 
 
-def _enter(enter: Callable[[], None], report: int) -> None:
-    """In the child: go where the command is to run, or report why that is not possible, and end."""
+def _call_enter(enter: Callable[[], None], report: int) -> None:
+    """In the child: call `enter`, or report its error and exit."""
     try:
         enter()
     except Exception as error:  # nothing may unwind into the parent's code
@@ -232,20 +232,20 @@ def _enter(enter: Callable[[], None], report: int) -> None:
         os._exit(NOT_EXECUTABLE)
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when `parent` dies. A Python without ctypes does without."""
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies; skipped for a Python without ctypes."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
-        # The core of ctypes, without the package around it, which takes three times as long to import.
+        # Only the C core of ctypes: importing the whole package takes three times as long.
         from _ctypes import call_function, dlopen, dlsym
 
         prctl = dlsym(dlopen(None, 0), "prctl")  # type: ignore[arg-type]
         call_function(prctl, (_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_foreground() -> bool:
-    """Whether we are in the foreground process group of a controlling terminal."""
+    """Whether this process is in the foreground process group of a controlling terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
@@ -265,19 +265,19 @@ def wait(
     on_signal: Callable[[int], None] | None = None,
     tracer: Tracer | None = None,
 ) -> int:
-    """Pass signals on until the command ends; returns its exit code.
+    """Forward signals until the command ends; returns its exit code.
 
-    Signals must be blocked (`block_signals`). `on_signal` is called for each one that came and is not ignored. `tracer`
-    gets an `alive` event now and then while the command runs, ever more rarely: a hundred times on the first day.
+    Signals must be blocked (`block_signals`). `on_signal` is called for each received signal that is not ignored.
+    `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}
     if own_group:
-        # A group of its own is not stopped together with us.
+        # The terminal does not stop the command's own group together with this process.
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
-        # Without a limit, SIGCHLD that a thread with other blocked signals takes would be waited for in vain.
+        # With a timeout: SIGCHLD may be delivered to a thread that has not blocked it, and would never arrive here.
         share = _ALIVE_SHARE if tracer is not None else 0
         info = signal.sigtimedwait(awaited, max(_ALIVE_S, (time.monotonic() - began_s) * share))
         if info is None:
@@ -303,12 +303,12 @@ def wait(
 
 
 def _reap(pid: int) -> int | None:
-    """The command's exit code if it has ended. PID 1 buries all orphans on the way."""
+    """The command's exit code if it has ended. PID 1 reaps all orphans, too."""
     while True:
         try:
             ended, status = os.waitpid(-1 if os.getpid() == 1 else pid, os.WNOHANG)
         except ChildProcessError:
-            return 1  # its status was taken already: nothing better is known
+            return 1  # reaped elsewhere: its status is unknown
         if ended == 0:
             return None
         if ended == pid:

@@ -1,10 +1,10 @@
-"""`bootseer run --warm`: gives the launcher the record of what earlier starts of this job imported, and keeps it.
+"""`bootseer run --warm`: records of what earlier starts of this job imported, handed to its launcher and updated after.
 
-The part that may go to other nodes lies in a file of its own, which is published to an image's store with the hot set
-of the workload and fetched with it (`artifact.hotsets`): then the first start on a node is warm.
+The shareable part lies in a file of its own, which travels with the hot set of an image's workload
+(`artifact.hotsets`), so that the first start on another node is warm, too.
 
-The records are written by the job's own processes (`hook.programs`), so that only names of modules and variables in
-them are trusted. A module whose import made a warm parent refuse is left to the program from the next start on.
+Records are written by the job's own processes (`hook.programs`): only names of modules and variables are taken from
+them. A module because of which a warm parent could not be used is remembered and left to the program next time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bootseer.artifact.places import cache_root, own_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError
 from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA
-from bootseer.launch.observers import ENDED, StartEnd, harmless
+from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.trace.spool_tail import SpoolTail
@@ -34,14 +34,14 @@ from bootseer.units import plural
 EVENT = "warm_start"
 _MAX_RECORDS = 16
 _MAX_KEPT = 400
-"""Documents, two for a job; the oldest ones go."""
+"""Files, two for each job; the oldest are deleted."""
 _MAX_COLD = 64
 _NEVER_WHOLE = ("torch", "jax")
-"""Packages that are never left out as a whole: without them a warm start saves nothing."""
+"""Packages without which a warm start gains nothing: only single modules of them are left out."""
 _KEEP_S = 5.0
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
-"""Variables that may be shared with other nodes: values are numbers and names, not paths or possible secrets, and no
-variable can change which program runs."""
+"""Variables that are shared with other nodes: values are short numbers and names, not paths and not secrets, and names
+do not include those that load other programs."""
 
 _Name = Annotated[str, Meta(max_length=300)]
 _Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
@@ -58,25 +58,25 @@ class Program(msgspec.Struct, frozen=True):
     telling: Annotated[str, Meta(max_length=64)]
     main: Annotated[str, Meta(max_length=4096)]
     cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
-    """Modules that are left to the program, with the reason."""
+    """Modules that are not imported by the warm parent, and why."""
     never: Annotated[str, Meta(max_length=300)] = ""
     """Why a warm parent with these modules cannot be copied."""
 
 
 class Record(Program, frozen=True, kw_only=True):
-    """A program's record from one start, as the hook wrote it."""
+    """The record of one start."""
 
     launcher: _Name
 
 
 class Known(msgspec.Struct, frozen=True):
-    """The record of each launcher's program: of several, the one with the most imports."""
+    """By launcher: the record of the program that imports most, which are its ranks."""
 
     launchers: Annotated[dict[_Name, Program], Meta(max_length=_MAX_RECORDS)] = {}
 
 
-def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[str, Any]]) -> Known:
-    """Merge what one start recorded: the newest record of each launcher, and what its warm parent refused."""
+def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[str, Any]]) -> Known:
+    """The records after a start: the newest of each launcher, with the refusals of its warm parent."""
     launchers = dict(known.launchers)
     for record in records:
         before = launchers.get(record.launcher)
@@ -93,7 +93,7 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
             if one.program != refusal.get("program"):
                 continue
             if module and len(one.cold) < _MAX_COLD:
-                # Other modules of the package would otherwise be found one start after the other.
+                # A second refused module of a package: leave out all of it, not one more module each start.
                 package = module.partition(".")[0]
                 if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
@@ -104,7 +104,7 @@ def merged(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[s
 
 
 def shared(known: Known) -> Known:
-    """The part of it that is published to other nodes, and trusted when it comes from them."""
+    """The part that may be shared with, and taken from, other nodes."""
     launchers = {}
     for name, one in known.launchers.items():
         native = {key: value for key, value in one.native.items() if _SHARED.fullmatch(f"{key}={value}")}
@@ -115,24 +115,26 @@ def shared(known: Known) -> Known:
 class WarmStart:
     """One start with a warm parent, if there is a record of what to import."""
 
-    def __init__(self, session: Session, command: Sequence[str], env: Mapping[str, str], about: str, mode: str) -> None:
-        """`about` distinguishes environments in which the same command runs."""
+    def __init__(
+        self, session: Session, command: Sequence[str], env: Mapping[str, str], environment: str, mode: str
+    ) -> None:
+        """`environment` distinguishes environments in which the same command runs."""
         self._session = session
         self._mode = mode
-        name = f"{workload_key(command, setup=about)}.json"
+        name = f"{workload_key(command, setup=environment)}.json"
         self._path = cache_root(env, os.getuid()) / "warm" / name
         self.shared_path = self._path.with_suffix(".shared")
-        """The part that is shared with other nodes: published by this node, or fetched from one of them."""
-        self._end = StartEnd(session, self._record)
+        """The part shared with other nodes."""
+        self._report = StartReport(session, self._record)
         self._recorded = threading.Event()
 
     def __enter__(self) -> WarmStart:
-        self._session.also_beside(self._end.watch)
+        self._session.add_observer(self._report.watch)
         return self
 
-    def give(self) -> None:
-        """Write the record for the launcher. Never raises: without a record nothing is warm."""
-        with harmless("the start is not warm"):
+    def hand_over(self) -> None:
+        """Write the record where the launcher finds it. Never raises."""
+        with reporting_errors("the start is not warm"):
             target = Path(self._session.folder, KNOWN)
             known = self._known()
             target.unlink(missing_ok=True)
@@ -142,14 +144,14 @@ class WarmStart:
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
     def record(self, until: str) -> None:
-        """Keep what this start imported, now that the start is over. Waits a moment until it is written."""
-        self._end.tell(until)
+        """Save what this start imported; waits a few seconds at most for another thread that is saving it."""
+        self._report.send(until)
         self._recorded.wait(_KEEP_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.tell(ENDED)
+        self._report.send(COMMAND_ENDED)
 
     def _known(self) -> Known:
         for path in (self._path, self.shared_path):
@@ -165,18 +167,18 @@ class WarmStart:
 
     def _record(self, until: str) -> None:
         try:
-            self._keep()
+            self._save()
         finally:
             self._recorded.set()
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         events = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
         events = [event for event in events if self._session.owns(event)]
         refusals = [event.attrs for event in events if "why_not" in event.attrs]
         if self._mode == "on":
             self._say(len(events) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])
         known = self._known()
-        after = merged(known, self._records(), refusals)
+        after = merge_records(known, self._records(), refusals)
         if after != known:
             folder = own_folder(self._path.parent)
             for path, content in ((self._path, after), (self.shared_path, shared(after))):

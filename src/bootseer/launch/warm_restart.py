@@ -1,9 +1,9 @@
-"""`bootseer run --restarts --warm`: the next launcher is a copy of the warm parent that the dead one left.
+"""`bootseer run --restarts --warm`: the next launcher is forked from the warm parent that a dead launcher left.
 
-The warm parent of a command that is a launcher connects to us (`hook.warm_parent`). When the launcher dies, the warm
-parent becomes our child, because this process is a subreaper, and its copies by `clone(CLONE_PARENT)` are our children
-too: the next launcher, which has a warm parent from its start on. Neither it nor its ranks import anything again. A
-container's processes end with its first one: there the launcher is started by exec.
+When the launcher dies, its warm parent (`hook.warm_parent`) becomes a child of this process, which is a subreaper, and
+connects to it. The new launcher, forked by `clone(CLONE_PARENT)`, is then a child of this process, too, as `waitpid`
+needs it, and has a warm parent from its start on: neither it nor its ranks repeat an import. In a container all
+processes end with the first one, so there the launcher is started by exec.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_FDS = 200
 
 
 class WarmRestart:
-    """The warm parents that one command has left, and the socket at which they connect."""
+    """The waiting warm parents of one command."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -50,7 +50,7 @@ class WarmRestart:
             self.close()
 
     def pids(self) -> set[int]:
-        """Process ids of the warm parents that are connected."""
+        """Process ids of the waiting warm parents."""
         while self._socket is not None:
             try:
                 end, _ = self._socket.accept()
@@ -64,13 +64,13 @@ class WarmRestart:
         return set(self._waiting)
 
     def spawn(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
-        """Start the launcher with this environment: its process id, or None without a warm parent that agrees."""
+        """Fork the launcher with this environment; its pid, or None without a warm parent that agrees."""
         self.pids()
         pid: int | None = None
         why_not, facts = "", dict[str, Any]()
         while self._waiting:
             parent, end = self._waiting.popitem()
-            ours = _parent_of(parent) == os.getpid()
+            ours = _parent_pid(parent) == os.getpid()
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, own_group=own_group)
@@ -122,7 +122,7 @@ class WarmRestart:
             return facts
 
     def close(self) -> None:
-        """End all that are connected."""
+        """Let the waiting warm parents end."""
         self.pids()
         for end in (*self._waiting.values(), self._socket):
             if end is not None:
@@ -131,7 +131,7 @@ class WarmRestart:
         self._socket = None
 
 
-def _parent_of(pid: int) -> int:
+def _parent_pid(pid: int) -> int:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
         return int(file.read().rpartition(b")")[2].split()[1])
     return 0

@@ -1,6 +1,6 @@
 """What a probe of this machine answers.
 
-`Check` is the one result type; `probes` collects them, `cli.doctor` shows them. Decides and touches nothing.
+`Check` is the one result type; `probes` collects them, `cli.doctor` shows them. Does no I/O.
 """
 
 from __future__ import annotations

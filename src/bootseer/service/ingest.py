@@ -42,7 +42,7 @@ from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
 from bootseer.service.upkeep import Gap, gaps_after
 from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, encode
-from bootseer.trace.stacks import MOST, Wanted
+from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Size of a request as sent."""
@@ -177,16 +177,18 @@ class Ingest:
         self._held = 0
         self._seen: dict[str, float] = {}
         self._threads: anyio.CapacityLimiter | None = None
-        self._late: dict[Attempt, list[Wanted]] = {}
+        self._late: dict[Attempt, list[StackRequest]] = {}
 
     def ask_stacks(self, open_starts: Sequence[Mapping[str, Any]]) -> None:
         """From now on ask the senders of these starts (`over_time.now`) for the stacks of their late processes."""
         self._late = {
             (row["job"], row["attempt"]): [
-                Wanted(row["job"], row["attempt"], row["restart"], one["node"], one["rank"], one["stage"], one["pid"])
+                StackRequest(
+                    row["job"], row["attempt"], row["restart"], one["node"], one["rank"], one["stage"], one["pid"]
+                )
                 for one in row["late"]
                 if one["pid"] and not one["stack"]
-            ][:MOST]
+            ][:MAX_REQUESTS]
             for row in open_starts
         }
 
@@ -198,7 +200,7 @@ class Ingest:
                 node = msgspec.json.encode(one.node)
                 if any(node in line for line in lines):
                     found.append(one._asdict())
-        return found[:MOST]
+        return found[:MAX_REQUESTS]
 
     def start(self) -> None:
         """Start writing rows."""

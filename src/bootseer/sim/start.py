@@ -21,7 +21,7 @@ from bootseer.blocks import block_file
 from bootseer.blocks.index import Stripe
 from bootseer.checkpoint.layout import Policy
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.life.decide import Action, Decision, Lookup, decide, elected, waited
+from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.sim.engine import Engine, Link
 from bootseer.sim.hdfs import Cluster, Reads, Shared
@@ -339,7 +339,7 @@ class _NodeStart:
         """Continue as `env.life.decide` decided."""
         start, node, gb = self._start, self._node, self._scenario.environment.gb
         if decision.action is Action.BUILD:
-            decision = elected(decision, "held" if start.is_leased else "ours")
+            decision = after_election(decision, "held" if start.is_leased else "ours")
         if decision.action is Action.RESTORE:
             self._engine.after(self._scenario.environment.fixed_s * self._factor, self._imports)
         elif decision.action is Action.BUILD:
@@ -359,7 +359,7 @@ class _NodeStart:
             document = environment_document("environment", self._scenario, self._engine.now)
 
             def there() -> None:
-                self._decided(waited(decision, "published", now_s=self._engine.now, document=document))
+                self._decided(after_wait(decision, "published", now_s=self._engine.now, document=document))
 
             start.waiting.append(there)
 

@@ -5,7 +5,7 @@
 The tag may stand anywhere in a line, so that prefixes of launchers and log collectors do no harm.
 The format is specified in docs/formats/event.md; change both or neither.
 
-Decides and touches nothing: callers bring the clock readings. `trace.sinks` writes the lines,
+Does no I/O: callers bring the clock readings. `trace.sinks` writes the lines,
 `analysis.scan` finds them.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple
 VERSION: Final = 1
 TAG_STEM: Final = b"@bootseer"
 MAX_LINE_BYTES: Final = 4095
-"""A writer never exceeds this: a pipe write stays atomic (PIPE_BUF) and CRI does not split the line."""
+"""Limit for writers: a pipe write stays atomic (PIPE_BUF) and CRI does not split the line."""
 MAX_READ_BYTES: Final = 65_536
-"""A reader gives up on an event that has not closed within this many bytes."""
+"""A reader skips an event that does not end within this many bytes."""
 
 BEGIN: Final = "begin"
 END: Final = "end"
@@ -37,17 +37,17 @@ OUTCOMES: Final = frozenset({"", OK, FAILED})
 KINDS: Final = ("full", "hot_update", "restart")
 NO_RANK: Final = -1
 ALIVE: Final = "alive"
-"""The instant by which `bootseer run` tells now and then that what it started still runs."""
+"""Instant sent by `bootseer run` from time to time while its command runs."""
 STACK: Final = "stack_sample"
-"""The instant that holds where a late process stood."""
+"""Instant with the stack of a late process."""
 
 _INT64 = 2**63
 _MAX_NAME = 256
-_MAX_STAGE = 8 * 65  # what the expression below can match: a cut name would be another name
+_MAX_STAGE = 8 * 65  # limits of the expression below: a truncated name would be another name
 _MAX_VALUE = 1024
 _STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
 _TAG = rb"@bootseer(\d{1,4}) (?=\{)"
-# Patterns are compiled by re at their first use: a job that only writes events needs but one of them.
+# Patterns are compiled by re at their first use: a job that only writes events needs only one.
 
 # Version 0 is the short-key draft of this format. The rule is that a reader takes its own version and the one
 # before; a later version adds its renames here and drops the oldest row.
@@ -70,12 +70,12 @@ _OUTCOME_V0: Final[Mapping[object, str]] = {True: OK, False: FAILED, None: ""}
 
 
 class Event(NamedTuple):
-    """One moment. Identity of a startup is (job, attempt, restart); of a place in it, (node, rank)."""
+    """One event. (job, attempt, restart) identify a startup, (node, rank) a place in it."""
 
     wall_ns: int
-    """CLOCK_REALTIME of the node, ns since 1970. Orders nodes, after the offsets have been estimated."""
+    """CLOCK_REALTIME of the node, ns since 1970. Orders events of several nodes once clock offsets are estimated."""
     mono_ns: int
-    """CLOCK_MONOTONIC of the node, ns. Durations come from this one alone."""
+    """CLOCK_MONOTONIC of the node, ns. Durations use only this clock."""
     job: str
     node: str
     """Unique name of the machine or pod within the attempt."""
@@ -84,14 +84,14 @@ class Event(NamedTuple):
     phase: str
     """`begin`, `end` or `instant`."""
     span: str
-    """16 hex digits; begin and end of one span carry the same."""
+    """16 hex digits, equal for begin and end of a span."""
     attempt: int = 0
     """Counts the scheduler's starts of the job: 0, 1, ..."""
     restart: int = 0
     """Counts restarts of the processes inside one attempt (torchrun's restart count)."""
     kind: str = KINDS[0]
     rank: int = NO_RANK
-    """Global rank, -1 when the event belongs to the node as a whole."""
+    """Global rank; -1 for events of a whole node."""
     parent: str = ""
     """Span id of the enclosing span, empty at the root."""
     outcome: str = ""
@@ -102,7 +102,7 @@ class Event(NamedTuple):
     attrs: Mapping[str, Any] = {}
     """Flat map of facts: bytes, hits, barrier, ... Values are str, int, float, bool or null."""
     extra: Mapping[str, Any] = {}
-    """Keys that this version does not know, kept as they came."""
+    """Keys unknown to this version, preserved."""
 
 
 _FIELDS: Final = frozenset(Event._fields) - {"extra"}
@@ -111,7 +111,7 @@ _DEFAULTS: Final = Event._field_defaults
 
 
 class Malformed(ValueError):  # noqa: N818 - a verdict on a text, caught where it is read
-    """The text behind a tag is not an event. `reason` is a stable word for counting."""
+    """The text after a tag is not an event. `reason` is a stable word for counting."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -129,7 +129,7 @@ def _valid_stage(text: str) -> bool:
 
 
 def stage_name(text: str) -> str:
-    """The nearest valid stage name: a job must not die of a badly named stage."""
+    """The nearest valid stage name: an invalid name must not stop a job."""
     if _valid_stage(text):
         return text
     parts = [re.sub(r"[^a-z0-9_]+", "_", part.lower())[:64].strip("_") for part in text.split(".")[:8]]
@@ -137,10 +137,10 @@ def stage_name(text: str) -> str:
 
 
 def encode(event: Event) -> bytes:
-    """One line with its newline, never longer than `MAX_LINE_BYTES`; long attributes are cut and marked."""
+    """One line with its newline, at most `MAX_LINE_BYTES`; long attributes are truncated and marked."""
     try:
         line = _encode(event, event.attrs)
-    except (RecursionError, ValueError):  # unknown keys nested deeper than the stack: the short form has none
+    except (RecursionError, ValueError):  # unknown keys nested too deeply: the short form has none
         line = b""
     if 0 < len(line) <= MAX_LINE_BYTES:
         return line
@@ -166,7 +166,7 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
         record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
     record.update((key, value) for key, value in event.extra.items() if key not in _FIELDS)
     text = json.dumps(record, separators=(",", ":"), default=str)
-    # A value that quotes an event must not become one: no tag may survive inside the line.
+    # A value that quotes an event must not become one: no tag may remain inside the line.
     text = text.replace("@bootseer", "\\u0040bootseer")
     return b"@bootseer%d %s\n" % (VERSION, text.encode("ascii"))
 
@@ -175,12 +175,12 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and not -1e308 < value < 1e308:
         return str(value)
     if isinstance(value, int) and not -_INT64 <= value < _INT64:
-        return _huge(value)  # in digits it could be longer than Python agrees to write
+        return _huge(value)  # Python refuses to format longer integers
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     try:
         return str(value)
-    except Exception:  # a __str__ of the user's must not end a job
+    except Exception:  # an exception in a user's __str__ must not stop a job
         return f"<{type(value).__name__}>"
 
 
@@ -194,7 +194,7 @@ def _shortened(value: object) -> object:
 
 
 def _finite(text: str) -> float | str:
-    """`1e999` is a JSON number and no finite float: it stays text, as NaN and Infinity do."""
+    """`1e999` is valid JSON but no finite float: it stays text, like NaN and Infinity."""
     value = float(text)
     return value if -math.inf < value < math.inf else text
 
@@ -203,7 +203,7 @@ _decoder = json.JSONDecoder(parse_constant=lambda name: name, parse_float=_finit
 
 
 def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
-    """The event whose tag begins at or behind `start`, and the offset just behind it.
+    """The first event whose tag begins at or after `start`, and the offset after it.
 
     Raises `Malformed`; its reasons are `no_tag`, `version`, `truncated`, `oversized`, `not_json`, `bad_field`.
     """
@@ -215,7 +215,7 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
         raise Malformed("version")
     chunk = text[tag.end() : tag.end() + MAX_READ_BYTES]
     line = chunk.partition(b"\n")[0]
-    source = line.decode("utf-8", "surrogateescape")  # reversible: the offset behind the event is counted from it
+    source = line.decode("utf-8", "surrogateescape")  # reversible: the offset after the event is computed from it
     try:
         record, length = _decoder.raw_decode(source)
     except json.JSONDecodeError:
@@ -227,7 +227,7 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
     end = tag.end() + (length if source.isascii() else len(source[:length].encode("utf-8", "surrogateescape")))
     try:
         return _event(record, renamed), end
-    except RecursionError:  # deep enough to be read and too deep to be written as text again
+    except RecursionError:  # nested deeply enough to be parsed but not to be encoded again
         raise Malformed("not_json") from None
 
 
@@ -279,7 +279,7 @@ def _text(value: str, limit: int) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates: legal in JSON and file names, illegal in every output that we write."""
+    """The text without lone surrogates, which are valid in JSON and file names, but not in our outputs."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 

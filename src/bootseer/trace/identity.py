@@ -1,8 +1,8 @@
-"""Who is starting: job, attempt, node and rank, read from what launchers leave in the environment.
+"""The identity of a process: job, attempt, node and rank from variables of launchers.
 
-Order of discovery: what the user said (`BOOTSEER_*`, which `bootseer run` sets from its flags), Slurm, Kubeflow
-(`PET_*`), TorchX, torchrun, mpirun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in
-Python children. Decides and touches nothing: the environment and the host name are arguments.
+Sources in this order: the user (`BOOTSEER_*`, set by `bootseer run` from its options), Slurm, Kubeflow (`PET_*`),
+TorchX, torchrun, mpirun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in Python children.
+Does no I/O: the environment and the host name are arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RESTART = "BOOTSEER_RESTART"
 
 
 class Identity(NamedTuple):
-    """What every event of one process carries. Empty or None where nothing told."""
+    """Identity carried by every event of a process. Fields are empty or None if unknown."""
 
     job: str = ""
     attempt: int | None = None
@@ -26,20 +26,20 @@ class Identity(NamedTuple):
     node: str = ""
     rank: int = NO_RANK
     num_nodes: int | None = None
-    """Nodes that the launcher says belong to the job; coverage is measured against it."""
+    """Number of nodes according to the launcher; coverage is measured against it."""
     world_size: int | None = None
     gpus: int | None = None
-    """GPUs of this node that the scheduler gave to the job."""
+    """GPUs of this node allocated to the job."""
     source: str = "host"
-    """Which of the launchers the job's name came from."""
+    """The launcher that gave the job's name."""
     node_rank: int | None = None
-    """Number of this node among the job's, from 0."""
+    """Number of this node in the job, from 0."""
     topology: str = ""
-    """Where this node stands in the network: switches or racks from the top, separated by dots."""
+    """The node's location in the network: switches or racks from the top, separated by dots."""
 
 
 def number(env: Env, *names: str) -> int | None:
-    """The first of the variables that holds a whole number, not negative; None when there is none."""
+    """The first of the variables that has a non-negative integer; None without one."""
     for name in names:
         text = env.get(name, "").strip()
         if text.isascii() and text.isdecimal() and len(text) < 19:
@@ -59,9 +59,10 @@ def _job(env: Env) -> tuple[str, str]:
     ):
         for name in names:
             value = env.get(name, "").strip()
-            if value and value != "none":  # torchrun's default run id is the word "none"
+            if value and value != "none":  # torchrun's default run id is "none"
                 if source == "slurm":
-                    # The name alone is shared by all submissions of a script, and the number says nothing to people.
+                    # The name alone is shared by all submissions of a script, and the number alone means little to
+                    # people.
                     named = env.get("SLURM_JOB_NAME", "").strip()
                     value = f"{named}-{value}" if named else value
                 task = env.get("SLURM_ARRAY_TASK_ID", "") if name == "SLURM_ARRAY_JOB_ID" else ""
@@ -71,13 +72,13 @@ def _job(env: Env) -> tuple[str, str]:
 
 def _node(env: Env, hostname: str) -> str:
     name = env.get("BOOTSEER_NODE") or env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or hostname
-    # A pod that was created again keeps its name; its uid tells the two apart.
+    # A pod created again keeps its name; its uid differs.
     pod = env.get("POD_UID", "")
     return f"{name}/{pod}" if pod and not env.get("BOOTSEER_NODE") else name
 
 
 def _rank(env: Env) -> tuple[int | None, int | None]:
-    """Rank and world size where each rank is a process that the launcher starts: torchrun, mpirun, srun."""
+    """Rank and world size if the launcher starts one process per rank: torchrun, mpirun, srun."""
     for rank, size in (
         ("RANK", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -85,7 +86,7 @@ def _rank(env: Env) -> tuple[int | None, int | None]:
     ):
         if number(env, rank) is not None:
             return number(env, rank), number(env, size)
-    # One task on each node is a launcher such as torchrun, several are the ranks themselves.
+    # One task per node is a launcher such as torchrun; several are ranks.
     tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes = number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     if tasks is not None and nodes is not None and tasks > nodes and number(env, "SLURM_PROCID") is not None:
@@ -103,9 +104,9 @@ def _gpus(env: Env) -> int | None:
 
 
 def discover(env: Env, *, hostname: str) -> Identity:
-    """The identity that the environment tells; never raises, whatever the variables hold."""
+    """The identity according to the environment; never raises."""
     job, source = _job(env)
-    # `bootseer run --restarts` starts the launcher again, whose own count then begins anew.
+    # `bootseer run --restarts` starts the launcher again, whose own count then restarts at 0.
     restart = (number(env, RESTART) or 0) + (number(env, "TORCHELASTIC_RESTART_COUNT") or 0)
     kind = env.get("BOOTSEER_KIND", "")
     if restart and kind != "hot_update":
@@ -125,6 +126,6 @@ def discover(env: Env, *, hostname: str) -> Identity:
         gpus=_gpus(env),
         source=source,
         node_rank=number(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
-        # Slurm's address of a node ends with the node's own name.
+        # Slurm's topology address ends with the node's name.
         topology=env.get("BOOTSEER_TOPOLOGY", "").strip() or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
     )

@@ -1,8 +1,8 @@
-"""Export events as OpenTelemetry spans, beside the job and never in its way.
+"""Export events as OpenTelemetry spans without disturbing the job.
 
-`feed` pairs events and hands the spans to the SDK's `BatchSpanProcessor`, whose thread delivers them. Memory is
-bounded, every wait has a deadline, and what could not be delivered is counted, not raised: the spool keeps the events
-anyway. Needs the extra `otlp`.
+`feed` pairs events and passes the spans to the SDK's `BatchSpanProcessor`, whose thread delivers them. Memory is
+bounded, every wait has a deadline, and lost spans are counted, not raised: the spool still has the events. Needs the
+extra `otlp`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bootseer.trace.event import Event
 from bootseer.trace.otlp_spans import Finished, Pairing
 
 MAX_QUEUE: Final = 10_000
-"""Spans that wait for delivery; beyond it the oldest are lost."""
+"""Maximum number of queued spans; beyond it the oldest are dropped."""
 CLOSE_S: Final = 1.5
 _PATH = "/v1/traces"
 
 
 def endpoint_url(endpoint: str | None, env: Mapping[str, str]) -> str:
-    """The URL for traces: `endpoint` or the OTEL variables' base, with the path added where it is missing.
+    """The URL for traces: `endpoint` or the base in the OTEL variables, with the path added if missing.
 
-    Raises `UsageError` for what is not an http or https URL; the message never shows user name and password.
+    Raises `UsageError` for other URLs than http and https; the message never has user name and password.
     """
     base = endpoint or env.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
     url = base.strip()
@@ -49,10 +49,10 @@ class OtlpExporter:
     """Delivers spans to one endpoint. No method raises."""
 
     def __init__(self, endpoint: str | None = None) -> None:
-        """Headers and timeout (seconds) come from `OTEL_EXPORTER_OTLP_HEADERS` and `_TIMEOUT`. The default endpoint
-        is that of `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        """Headers and timeout (seconds) come from `OTEL_EXPORTER_OTLP_HEADERS` and `_TIMEOUT`, the default endpoint
+        from `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
-        Raises `UsageError` when the endpoint is not a URL, a variable is bad, or the extra `otlp` is not installed.
+        Raises `UsageError` if the endpoint is not a URL, a variable is invalid, or the extra `otlp` is not installed.
         """
         url = endpoint_url(endpoint, os.environ)
         try:
@@ -64,8 +64,10 @@ class OtlpExporter:
             ) from None
         try:
             self._delivery = otlp_wire.Delivery(url)
-            self._processor = otlp_wire.batches(self._delivery, MAX_QUEUE)
-        except Exception as error:  # a bad OTEL_* variable; which exception depends on the library's version
+            self._processor = otlp_wire.batch_processor(self._delivery, MAX_QUEUE)
+        except (
+            Exception
+        ) as error:  # an invalid OTEL_* variable; the type of the exception depends on the library's version
             raise UsageError(f"OpenTelemetry refuses its settings: {error}", hint="see the OTEL_* variables") from None
         self._span = otlp_wire.span
         self._pairing = Pairing()
@@ -74,34 +76,35 @@ class OtlpExporter:
 
     @property
     def exported(self) -> int:
-        """Spans that the endpoint took."""
+        """Number of spans accepted by the endpoint."""
         return self._delivery.exported
 
     @property
     def lost(self) -> int:
-        """Spans that the endpoint did not take: once closed, those that were refused, given up, or still waited."""
+        """Number of spans not accepted; complete once closed: refused, abandoned, or still queued ones."""
         return self._fed - self.exported
 
     @property
     def last_error(self) -> str:
-        """Why the last delivery failed, in a few words; empty after a success."""
+        """Why the last delivery failed; empty after a success."""
         return self._delivery.last_error
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take events, in the order in which each node wrote them."""
+        """Add events, in the order in which each node wrote them."""
         if not self._closing:
             self._enqueue(self._pairing.feed(events))
 
     def close(self, deadline_s: float = CLOSE_S) -> bool:
-        """Export open spans as truncated, and end within `deadline_s` seconds; whether all spans were delivered."""
+        """Export open spans as truncated, and end within `deadline_s` seconds; returns whether all spans were
+        delivered."""
         if not self._closing:
             self._closing = True
             self._enqueue(self._pairing.finish())
-            # The SDK's own end waits half a minute, and longer for a request that is on its way.
+            # The SDK's own shutdown waits half a minute, and longer for a running request.
             ending = threading.Thread(target=self._processor.shutdown, name="otlp-end", daemon=True)
             ending.start()
             ending.join(deadline_s)
-            self._delivery.give_up()
+            self._delivery.abort()
         return not self.lost
 
     def _enqueue(self, spans: list[Finished]) -> None:

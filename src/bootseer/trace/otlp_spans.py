@@ -1,7 +1,7 @@
-"""Pair begin and end events into spans, ready for an exporter.
+"""Pair begin and end events into spans for an exporter.
 
-Begin and end of one span meet by trace and span id; the duration comes from the monotonic clock alone. Decides and
-touches nothing, and knows nothing of OpenTelemetry: `trace.otlp` turns `Finished` into its spans.
+Begin and end of a span have the same trace and span id; durations use only the monotonic clock. Does no I/O and is
+independent of OpenTelemetry: `trace.otlp` converts `Finished` to its spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from bootseer.trace.event import ALIVE, BEGIN, END, INSTANT, Event
 
 MAX_OPEN: Final = 10_000
-"""Spans that may be open at once. Beyond it a new begin is forgotten: the outermost stages came first and stay."""
+"""Maximum number of open spans. Later begins are dropped: the outermost stages came first."""
 MAX_NODES: Final = 10_000
 
 _TRACE: Final = re.compile(r"(?!0{32})[0-9a-f]{32}")
@@ -22,29 +22,29 @@ _SPAN: Final = re.compile(r"(?!0{16})[0-9a-f]{16}")
 
 
 class Finished(NamedTuple):
-    """A span that will not change any more."""
+    """A complete span."""
 
     event: Event
-    """The begin, or the only event there is: gives name, ids and identity."""
+    """The begin, or the only event seen: has name, ids and identity."""
     start_ns: int
-    """ns since 1970, as is `end_ns`."""
+    """ns since 1970, like `end_ns`."""
     end_ns: int
     outcome: str
     attrs: Mapping[str, Any]
-    """Of begin and end together; the end's word counts."""
+    """Attributes of begin and end; the end's take precedence."""
     truncated: bool
-    """Begin or end was never seen."""
+    """Begin or end is missing."""
 
 
 def trace_id(event: Event) -> int:
-    """The W3C trace id, never 0. Without a valid one, all events of an attempt share one made from its name."""
+    """The W3C trace id, never 0. If it is invalid, all events of an attempt share one derived from its name."""
     if _TRACE.fullmatch(event.trace):
         return int(event.trace, 16)
     return _made_id(f"{event.job}\0{event.attempt}", 16)
 
 
 def span_id(text: str) -> int:
-    """The span id, never 0. An invalid text gives the same made-up id each time, so that parents are still found."""
+    """The span id, never 0. Equal invalid texts give equal ids, so that parents are still found."""
     return int(text, 16) if _SPAN.fullmatch(text) else _made_id(text, 8)
 
 
@@ -61,10 +61,10 @@ class Pairing:
         self._last_ns: dict[tuple[str, int, str], int] = {}
 
     def feed(self, events: Iterable[Event]) -> list[Finished]:
-        """The spans that these events finish, in the order of their ends."""
+        """The spans that these events complete, in the order of their ends."""
         finished = []
         for event in events:
-            self._saw(event)
+            self._note_time(event)
             key = (event.trace, event.span)
             if event.phase == INSTANT:
                 if event.stage != ALIVE:
@@ -78,7 +78,7 @@ class Pairing:
         return finished
 
     def finish(self) -> list[Finished]:
-        """Close what is open at the last moment that its node was heard of."""
+        """Close open spans at the time of their node's last event."""
         finished = []
         for begin in self._open.values():
             last_ns = self._last_ns.get(_place(begin), begin.mono_ns)
@@ -87,7 +87,7 @@ class Pairing:
         self._open.clear()
         return finished
 
-    def _saw(self, event: Event) -> None:
+    def _note_time(self, event: Event) -> None:
         place = _place(event)
         known_ns = self._last_ns.get(place)
         if known_ns is None and len(self._last_ns) >= MAX_NODES:
@@ -96,7 +96,7 @@ class Pairing:
 
 
 def _place(event: Event) -> tuple[str, int, str]:
-    """A node within an attempt: the extent of one monotonic clock."""
+    """A node in an attempt: the scope of one monotonic clock."""
     return event.job, event.attempt, event.node
 
 

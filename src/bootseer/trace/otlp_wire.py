@@ -1,9 +1,9 @@
-"""Send finished spans to an OTLP/HTTP endpoint, with the OpenTelemetry library.
+"""Send finished spans to an OTLP/HTTP endpoint with the OpenTelemetry library.
 
-The only module that imports opentelemetry; it is an optional extra, so only `trace.otlp` imports this module, when
-an exporter is made. The library batches, encodes, compresses, finds certificates and repeats within its timeout; what
-it does not tell (the last status, spans that the endpoint refused, a Retry-After beyond its timeout) is seen by a
-transport adapter below it.
+The only module that imports opentelemetry, which is an optional extra: only `trace.otlp` imports this module, when an
+exporter is created. The library batches, encodes, compresses, finds certificates and retries within its timeout; a
+transport adapter below it sees what it does not report (the last status, refused spans, a Retry-After beyond its
+timeout).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bootseer.trace.event import FAILED, INSTANT, OK, encodable
 from bootseer.trace.otlp_spans import Finished, span_id, trace_id
 
 _TRY_AGAIN = frozenset({429, 502, 503, 504})
-"""What the OTLP specification calls retryable; every other answer stays what it is."""
+"""Retryable statuses in the OTLP specification."""
 _MAX_RETRY_AFTER_S = 3600.0
 _BATCH = 512
 _GATHER_S = 2.0
@@ -41,58 +41,61 @@ _INT64 = 2**63
 _STATUS = {OK: StatusCode.OK, FAILED: StatusCode.ERROR}
 _SCOPE = InstrumentationScope("bootseer")
 
-# Without a handler of its own the library's warnings would appear on the stderr of the training job.
+# Without a handler the library's warnings would appear on the training job's stderr.
 logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
 
 class Delivery(SpanExporter):
-    """Sends batches to one endpoint with the library's exporter, and counts what becomes of them."""
+    """Sends batches to one endpoint with the library's exporter, and counts the results."""
 
     def __init__(self, url: str) -> None:
-        """Headers and timeout come from `OTEL_EXPORTER_OTLP_*`. Raises what the library raises."""
+        """Headers and timeout come from `OTEL_EXPORTER_OTLP_*`. Raises the library's exceptions."""
         self.exported = 0
         self.last_error = ""
-        self._gate = _Gate()
+        self._transport = _Transport()
         session = requests.Session()
         for scheme in ("http://", "https://"):
-            session.mount(scheme, self._gate)
+            session.mount(scheme, self._transport)
         self._exporter = OTLPSpanExporter(endpoint=url, session=session)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Deliver a batch, in the processor's thread. The library repeats within its timeout; a batch that it gave up
-        because it was to wait for longer is tried once more, when the endpoint wants it."""
+        """Deliver a batch, in the processor's thread.
+
+        The library retries within its timeout; a batch that it abandoned because of a long Retry-After is tried once
+        more after that.
+        """
         for _ in range(2):
-            self._gate.reset()
+            self._transport.reset()
             result = self._exporter.export(spans)
-            status = self._gate.status
-            # The library takes a redirection for success, which delivers nothing.
+            status = self._transport.status
+            # The library takes a redirect for success, although nothing is delivered.
             if result is SpanExportResult.SUCCESS and status is not None and status < 300:
-                rejected = min(self._gate.num_rejected, len(spans))
+                rejected = min(self._transport.num_rejected, len(spans))
                 self.exported += len(spans) - rejected
                 self.last_error = f"{rejected} spans of a batch were refused" if rejected else ""
                 return result
-            self.last_error = f"HTTP {status}" if status is not None else self._gate.error or "no answer"
-            if self._gate.stopped.is_set() or not self._gate.must_wait:
+            self.last_error = f"HTTP {status}" if status is not None else self._transport.error or "no answer"
+            if self._transport.stopped.is_set() or not self._transport.must_wait:
                 break
         return SpanExportResult.FAILURE
 
-    def give_up(self) -> None:
-        """End waits, so that the processor's thread comes to its end."""
-        self._gate.stopped.set()
+    def abort(self) -> None:
+        """End waits, so that the processor's thread ends."""
+        self._transport.stopped.set()
 
     def shutdown(self) -> None:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
-def batches(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
-    """The SDK's thread that delivers spans some seconds after they came: not of all nodes in the same second."""
+def batch_processor(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
+    """The SDK's thread that delivers spans some seconds later, at different times on different nodes."""
     delay_ms = 1000 * _GATHER_S * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load, guards nothing
     batch = min(_BATCH, max_queue)
     return BatchSpanProcessor(delivery, max_queue, delay_ms, batch)
 
 
-class _Gate(HTTPAdapter):
-    """Sees every request and answer of the library; holds requests back while Retry-After asks for it."""
+class _Transport(HTTPAdapter):
+    """Sees every request and answer of the library; delays requests while a Retry-After is in force."""
 
     def __init__(self) -> None:
         super().__init__(max_retries=0)
@@ -107,7 +110,7 @@ class _Gate(HTTPAdapter):
 
     @property
     def must_wait(self) -> bool:
-        """Whether the endpoint has asked for a pause that is not over."""
+        """Whether a Retry-After is in force."""
         return time.monotonic() < self._not_before
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
@@ -128,7 +131,7 @@ class _Gate(HTTPAdapter):
 
 
 def _retry_after_s(text: str) -> float:
-    """Seconds to wait, 0 when the header tells none; both forms of RFC 9110, bounded to an hour."""
+    """Seconds to wait, 0 without a valid header; both forms of RFC 9110, at most an hour."""
     try:
         wait_s = float(text) if text.strip().isdecimal() else parsedate_to_datetime(text).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
@@ -144,7 +147,7 @@ def _num_rejected(content: bytes) -> int:
 
 
 def span(finished: Finished) -> ReadableSpan:
-    """The span in the library's form."""
+    """The span in the library's type."""
     event = finished.event
     trace = trace_id(event)
     attributes = {encodable(key): _value(value) for key, value in finished.attrs.items() if value is not None}
@@ -154,7 +157,7 @@ def span(finished: Finished) -> ReadableSpan:
     if finished.truncated:
         attributes["bootseer.truncated"] = True
     code = _STATUS.get(finished.outcome, StatusCode.UNSET)
-    # Only an error may carry a description.
+    # Only errors may have a description.
     description = encodable(str(finished.attrs.get("error", ""))) if code is StatusCode.ERROR else None
     return ReadableSpan(
         name=encodable(event.stage),
@@ -188,7 +191,7 @@ def _resource(job: str, attempt: int, restart: int, kind: str, node: str) -> Res
 
 
 def _time(ns: int) -> int:
-    """OTLP has unsigned 64-bit times; a clock before 1970 must not cost the batch."""
+    """OTLP has unsigned 64-bit times; a clock before 1970 must not lose the batch."""
     return min(max(ns, 0), _INT64 - 1)
 
 

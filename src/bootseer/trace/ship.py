@@ -1,12 +1,11 @@
-"""Send the events of spools to the service (`bootseer serve`), beside the job and never in its way.
+"""Send the events of spools to the service (`bootseer serve`) without disturbing the job.
 
-The spool comes first: events are written there whatever becomes of the service, and what the service has not taken is
-sent later, by the next one that looks: `bootseer run` while its command runs, `bootseer ship` after it, the agent of
-the node. A hidden file in the folder, `.shipped`, says how far each of its files was sent. Of several senders the one
-that holds its lock sends; where nodes share a spool folder, that is one for all of them.
+Events are written to the spool first, whether or not the service can be reached; the next sender sends what the service
+has not accepted: `bootseer run` while its command runs, `bootseer ship` afterwards, or the node's agent.
 
-A batch is written down before it is sent: which bytes of which files, and its number. After a crash the same bytes are
-sent under the same number, which the service knows again. Only lines that are events leave the node.
+The hidden file `.shipped` in a folder records how far each file was sent. Its lock selects one of several senders, also
+of nodes that share a spool folder. A batch is recorded before it is sent: its byte ranges and its number. After a crash
+the same bytes are sent with the same number, which the service recognises. Only lines with events leave the node.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
 
 BATCH_BYTES: Final = 1 << 20
-"""Of lines in a request, before they are packed."""
+"""Size of a request's lines before compression."""
 LINES: Final = "/v1/lines"
 TOKEN: Final = "BOOTSEER_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FILE: Final = "BOOTSEER_SERVICE_TOKEN_FILE"  # noqa: S105
@@ -53,7 +52,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Target(NamedTuple):
-    """Where lines go. Never shown as a whole: it holds the token."""
+    """The service's address. Never shown as a whole: it contains the token."""
 
     secure: bool
     host: str
@@ -63,10 +62,10 @@ class Target(NamedTuple):
 
 
 def target(url: str, env: Mapping[str, str]) -> Target:
-    """The service at `url` (empty: `BOOTSEER_SERVICE`), with the token of `BOOTSEER_SERVICE_TOKEN` or of the file that
-    `BOOTSEER_SERVICE_TOKEN_FILE` names.
+    """The service at `url` (empty: `BOOTSEER_SERVICE`), with the token in `BOOTSEER_SERVICE_TOKEN` or in the file
+    `BOOTSEER_SERVICE_TOKEN_FILE`.
 
-    Raises `UsageError` for what is not an http or https URL, and for a token's file that others may read.
+    Raises `UsageError` for other URLs than http and https, and for a token file that others may read.
     """
     given = (url or env.get(SERVICE, "")).strip()
     try:
@@ -100,22 +99,22 @@ def _token(env: Mapping[str, str]) -> str:
 
 
 class Link:
-    """The connection to a service, for one thread, with the pauses that its answers ask for."""
+    """The connection to a service, for one thread; keeps the pauses requested by the service."""
 
     def __init__(self, where: Target, timeout_s: float = _REQUEST_S) -> None:
         self.problem = ""
         """Why the last request failed; empty after a success, and before the first."""
         self.is_refused = False
-        """The service answers and does not want what this sender has: trying again soon helps nothing."""
+        """The service refuses this sender's data: retrying soon is useless."""
         self.not_before = 0.0
-        """By the monotonic clock: until then nothing is to be sent."""
+        """Earliest time of the next request, on the monotonic clock."""
         self.batches = 0
-        """That the service has accepted."""
+        """Number of accepted batches."""
         self.next_s = 2.0
-        """In how many seconds the service wants to hear of this sender again."""
+        """Seconds until the service expects the next request."""
         self.last_s: float | None = None
-        """What the last request took that the service accepted."""
-        self._asked: object = None
+        """Duration of the last accepted request."""
+        self._wanted_stacks: object = None
         self._sampler: Sampler | None = None
         self._where = where
         self._timeout_s = timeout_s
@@ -123,7 +122,8 @@ class Link:
         self._connection: http.client.HTTPConnection | None = None
 
     def send(self, lines: bytes, sender: str, sequence: int | None, more: Mapping[str, str] | None = None) -> bool:
-        """Send a batch; whether the service has it for good. Never raises; `not_before` says when to try again."""
+        """Send a batch; returns whether the service has stored it. Never raises; `not_before` has the time of the next
+        try."""
         began_s = time.monotonic()
         packer = zlib.compressobj(6, wbits=31)
         body = packer.compress(lines) + packer.flush()
@@ -136,7 +136,7 @@ class Link:
             status, retry_after, message = self._post(body, headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.is_refused = False
-            self._failed(str(error) or type(error).__name__, None)
+            self._note_failure(str(error) or type(error).__name__, None)
             return False
         if status in (200, 202):
             self.problem, self.is_refused, self._pause_s = "", False, _FIRST_PAUSE_S
@@ -144,13 +144,13 @@ class Link:
             self.batches += 1
             return True
         self.is_refused = status < 500 and status not in (408, 429)
-        self._failed(f"HTTP {status}{': ' if message else ''}{message}", retry_after)
+        self._note_failure(f"HTTP {status}{': ' if message else ''}{message}", retry_after)
         return False
 
     def _post(self, body: bytes, headers: Mapping[str, str]) -> tuple[int, float | None, str]:
         is_new = self._connection is None
         try:
-            connection = self._connection = self._connection or self._connected()
+            connection = self._connection = self._connection or self._connect()
             connection.request("POST", self._where.path + LINES, body, dict(headers))
             with connection.getresponse() as response:
                 content = response.read(65_536)
@@ -159,26 +159,26 @@ class Link:
                     self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
                 if response.will_close or response.read(1):
                     self.close()
-                answer = _decoded(content)
-                self._asked = answer.get("stacks")
-                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error(answer)
+                answer = _decode_object(content)
+                self._wanted_stacks = answer.get("stacks")
+                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error_text(answer)
         except (ConnectionError, http.client.BadStatusLine):
             self.close()
             if is_new:
                 raise
-            return self._post(body, headers)  # it was kept for the next request, and the service has closed it
+            return self._post(body, headers)  # the service has closed a kept-alive connection
         except BaseException:
             self.close()
             raise
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         where = self._where
         if not where.secure:
             return http.client.HTTPConnection(where.host, where.port, timeout=self._timeout_s)
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(where.host, where.port, timeout=self._timeout_s, context=context)
 
-    def _failed(self, why: str, retry_after_s: float | None) -> None:
+    def _note_failure(self, why: str, retry_after_s: float | None) -> None:
         self.problem, self.last_s = why, None
         pause_s = _REFUSED_PAUSE_S if self.is_refused else self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -187,24 +187,24 @@ class Link:
         self.not_before = time.monotonic() + pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load
 
     def send_stacks(self, sender: str) -> None:
-        """Send the stacks of late processes of this node that the last answer asked for. Never raises."""
-        if not self._asked:
+        """Send the stacks of this node's late processes that the last answer requested. Never raises."""
+        if not self._wanted_stacks:
             return
-        from bootseer.trace.stacks import Sampler, read_wanted
+        from bootseer.trace.stacks import Sampler, read_requests
 
         self._sampler = self._sampler or Sampler()
-        wanted, self._asked = read_wanted(self._asked), None
+        wanted, self._wanted_stacks = read_requests(self._wanted_stacks), None
         for line in self._sampler.lines(wanted):
             self.send(line, sender, None)
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
-def _decoded(body: bytes) -> dict[str, object]:
+def _decode_object(body: bytes) -> dict[str, object]:
     with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(body)
         if isinstance(document, dict):
@@ -212,13 +212,13 @@ def _decoded(body: bytes) -> dict[str, object]:
     return {}
 
 
-def _error(answer: Mapping[str, object]) -> str:
+def _error_text(answer: Mapping[str, object]) -> str:
     error = answer.get("error")
     return "".join(letter for letter in error[:200] if letter.isprintable()) if isinstance(error, str) else ""
 
 
 class _Part(NamedTuple):
-    """Bytes of a file that belong to a batch."""
+    """A byte range of a file in a batch."""
 
     name: str
     inode: int
@@ -233,7 +233,7 @@ class Shipper:
         self.folder = folder
         self._link = link
         self._positions = -1
-        """Descriptor of `.shipped`, locked; -1 while another one sends."""
+        """Descriptor of `.shipped`, locked; -1 while another process sends."""
         self._is_open = False
         self._sender = ""
         self._sequence = 0
@@ -241,20 +241,18 @@ class Shipper:
         self._pending: list[_Part] = []
 
     def step(self) -> bool:
-        """Send one batch, if there is one and the service may be asked; whether it was sent, so that there may be more.
-
-        Never raises.
-        """
-        if time.monotonic() < self._link.not_before or not self._opened():
+        """Send one batch, if there is one and the service may be called; returns whether one was sent, so that there
+        may be more. Never raises."""
+        if time.monotonic() < self._link.not_before or not self._acquire():
             return False
         try:
             if not self._pending:
-                self._pending = self._gathered()
+                self._pending = self._gather()
                 if not self._pending:
                     return False
             lines = b"".join(self._lines(part) for part in self._pending)
         except OSError:
-            return False  # the next look tries again
+            return False  # retried at the next call
         if lines:
             self._save()
             if not self._link.send(lines, self._sender, self._sequence):
@@ -273,9 +271,9 @@ class Shipper:
         return bool(self._pending)
 
     def all_sent(self) -> bool:
-        """Whether the service has everything that is in the folder now; False while another one sends it."""
+        """Whether the service has everything in the folder; False while another process sends it."""
         try:
-            return self._opened() and not self._pending and not self._gathered()
+            return self._acquire() and not self._pending and not self._gather()
         except OSError:
             return True  # it is gone
 
@@ -285,7 +283,7 @@ class Shipper:
             os.close(self._positions)
         self._positions, self._is_open = -1, False
 
-    def _opened(self) -> bool:
+    def _acquire(self) -> bool:
         """Take the lock, and read how far it was sent. Where nothing can be written, it is sent from the beginning."""
         if self._is_open:
             return True
@@ -335,7 +333,7 @@ class Shipper:
             os.pwrite(self._positions, data, 0)
             os.ftruncate(self._positions, len(data))
 
-    def _gathered(self) -> list[_Part]:
+    def _gather(self) -> list[_Part]:
         """What is new, up to the size of a batch. Raises `OSError` for a folder that is gone."""
         parts: list[_Part] = []
         room = BATCH_BYTES
@@ -415,7 +413,7 @@ def event_lines(data: bytes) -> Iterator[bytes]:
                 yield line + b"\n"
 
 
-def of_log(job: str) -> dict[str, str]:
+def log_headers(job: str) -> dict[str, str]:
     """The headers of a batch of a job's own log."""
     return {"X-Bootseer-Kind": "log", "X-Bootseer-Job": quote(job)}
 

@@ -1,7 +1,7 @@
-"""Where event lines go: a spool file, stderr, or several sinks at once.
+"""Destinations of event lines: a spool file, stderr, or several sinks.
 
-A sink takes one complete line and never raises: a full disk or a closed pipe costs events, which are counted,
-and never the job.
+A sink takes a complete line and never raises: a full disk or a closed pipe loses events, which are counted, but never
+stops the job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from _thread import RLock  # threading's own, without its 1.5 ms in front of every job
+from _thread import RLock  # threading's own, without the 1.5 ms of its import in front of every job
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,26 +25,26 @@ class Sink(Protocol):
 
     @property
     def lost(self) -> int:
-        """Lines that could not be written."""
+        """Number of lines that could not be written."""
 
     def write(self, line: bytes) -> None:
-        """Take one line that ends in a newline. Never raises, never blocks for long."""
+        """Write a line that ends in a newline. Never raises, never blocks for long."""
 
     def close(self) -> None:
-        """Release what is held; a later write may open it again."""
+        """Release resources; a later write may acquire them again."""
 
 
 def safe_name(text: str) -> str:
-    """A file name made of `text`: no separators, no hidden files, at most 80 characters."""
+    """A file name derived from `text`: no separators, not hidden, at most 80 characters."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:80].lstrip(".")
     return name or "unnamed"
 
 
 class SpoolSink:
-    """An append-only file for this process alone, opened at the first event.
+    """An append-only file of this process, opened at the first event.
 
-    One `write(2)` per line: what was written is in the page cache and survives `kill -9`. A line that the disk
-    took only in part is closed by a newline before the next one, so that one full disk costs one event.
+    One `write(2)` per line: written lines are in the page cache and survive `kill -9`. A partially written line is
+    ended by a newline before the next one, so that a full disk loses only that event.
     """
 
     def __init__(self, folder: str, node: str) -> None:
@@ -63,7 +63,7 @@ class SpoolSink:
     def write(self, line: bytes) -> None:
         with self._lock:
             try:
-                if self._pid != os.getpid():  # first use, or a fork: a file has one writer
+                if self._pid != os.getpid():  # first use, or after a fork: a file has one writer
                     self._open()
                 data = b"\n" + line if self._torn else line
                 written = os.write(self._fd, data)
@@ -75,10 +75,10 @@ class SpoolSink:
                 self.lost += self._torn
 
     def _open(self) -> None:
-        self._pid, self._fd = 0, -1  # the parent's descriptor stays the parent's
+        self._pid, self._fd = 0, -1  # the parent's descriptor stays open in the parent
         folder = self._folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        # Events are their user's; the set-group-ID bit says that a group is to read them.
+        # Events are private to their user; the set-group-ID bit lets a group read them.
         mode = 0o640 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
         name = f"{self._node}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -94,7 +94,7 @@ class SpoolSink:
 
 
 class StderrSink:
-    """File descriptor 2: events travel with the job's own log, to wherever that is collected."""
+    """File descriptor 2: events are in the job's own log, wherever that is collected."""
 
     def __init__(self) -> None:
         self.lost = 0

@@ -1,7 +1,7 @@
-"""Follow a spool folder: the events that were written since the last look.
+"""Follow a spool folder: events written since the last poll.
 
-Files appear and grow while we read; their last line may be half written. `bootseer run` polls from a thread and feeds
-`trace.otlp` with what comes. No file is held open between two looks.
+Files appear and grow meanwhile; their last line may be incomplete. `bootseer run` polls in a thread and passes the
+events to `trace.otlp`. No file stays open between polls.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from bootseer.trace.event import MAX_READ_BYTES, Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX
 
 _MAX_BYTES_PER_LOOK = 1 << 20
-"""Of one file: a look stays short however much was written meanwhile; the rest comes with the next one."""
+"""Limit per file and poll, so that a poll stays short; the rest follows in the next one."""
 
 
 @dataclass(slots=True)
 class _Position:
-    """How far one file was read. `inode` tells a new file of the same name."""
+    """How far a file was read. `inode` detects a new file of the same name."""
 
     inode: int
     offset: int
     skipping: bool = False
-    """Inside a line too long to be an event, up to its newline."""
+    """In a line too long for an event, until its newline."""
 
 
 class SpoolTail:
@@ -35,10 +35,10 @@ class SpoolTail:
         self._files: dict[str, _Position] = {}
 
     def poll(self, *, last: bool = False) -> list[Event]:
-        """Events of the lines completed since the last call, file by file; empty when there are none.
+        """Events of the lines completed since the last call, file by file.
 
-        A folder or file that is not there (yet) gives nothing. With `last` everything is read to its end, lines
-        without a newline too: their writers are gone. Never raises.
+        A missing folder or file gives none. With `last` everything is read to its end, including incomplete lines:
+        their writers have ended. Never raises.
         """
         events: list[Event] = []
         listing = self._listing()
@@ -57,7 +57,7 @@ class SpoolTail:
         return events
 
     def _listing(self) -> list[tuple[str, int, int]]:
-        """Name, inode and size of the spool files. Links, pipes and folders of that name do not count."""
+        """Name, inode and size of the spool files. Links, pipes and folders are ignored."""
         found = []
         try:
             with os.scandir(self._folder) as entries:
@@ -73,7 +73,7 @@ class SpoolTail:
         try:
             data = self._bytes(name, position.offset)
         except OSError:
-            return  # the next look tries again
+            return  # retried at the next poll
         complete = data.rfind(b"\n") + 1
         at_end = len(data) < _MAX_BYTES_PER_LOOK
         if not complete:

@@ -1,4 +1,4 @@
-"""Where the events of jobs lie on this machine: `<root>/<job>/attempt-<n>/<node>.<pid>.<time>.events`."""
+"""Location of events on this machine: `<root>/<job>/attempt-<n>/<node>.<pid>.<time>.events`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def default_root(env: Mapping[str, str]) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """32 hex digits that tell texts apart, the same on every node. No secret hangs on it, and hashlib takes 3 ms."""
+    """32 hex digits for a text, equal on every node. Not cryptographic: importing hashlib takes 3 ms."""
     number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
     return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
 
 
 def folder_name(job: str) -> str:
-    """The name of a job's folder: what no file may be called is replaced, and a digest tells such jobs apart."""
+    """The name of a job's folder: invalid characters are replaced, and a digest distinguishes such jobs."""
     safe = safe_name(job)
     return safe if safe == job else f"{safe[:80]}-{fingerprint(job)[:8]}"
 
 
 def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
-    """The folder for an attempt's events and its number; without one, the first that was never used here.
+    """The folder for an attempt's events and its number; by default the first one that was never used here.
 
-    The root may be shared by users: the job's folder is this user's, who alone may write to it, and members of the
-    root's group may read it where the root has the set-group-ID bit. Raises `OSError` and `BootseerError`.
+    The root may be shared by users: the job's folder belongs to this user, who alone may write to it, and the root's
+    group may read it if the root has the set-group-ID bit. Raises `OSError` and `BootseerError`.
     """
     name = folder_name(job)
     path = os.path.join(os.path.abspath(root), name)
@@ -59,7 +59,7 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
         if attempt is not None:
             try:
                 os.mkdir(name, mode, dir_fd=folder)
-            except FileExistsError:  # another node's, or a link: then it cannot be opened
+            except FileExistsError:  # created by another node, or a link: then opening fails
                 os.close(os.open(name, _FOLDER, dir_fd=folder))
     finally:
         os.close(folder)
@@ -67,7 +67,7 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
 
 
 def _open_root(root: str) -> int:
-    if os.geteuid() == 0:  # which gives folders below away, to the user of a container
+    if os.geteuid() == 0:  # root gives subfolders to the user of a container
         return open_trusted(root, shared=True, otherwise=_OTHERWISE)
     os.makedirs(root, mode=0o700, exist_ok=True)
     return os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -75,11 +75,13 @@ def _open_root(root: str) -> int:
 
 def _new_attempt(folder: int, path: str, mode: int) -> int:
     names = [name.removeprefix(_ATTEMPT) for name in os.listdir(folder) if name.startswith(_ATTEMPT)]
-    # A given number may be huge; counting goes on below it.
+    # A given number may be huge; automatic numbers stay below it.
     used = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 6]
     for number in range(max(used, default=-1) + 1, _MAX_ATTEMPTS):
         try:
-            os.mkdir(f"{_ATTEMPT}{number}", mode, dir_fd=folder)  # mkdir is the lock: two runs at once get two numbers
+            os.mkdir(
+                f"{_ATTEMPT}{number}", mode, dir_fd=folder
+            )  # mkdir is the lock: concurrent runs get different numbers
         except FileExistsError:
             continue
         return number
@@ -87,8 +89,8 @@ def _new_attempt(folder: int, path: str, mode: int) -> int:
 
 
 def find_job(root: str, job: str) -> str | None:
-    """The folder of a job's events, if there is one: by its whole name, as earlier versions called the folder, or by
-    one half of Slurm's NAME-ID, the latest of these."""
+    """The folder of a job's events, or None: by its full name, by the folder name of earlier versions, or by one part
+    of Slurm's NAME-ID (the latest)."""
     for name in (folder_name(job), safe_name(job)):
         if os.path.isdir(os.path.join(root, name)):
             return os.path.join(root, name)
@@ -101,7 +103,7 @@ def find_job(root: str, job: str) -> str | None:
 
 
 def job_names(root: str) -> list[str]:
-    """The jobs that have run here, as their folders are called, the latest first."""
+    """The jobs of this machine by folder name, the latest first."""
     with suppress(OSError), os.scandir(root) as entries:
         folders = [entry for entry in entries if entry.name.isprintable() and entry.is_dir()]
         return [entry.name for entry in sorted(folders, key=lambda entry: -entry.stat().st_mtime_ns)]
@@ -109,7 +111,7 @@ def job_names(root: str) -> list[str]:
 
 
 def newest_attempt(folder: str) -> str:
-    """The attempt of a job that was begun last, or the folder itself when there is none."""
+    """A job's attempt that began last, or the folder itself if there is none."""
     with suppress(OSError), os.scandir(folder) as entries:
         found = [entry for entry in entries if entry.name.startswith(_ATTEMPT) and entry.is_dir()]
         return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else folder
@@ -117,7 +119,7 @@ def newest_attempt(folder: str) -> str:
 
 
 def latest(root: str) -> str | None:
-    """The attempt that was written to last."""
+    """The attempt with the latest write."""
     from pathlib import Path
 
     files = [path for path in Path(root).glob(f"*/{_ATTEMPT}*/*{SUFFIX}") if path.is_file()]

@@ -1,8 +1,8 @@
-"""Where a process stands that is late: its Python stack, which the service asks for and py-spy takes.
+"""Python stacks of late processes, requested by the service and sampled by py-spy.
 
-The service names a process in its answer to a batch (`Wanted`); the sender of the node it runs on looks for it. Only a
-process that has `BOOTSEER_STACKS=1` and the job in its own environment is looked at, which only its user and root can
-read. It is not stopped meanwhile, and no values of variables are read: functions, files' names and lines alone. Each
+The service names a process in its answer to a batch (`StackRequest`); the sender on that node looks for it. Only
+processes with `BOOTSEER_STACKS=1` and the job in their own environment, which only their user and root can read, are
+sampled. The process is not stopped, and values of variables are not read: only functions, file names and lines. Each
 process is sampled once.
 """
 
@@ -23,18 +23,18 @@ from bootseer.trace.event import INSTANT, STACK, Event, encode
 from bootseer.trace.identity import Identity, discover
 
 SWITCH: Final = "BOOTSEER_STACKS"
-MOST: Final = 8
-"""Processes of a start that are asked for."""
+MAX_REQUESTS: Final = 8
+"""Maximum number of requested processes of a start."""
 _ANOTHER: Final = "newest process of the job"
 _LIMIT_S: Final = 10.0
 _TRIES: Final = 3
-_MOST_BYTES: Final = 1000
-"""Of a stack, from the innermost frame on: an event holds no more."""
-_MOST_ENVIRONMENT: Final = 1 << 20
+_MAX_STACK_BYTES: Final = 1000
+"""Limit for a stack, from the innermost frame on, so that it fits into an event."""
+_MAX_ENVIRONMENT_BYTES: Final = 1 << 20
 
 
-class Wanted(NamedTuple):
-    """A process that is late."""
+class StackRequest(NamedTuple):
+    """A late process whose stack is requested."""
 
     job: str
     attempt: int
@@ -43,38 +43,40 @@ class Wanted(NamedTuple):
     rank: int
     stage: str
     pid: int
-    """As the process itself knows it, in its own namespace."""
+    """Process id in the process's own namespace."""
 
 
-def read_wanted(stacks: object) -> list[Wanted]:
-    """What a service's answer names; what is damaged is left out."""
+def read_requests(stacks: object) -> list[StackRequest]:
+    """The requests in a service's answer; invalid ones are skipped."""
     found = []
-    for one in stacks[:MOST] if isinstance(stacks, list) else ():
+    for one in stacks[:MAX_REQUESTS] if isinstance(stacks, list) else ():
         with contextlib.suppress(LookupError, TypeError, ValueError):
             number = {name: int(one[name]) for name in ("attempt", "restart", "rank", "pid")}
-            found.append(Wanted(job=str(one["job"]), node=str(one["node"]), stage=str(one["stage"]), **number))
+            found.append(StackRequest(job=str(one["job"]), node=str(one["node"]), stage=str(one["stage"]), **number))
     return found
 
 
 def program() -> str | None:
-    """Where py-spy is: beside this Python, or in the search path."""
+    """The path of py-spy: beside this Python, or on PATH."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
 class Sampler:
-    """Takes stacks on this node; knows which processes it has looked at."""
+    """Takes stacks on this node, once for each process."""
 
     def __init__(self) -> None:
         self._sampled: set[tuple[str, int, int, int]] = set()
 
-    def lines(self, wanted: Sequence[Wanted]) -> Iterator[bytes]:
-        """An event line for each process that is here and was not sampled yet. Takes up to 10 s: what is left then is
-        asked for again. Never raises `OSError`."""
+    def lines(self, wanted: Sequence[StackRequest]) -> Iterator[bytes]:
+        """An event line for each requested process of this node that was not sampled yet.
+
+        Takes up to 10 s; the service requests the remaining ones again. Never raises `OSError`.
+        """
         until_s = time.monotonic() + _LIMIT_S
         for one in wanted:
             if time.monotonic() > until_s:
                 break
-            found, is_it = self._found(one)
+            found, is_it = self._find_processes(one)
             if not found:
                 continue
             text, why_not = sample(found, until_s - time.monotonic())
@@ -85,18 +87,18 @@ class Sampler:
                       phase=INSTANT, span=os.urandom(8).hex(), attempt=one.attempt, restart=one.restart, attrs=attrs)
             )  # fmt: skip
 
-    def _found(self, wanted: Wanted) -> tuple[list[int], bool]:
-        """The process, and True; where it is a program that tells of the stage of others, the job's newest ones here,
+    def _find_processes(self, wanted: StackRequest) -> tuple[list[int], bool]:
+        """The process, and True; or for a program that reports the stage of others, the job's newest processes here,
         and False."""
         exact, others = [], []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            identity = _owner_agrees(pid)
+            identity = _identity_of(pid)
             if identity is None or (identity.job, identity.node) != (wanted.job, wanted.node):
                 continue
             if identity.attempt not in (None, wanted.attempt):
                 continue
             key = (wanted.job, wanted.attempt, wanted.restart, pid)
-            begun, inner = _begun(pid)
+            begun, inner = _start_and_inner_pid(pid)
             if inner != wanted.pid:
                 others.append((begun, pid, key))
             elif key in self._sampled:
@@ -110,19 +112,19 @@ class Sampler:
         return [pid for _, pid, _ in chosen], bool(exact)
 
 
-def _owner_agrees(pid: int) -> Identity | None:
-    """Whose a process is by its environment, if that says that its stack may be told."""
+def _identity_of(pid: int) -> Identity | None:
+    """The identity of a process by its environment, if that permits sampling."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            data = file.read(_MOST_ENVIRONMENT)
-    except OSError:  # another user's, or gone
+            data = file.read(_MAX_ENVIRONMENT_BYTES)
+    except OSError:  # another user's, or ended
         return None
     env = dict(os.fsdecode(word).partition("=")[::2] for word in data.split(b"\0"))
     return discover(env, hostname=os.uname().nodename) if env.get(SWITCH) == "1" else None
 
 
-def _begun(pid: int) -> tuple[int, int]:
-    """When a process began, in ticks, and its number in its own namespace."""
+def _start_and_inner_pid(pid: int) -> tuple[int, int]:
+    """Start time of a process in ticks, and its id in its own namespace."""
     try:
         stat, status = Path(f"/proc/{pid}/stat").read_bytes(), Path(f"/proc/{pid}/status").read_text("ascii", "replace")
         spaces = next((line for line in status.splitlines() if line.startswith("NSpid:")), "")
@@ -132,7 +134,7 @@ def _begun(pid: int) -> tuple[int, int]:
 
 
 def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
-    """The stack of the first of these processes that has one; else why there is none."""
+    """The stack of the first of these processes that has one; else an error text."""
     until_s = time.monotonic() + limit_s
     spy, why = program(), "py-spy is not installed on the node"
     for pid in pids if spy is not None else ():
@@ -158,7 +160,7 @@ def _stack_text(threads: Sequence[Mapping[str, Any]], pid: int) -> str:
     text = ""
     for frame in frames:
         one = f"{' < ' * bool(text)}{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
-        if len((text + one).encode()) > _MOST_BYTES:
+        if len((text + one).encode()) > _MAX_STACK_BYTES:
             break
         text += one
     return text

@@ -1,11 +1,11 @@
-"""Send logs that still grow to the service, each as one stream of batches, also across rotation and a crash.
+"""Send growing logs to the service, each as one stream of batches that survives rotation and crashes.
 
-How far each log was sent lies in a file of this user's state. A batch is written down there before it is sent: a
-sender that was killed sends the same bytes under the same number, which the service knows again.
+A state file of the user records how far each log was sent. A batch is recorded before it is sent: after a crash the
+same bytes are sent with the same number, which the service recognises.
 
-A log is known by its first bytes, not by its name or inode: when it was renamed, or copied and cut (`copytruncate`),
-what was not sent of it is read from where it is now, and then those that came after it, by their times, each from its
-beginning: the log may have been rotated several times since the last look.
+A log is identified by its first bytes, not by its name or inode: if it was renamed, or copied and truncated
+(`copytruncate`), its remaining bytes are read at its new place, followed by newer files in the order of their times:
+the log may have been rotated several times since the last look.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _HEAD_BYTES: Final = 4096
 _MAX_STATE: Final = 64 << 20
 _PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _ROTATED: Final = re.compile(r"(.+?)[.-][0-9][0-9.-]*")
-_FORGOTTEN_S: Final = 30 * 86_400
+_MAX_AGE_S: Final = 30 * 86_400
 _SETTLED_S: Final = 2.0
 _FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A log, and how far it was sent."""
+    """A log and how far it was sent."""
 
     sender: str
     sequence: int = 0
     offset: int = 0
     head_size: int = 0
     head: int = 0
-    """Checksum of so many first bytes of the file that `offset` is in."""
+    """Checksum of the first bytes of the file that `offset` refers to."""
     inode: int = 0
     size: int = 0
-    """Of the batch that is being sent; 0 for none."""
+    """Size of the batch being sent; 0 without one."""
 
 
-def _is_it(place: str, stream: _Stream, *, same_inode: bool) -> bool:
+def _is_same_log(place: str, stream: _Stream, *, same_inode: bool) -> bool:
     """Whether the file at `place` is the one that was sent up to `offset`."""
     try:
         file = os.open(place, _FILE)
@@ -71,7 +71,7 @@ def _is_it(place: str, stream: _Stream, *, same_inode: bool) -> bool:
 
 
 def _next_inode(path: str, before: os.stat_result) -> int:
-    """That of a log's file which was written next after another one; 0 where there is none yet."""
+    """Inode of the log's file that was written next after another one; 0 if there is none yet."""
     folder, name = os.path.split(path)
     newer = []
     with os.scandir(folder) as entries:
@@ -85,8 +85,11 @@ def _next_inode(path: str, before: os.stat_result) -> int:
 
 
 def state_folder(env: Mapping[str, str]) -> Path:
-    """Where positions are kept: `$BOOTSEER_SHIP_STATE`, else a folder of this machine for root, and of the user's state
-    for others. Raises `AccessError` for one that others can change."""
+    """The folder for positions: `$BOOTSEER_SHIP_STATE`, else the machine's for root, and the user's state folder for
+    others.
+
+    Raises `AccessError` if others can change it.
+    """
     place = env.get(STATE, "")
     if not place and os.geteuid() == 0:
         place = "/var/lib/bootseer/ship"
@@ -97,64 +100,61 @@ def state_folder(env: Mapping[str, str]) -> Path:
 
 
 class Logs:
-    """Sends what is new in some logs. For one thread."""
+    """Sends new lines of logs. For one thread."""
 
     def __init__(self, places: Sequence[str], job: str, link: ship.Link, where: ship.Target, state: Path) -> None:
-        """`places`: files, which need not be there yet, and folders. With `job` all lines are sent, as its log;
-        without, those that are events.
-
-        Raises `UsageError` when another process sends the same.
-        """
+        """`places`: files, which may not exist yet, and folders. With `job` all lines are sent as its log; otherwise
+        only events. Raises `UsageError` if another process sends the same."""
         self._places = [os.path.abspath(place) for place in places]
         self._job = job
         self._link = link
-        self._more = ship.of_log(job) if job else {}
+        self._more = ship.log_headers(job) if job else {}
         about = json.dumps([where.host, where.port, where.path, job, sorted(self._places)])
         with contextlib.suppress(OSError):
             for entry in os.scandir(state):
-                if time.time() - entry.stat().st_mtime > _FORGOTTEN_S:
+                if time.time() - entry.stat().st_mtime > _MAX_AGE_S:
                     Path(entry).unlink()
         path = state / f"{fingerprint(about)[:32]}.json"
         self._positions = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if not try_flock(self._positions):
             os.close(self._positions)
             raise UsageError("another process follows the same logs for this job and service")
-        self._streams = self._loaded()
+        self._streams = self._load()
         self._lost: set[str] = set()
 
     def step(self) -> bool:
-        """Send what is new; whether there was any. Never raises."""
+        """Send new lines; returns whether there were any. Never raises."""
         any_sent = False
-        for path in list(dict.fromkeys([*self._listed(), *self._streams])):
+        for path in list(dict.fromkeys([*self._list_logs(), *self._streams])):
             stream = self._streams.get(path)
             if stream is None:
                 sender = f"{safe_name(Path(path).name)[:60]}-{os.urandom(4).hex()}"
                 stream = self._streams[path] = _Stream(sender)
             try:
-                while self._sent(path, stream):
+                while self._send_batch(path, stream):
                     any_sent = True
             except FileNotFoundError:
                 del self._streams[path]
             except OSError as error:
-                _LOG.info("%s: %s", path, error)  # the next look tries again
+                _LOG.info("%s: %s", path, error)  # retried at the next call
             if time.monotonic() < self._link.not_before:
                 break
         return any_sent
 
     def close(self) -> None:
-        """Let another one send."""
+        """Release the lock for other senders."""
         os.close(self._positions)
 
-    def _sent(self, path: str, stream: _Stream) -> bool:
-        """Send one batch of a log, if there is one; whether it was sent. Raises `OSError` for a file that is gone."""
+    def _send_batch(self, path: str, stream: _Stream) -> bool:
+        """Send the next batch of a log, if any; returns whether it was sent. Raises `OSError` if the file is gone."""
         if time.monotonic() < self._link.not_before:
             return False
-        place = self._place(path, stream)
+        place = self._find_file(path, stream)
         if place is None:
             status = os.stat(path)
             if stream.head_size:
                 _LOG.warning("%s was replaced or cut; what it had that was not sent yet is lost", path)
-                stream.sequence += bool(stream.size)  # the service may have had that batch
+                stream.sequence += bool(stream.size)  # the service may already have the batch
             stream.offset = stream.size = stream.head_size = 0
             stream.inode, place = status.st_ino, path
         file = os.open(place, _FILE)
@@ -162,15 +162,15 @@ class Logs:
             if not stream.size:
                 data = os.pread(file, ship.BATCH_BYTES, stream.offset)
                 is_over = place != path and os.path.exists(path)
-                # Its writer may not have been told of the new file yet.
+                # The writer may not have switched to the new file yet.
                 is_over = is_over and time.time() - os.fstat(file).st_mtime > _SETTLED_S
                 end = data.rfind(b"\n") + 1
                 if is_over and not data:
                     stream.offset = stream.head_size = 0
                     stream.inode = _next_inode(path, os.fstat(file))
-                    return self._sent(path, stream)
+                    return self._send_batch(path, stream)
                 if not end and not is_over and len(data) < ship.BATCH_BYTES:
-                    return False  # the line goes on
+                    return False  # the line is incomplete
                 stream.size = end or len(data)
                 stream.head_size, stream.inode = min(stream.offset + stream.size, _HEAD_BYTES), os.fstat(file).st_ino
                 stream.head = zlib.crc32(os.pread(file, stream.head_size, 0))
@@ -188,10 +188,10 @@ class Logs:
         return True
 
     @staticmethod
-    def _place(path: str, stream: _Stream) -> str | None:
-        """Where the file is that was sent up to `offset`, or is the next one: at its name, or beside it under a longer
-        one. None where it is gone."""
-        if stream.head_size and _is_it(path, stream, same_inode=True):
+    def _find_file(path: str, stream: _Stream) -> str | None:
+        """The path of the file that was sent up to `offset`, or of the next one: at its name, or beside it with a
+        longer name. None if it is gone."""
+        if stream.head_size and _is_same_log(path, stream, same_inode=True):
             return path
         folder, name = os.path.split(path)
         with os.scandir(folder) as entries:
@@ -201,12 +201,12 @@ class Logs:
         places = [entry.path for entry in found]
         for same_inode in (True, False):
             for place in sorted(places):
-                if not place.endswith(_PACKED) and _is_it(place, stream, same_inode=same_inode):
+                if not place.endswith(_PACKED) and _is_same_log(place, stream, same_inode=same_inode):
                     return place
         return None
 
-    def _listed(self) -> Iterator[str]:
-        """The logs that there are. In folders those that were packed or rotated away are left out, and hidden ones."""
+    def _list_logs(self) -> Iterator[str]:
+        """The existing logs. In folders, compressed, rotated and hidden files are skipped."""
         for place in self._places:
             if not os.path.isdir(place):
                 yield place
@@ -222,16 +222,16 @@ class Logs:
                     if not name.startswith(".") and not name.endswith(_PACKED):
                         yield path
 
-    def _loaded(self) -> dict[str, _Stream]:
+    def _load(self) -> dict[str, _Stream]:
         try:
             size = min(os.fstat(self._positions).st_size, _MAX_STATE)
             state = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
             return {path: _Stream(**stream) for path, stream in state.items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # new, or torn: what is sent again is known by its lines
+            return {}  # new, or torn: lines sent again are recognised by the service
 
     def _save(self) -> None:
         data = json.dumps({path: asdict(stream) for path, stream in self._streams.items()}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
+        with contextlib.suppress(OSError):  # disk full: a crash now sends some lines again
             os.pwrite(self._positions, data, 0)
             os.ftruncate(self._positions, len(data))

@@ -1,6 +1,6 @@
-"""The W3C trace context, as it travels in the `TRACEPARENT` environment variable.
+"""The W3C trace context in the `TRACEPARENT` environment variable.
 
-Decides and touches nothing. Source: W3C Trace Context, level 1, and OpenTelemetry's environment-variable carriers.
+Does no I/O. Source: W3C Trace Context, level 1, and OpenTelemetry's environment-variable carriers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LENGTHS = (2, 32, 16, 2)  # version, trace, span, flags
 
 
 class TraceParent(NamedTuple):
-    """The trace that we belong to and the span that caused us."""
+    """The trace that this process belongs to, and its parent span."""
 
     trace: str
     span: str
@@ -23,8 +23,8 @@ class TraceParent(NamedTuple):
 
 
 def parse(text: str) -> TraceParent | None:
-    """None for everything that the standard tells a receiver to ignore."""
-    # Without a regular expression: compiling one takes longer than all of this, in front of every job.
+    """None for values that the standard tells a receiver to ignore."""
+    # Without a regular expression: compiling one takes longer than this, in front of every job.
     fields = text.strip().split("-")
     if tuple(map(len, fields[:4])) != _LENGTHS or not all(_HEX.issuperset(field) for field in fields[:4]):
         return None

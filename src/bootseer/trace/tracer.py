@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import time
-from _thread import RLock  # threading's own, without its 1.5 ms in front of every job
+from _thread import RLock  # threading's own, without the 1.5 ms of its import in front of every job
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
@@ -55,7 +55,10 @@ class Tracer:
         mono_ns: int | None = None,
         rank: int | None = None,
     ) -> str:
-        """Write one event and return its span id. A past moment is given by `mono_ns`, by `wall_ns`, or by both."""
+        """Write one event and return its span id.
+
+        A past time is given by `mono_ns`, by `wall_ns`, or by both.
+        """
         now_wall, now_mono = time.time_ns(), time.monotonic_ns()
         if wall_ns is None:
             wall_ns = now_wall if mono_ns is None else now_wall - (now_mono - mono_ns)
@@ -89,13 +92,13 @@ class Tracer:
         return Span(self, stage_name(str(stage)), attrs or {})
 
     def environment(self, span: str = "") -> dict[str, str]:
-        """The variables that hand this trace to a child process."""
+        """The variables that pass this trace to a child process."""
         parent = span or _current.get() or self.parent
         return {traceparent.VARIABLE: str(traceparent.TraceParent(self.trace, parent))} if parent else {}
 
 
 class Span:
-    """One stage in progress. `attrs` may be added to until the end."""
+    """A running stage. `attrs` may be extended until the end."""
 
     __slots__ = ("_failed", "_stage", "_token", "_tracer", "attrs", "id")
 
@@ -130,17 +133,17 @@ class Span:
 
 
 def new_span() -> str:
-    """A fresh span id, 16 hex digits."""
+    """A new span id, 16 hex digits."""
     return os.urandom(8).hex()
 
 
 def spool_word(folder: str) -> str:
-    """The word for a spool folder in the list of sinks; its commas must not end it."""
+    """The entry for a spool folder in the list of sinks, with commas escaped."""
     return "spool:" + folder.replace("%", "%25").replace(",", "%2C")
 
 
 def open_sink(spec: str, node: str) -> Sink:
-    """The sink that a comma-separated list names: `spool:DIR`, `stderr`. Unknown words are passed over."""
+    """The sinks in a comma-separated list: `spool:DIR`, `stderr`. Unknown entries are ignored."""
     sinks: list[Sink] = []
     for word in spec.split(","):
         name, _, argument = word.strip().partition(":")
@@ -152,7 +155,7 @@ def open_sink(spec: str, node: str) -> Sink:
 
 
 def from_environment(env: Mapping[str, str]) -> Tracer | None:
-    """The tracer that `BOOTSEER_TRACE` and the launcher's variables describe; None when tracing is off."""
+    """The tracer for `BOOTSEER_TRACE` and the launcher's variables; None if tracing is off."""
     spec = env.get("BOOTSEER_TRACE", "")
     if not spec or env.get("BOOTSEER_DISABLE") == "1":
         return None
@@ -169,7 +172,7 @@ def from_environment(env: Mapping[str, str]) -> Tracer | None:
 
 
 class _Stage:
-    """What `stage()` returns: a context manager and a decorator, resolved against the process's tracer when used."""
+    """Returned by `stage()`: a context manager and a decorator, which uses the process's tracer when entered."""
 
     __slots__ = ("_attrs", "_name", "_span")
 
@@ -193,13 +196,13 @@ class _Stage:
             span.__exit__(kind, error, trace)
 
     def note(self, **attrs: object) -> None:
-        """Add facts that are known only while the stage runs; they go into its end event."""
+        """Add facts known only while the stage runs; they go into its end event."""
         if self._span is not None:
             self._span.attrs.update(attrs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function or a coroutine function. Generators come back as they are: their call does no work yet."""
-        flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # `inspect` would cost its import
+        """Wrap a function or a coroutine function. Generators are returned unchanged: their call does no work yet."""
+        flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # avoids importing `inspect`
         if flags & _COROUTINE:
             return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))
         if flags & _GENERATOR:
@@ -247,7 +250,7 @@ _lock = RLock()
 
 
 def _renew_lock() -> None:
-    """A child of `fork` has none of the threads that could release a lock it inherited."""
+    """A child of `fork` has none of the threads that could release an inherited lock."""
     global _lock
     _lock = RLock()
 
@@ -259,7 +262,7 @@ _tracer: Tracer | None = None
 
 
 def process_tracer() -> Tracer | None:
-    """The tracer of this process, made from its environment at the first call."""
+    """The tracer of this process, created from its environment at the first call."""
     global _resolved, _tracer
     if not _resolved:
         with _lock:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bootseer.env.capturing.capture import Capture, open_capture
+from bootseer.env.capturing.capture import WAYS, Capture, open_capture
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount
 from in_capture import run_in
@@ -42,14 +42,14 @@ def described(change: Any) -> dict[str, Any]:
 def report(capture: Capture, code: int) -> dict[str, Any]:
     return {
         "way": capture.way,
-        "refused": dict(capture.refused),
+        "refused": dict(capture.rejected),
         "points": capture.points,
         "notes": capture.notes,
-        "trouble": capture.trouble(),
+        "trouble": capture.failure_hint(),
         "code": code,
         "changes": {change.path: described(change) for change in capture.changes()},
         "left_out": capture.left_out.paths,
-        "missed": capture.left_out.missed,
+        "missed": capture.left_out.warnings,
     }
 
 
@@ -63,7 +63,12 @@ def main() -> None:
     said: list[str] = []
     captures = Path(spec["captures"])
     with open_capture(
-        captures, say=said.append, way=spec["way"], env=spec["env"], own=spec["own"], folders=spec["folders"]
+        captures,
+        say=said.append,
+        ways=WAYS if spec["way"] == "auto" else (spec["way"],),
+        env=spec["env"],
+        own=spec["own"],
+        folders=spec["folders"],
     ) as capture:
         code = run_in(capture, ["/bin/sh", "-ec", spec["script"]], spec["env"], stdout=2)
         print(json.dumps(report(capture, code) | {"said": said}))

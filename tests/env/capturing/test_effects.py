@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.capturing import effects
-from bootseer.env.capturing.effects import Effects, KernelState
-from bootseer.env.capturing.watch import unobserved
+from bootseer.env.capturing.effects import Baseline, KernelState
+from bootseer.env.capturing.watch import not_watched
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
 from hung_mount import hung_mount, needs_fuse
 
 WAITS = f"{sys.executable} -c 'import signal; signal.pause()'"
-NOBODY_WATCHED = unobserved("nobody watched")
+NOBODY_WATCHED = not_watched("nobody watched")
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def test_processes_of_others_and_those_that_just_end_are_not_the_setups(machine:
 
 
 def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> None:
-    effects = Effects.before(lambda: None)
-    env = {**os.environ, **effects.environment}
+    baseline = Baseline.take(lambda: None)
+    env = {**os.environ, **baseline.environment}
     script = f"setsid {WAITS} </dev/null >/dev/null 2>&1 & echo $!"
     pid = int(subprocess.run(["sh", "-c", script], env=env, stdout=subprocess.PIPE, check=True).stdout)
     try:
-        found = effects.after(NOBODY_WATCHED, grace_s=0.0)
+        found = baseline.side_effects(NOBODY_WATCHED, grace_s=0.0)
         assert [reason for reason in found.unsafe if "process" in reason and str(pid) in reason]
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -137,13 +137,13 @@ def test_a_setup_that_only_writes_files_has_no_effects(machine: Machine) -> None
 
 
 def test_where_nobody_watched_only_an_environment_or_what_is_used_later_counts(tmp_path: Path) -> None:
-    effects = Effects.before(lambda: None)
+    baseline = Baseline.take(lambda: None)
     names = [Path(f"/var/tmp/bootseer-{tmp_path.name}-{number}") for number in range(3)]
     for name in names:
         name.mkdir()
     (names[0] / "pyvenv.cfg").touch()
     try:
-        found = effects.after(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
+        found = baseline.side_effects(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
         about = [reason for reason in found.unsafe if tmp_path.name in reason]
         assert about == [f"it installed into {name}, which is not kept: use another folder" for name in names[:2]]
     finally:
@@ -160,10 +160,10 @@ def test_a_kernel_that_is_left_alone_does_not_change() -> None:
 
 
 @needs_fuse
-def test_a_look_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effects, "LOOK_S", 0.5)
+def test_an_inspection_that_hangs_in_the_kernel_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effects, "INSPECT_S", 0.5)
     with hung_mount(tmp_path / "hung") as path:
-        assert effects._look(lambda: void(path.stat())) == {}
+        assert effects._inspect_inside(lambda: void(path.stat())) == {}
     os.wait()
 
 

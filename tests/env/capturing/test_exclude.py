@@ -43,7 +43,7 @@ RULE = Exclusions(homes=["/root", "/data/people/me"], own=["/data/spool"], cache
     ],
 )
 def test_a_rule_leaves_it_out(path: str, name: str) -> None:
-    rule = RULE.why(path)
+    rule = RULE.rule_on_path(path)
     assert rule is not None
     assert rule.name == name
 
@@ -51,34 +51,34 @@ def test_a_rule_leaves_it_out(path: str, name: str) -> None:
 def test_homes_may_lie_in_one_another_and_be_the_root_folder() -> None:
     rules = Exclusions(homes=["/root", "/root/people/me", "/"])
     for home in ("", "/root", "/root/people/me", "/home/u"):
-        assert (found := rules.why(f"{home}/.kube/config")) is not None
+        assert (found := rules.rule_on_path(f"{home}/.kube/config")) is not None
         assert found.name == "credentials"
-    assert rules.why("/etc/profile") is None
+    assert rules.rule_on_path("/etc/profile") is None
 
 
 def test_settings_move_credentials() -> None:
     env = {"HF_HOME": "/data/hf/", "KUBECONFIG": "/data/a:/data/b", "NETRC": "/data/netrc", "DOCKER_CONFIG": ""}
     rules = Exclusions(credentials=credentials_of(env))
-    assert all(rules.why(path) for path in ("/data/hf/token", "/data/a", "/data/b", "/data/netrc"))
-    assert rules.why("/data/hf/hub/model") is None
+    assert all(rules.rule_on_path(path) for path in ("/data/hf/token", "/data/a", "/data/b", "/data/netrc"))
+    assert rules.rule_on_path("/data/hf/hub/model") is None
 
 
 def test_the_owner_leaves_out_and_keeps_by_patterns() -> None:
     rules = Exclusions(leave_out=["~/.tool/*.key", "/opt/app/login/"], keep=["~/.kube", "/opt/app/login/public"])
     for path in ("/root/.tool/a.key", "/home/u/.tool/deep/b.key", "/opt/app/login", "/opt/app/login/token"):
-        assert (found := rules.forbids(path)) is not None
+        assert (found := rules.forbidding_rule(path)) is not None
         assert found.name == "left out by the owner"
     for path in ("/root/.kube/config", "/opt/app/logins", "/srv/.tool/a.key"):
-        assert rules.forbids(path) is None
-    assert rules.keeps("/opt/app/login/public/a")
+        assert rules.forbidding_rule(path) is None
+    assert rules.is_kept("/opt/app/login/public/a")
     # No word of the owner makes the machine's own files part of a snapshot.
-    assert Exclusions(keep=["/proc/*"]).why("/proc/1/status") is not None
+    assert Exclusions(keep=["/proc/*"]).rule_on_path("/proc/1/status") is not None
 
 
 def test_what_lies_in_a_scratch_folder_is_not_forbidden_for_that() -> None:
-    assert RULE.why("/tmp/project/file") is not None
-    assert RULE.forbids("/tmp/project/file") is None
-    assert RULE.forbids("/root/.azure/deep/file") is not None
+    assert RULE.rule_on_path("/tmp/project/file") is not None
+    assert RULE.forbidding_rule("/tmp/project/file") is None
+    assert RULE.forbidding_rule("/root/.azure/deep/file") is not None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_lies_in_a_scratch_folder_is_not_forbidden_for_that() -> None:
     ],
 )
 def test_what_looks_alike_is_kept(path: str) -> None:
-    assert RULE.why(path, size=10) is None
+    assert RULE.rule_on_path(path, size=10) is None
 
 
 def test_only_empty_lock_files_are_transient() -> None:
@@ -125,15 +125,15 @@ def test_sockets_and_devices_are_left_out_wherever_they_are() -> None:
 
 
 def test_a_rule_tells_whether_a_start_misses_what_it_leaves_out() -> None:
-    assert (found := RULE.why("/root/.netrc")) is not None
-    assert found.missed
-    assert (found := RULE.why("/var/log/x")) is not None
-    assert not found.missed
-    assert RULE.why("/usr/bin/tool") is None
+    assert (found := RULE.rule_on_path("/root/.netrc")) is not None
+    assert found.warn
+    assert (found := RULE.rule_on_path("/var/log/x")) is not None
+    assert not found.warn
+    assert RULE.rule_on_path("/usr/bin/tool") is None
 
 
 def test_real_folders_are_those_of_known_homes() -> None:
-    folders = RULE.real_folders
+    folders = RULE.passthrough_folders
     assert {"/proc", "/tmp", "/root/.cache/pip", "/data/people/me/.cache/uv", "/data/spool", "/data/pip"} <= set(
         folders
     )

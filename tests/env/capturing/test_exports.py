@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from bootseer.env.capturing import exports
-from bootseer.env.capturing.exports import Left
+from bootseer.env.capturing.exports import ExportDiff
 from bootseer.env.document import Export
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "LANG": "C.UTF-8", "KEPT": "as it was"}
@@ -22,7 +22,7 @@ SH = "#!/bin/sh\n"
 
 
 class Ran(NamedTuple):
-    left: Left
+    left: ExportDiff
     code: int
     output: str
     error: str
@@ -46,7 +46,7 @@ def run(
     script.chmod(0o755 if executable else 0o644)
     folder.mkdir()
     env = ENV if env is None else env
-    words, more = exports.command(str(script), folder, env)
+    words, more = exports.capture_command(str(script), folder, env)
     before = {**env, **more}
     ended = subprocess.run(
         [*words, *arguments],
@@ -58,7 +58,9 @@ def run(
         timeout=180,
         check=False,
     )
-    return Ran(exports.read(folder, before, node_words=node_words), ended.returncode, ended.stdout, ended.stderr)
+    return Ran(
+        exports.read_exports(folder, before, node_words=node_words), ended.returncode, ended.stdout, ended.stderr
+    )
 
 
 @pytest.mark.parametrize("head", [BASH, SH, "#!/usr/bin/env bash\n", "#!/usr/bin/env sh\n", ""])
@@ -121,7 +123,7 @@ def test_traps_for_errors_work_as_without_us(tmp_path: Path) -> None:
 
 def test_a_subshell_with_a_trap_of_its_own_tells_nothing(tmp_path: Path) -> None:
     ran = run(tmp_path, f"{BASH}(trap 'echo sub' EXIT; export B=2)\nexec true\n")
-    assert (ran.output, ran.left) == ("sub\n", exports.NOTHING)
+    assert (ran.output, ran.left) == ("sub\n", exports.NO_EXPORTS)
 
 
 def test_subshells_and_nested_scripts_tell_nothing(tmp_path: Path) -> None:
@@ -139,10 +141,10 @@ def test_functions_arrays_and_what_belongs_to_the_shell_are_no_exports(tmp_path:
 
 
 def test_a_script_that_becomes_another_program_or_is_killed_tells_nothing(tmp_path: Path) -> None:
-    assert run(tmp_path, f"{BASH}export A=1\nexec true\n").left == exports.NOTHING
+    assert run(tmp_path, f"{BASH}export A=1\nexec true\n").left == exports.NO_EXPORTS
     shutil.rmtree(tmp_path / "it's told")
     ran = run(tmp_path, f"{BASH}export A=1\nkill -9 $$\n")
-    assert (ran.left, ran.code) == (exports.NOTHING, -9)
+    assert (ran.left, ran.code) == (exports.NO_EXPORTS, -9)
 
 
 def test_a_broken_path_of_the_script_does_not_break_the_hook(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_other_programs_run_as_they_are(tmp_path: Path) -> None:
     ran = run(
         tmp_path, f"#!{sys.executable}\nimport os, sys\nos.environ['A'] = '1'\nprint(sys.argv[1])\nsys.exit(3)\n", "x"
     )
-    assert (ran.code, ran.output, ran.left) == (3, "x\n", exports.NOTHING)
+    assert (ran.code, ran.output, ran.left) == (3, "x\n", exports.NO_EXPORTS)
 
 
 def test_options_on_the_line_of_the_interpreter_are_kept(tmp_path: Path) -> None:
@@ -227,4 +229,4 @@ def test_values_around_a_present_one_are_put_around_it_again() -> None:
 
 def test_half_a_file_counts_as_none(tmp_path: Path) -> None:
     (tmp_path / "environment").write_bytes(b"A=1\0B=")
-    assert exports.read(tmp_path, {}) == exports.NOTHING
+    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.leftovers import is_made_by_chance, left_elsewhere, left_in_scratch
+from bootseer.env.capturing.leftovers import has_random_name, left_elsewhere, left_in_scratch
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_writes_to_disks_that_are_not_captured_count_unless_no_snapshot_keeps_th
 
 
 def test_names_made_by_chance_are_recognised() -> None:
-    assert is_made_by_chance("/tmp/tmp.Xa81bQzLk0")
-    assert not is_made_by_chance("/tmp/triton")
-    assert not is_made_by_chance("/opt/tmp.Xa81bQzLk0")
+    assert has_random_name("/tmp/tmp.Xa81bQzLk0")
+    assert not has_random_name("/tmp/triton")
+    assert not has_random_name("/opt/tmp.Xa81bQzLk0")

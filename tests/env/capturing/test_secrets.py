@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.secrets import is_random, is_secret_variable, passwords_in, value_kind
+from bootseer.env.capturing.secrets import is_random, is_secret_variable, passwords_in, secret_kind
 from env_snapshots import secret_check
 
 # Put together here, so that nobody takes this file for a leak.
@@ -64,7 +64,7 @@ SECRETS = [
 
 @pytest.mark.parametrize(("path", "text", "kind"), SECRETS)
 def test_secrets_are_found(path: str, text: str, kind: str) -> None:
-    assert secret_check().content(path, text.encode()) == f"{path} ({kind})"
+    assert secret_check().check_content(path, text.encode()) == f"{path} ({kind})"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_secrets_are_found(path: str, text: str, kind: str) -> None:
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_secret_is_not_found(path: str, text: str) -> None:
-    assert secret_check().content(path, text.encode()) == ""
+    assert secret_check().check_content(path, text.encode()) == ""
 
 
 @pytest.mark.slow
@@ -99,9 +99,9 @@ def test_nothing_is_found_among_installed_packages() -> None:
         if (path := Path(folder, name)).is_file() and not path.is_symlink() and path.suffix != ".pyc"
     ]
     rows = [(str(path), "file", path.stat().st_size) for path in files]
-    assert check.paths(rows, lambda path: Path(path).read_bytes()) == []
+    assert check.check_paths(rows, lambda path: Path(path).read_bytes()) == []
     small = (path for path, (_, _, size) in zip(files, rows, strict=True) if size <= 1 << 20)
-    assert [found for path in small if (found := check.content(str(path), path.read_bytes()))] == []
+    assert [found for path in small if (found := check.check_content(str(path), path.read_bytes()))] == []
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_other_variables_are_not(name: str, value: str) -> None:
 
 
 def test_a_value_says_what_kind_of_secret_it_is() -> None:
-    assert value_kind(f"Bearer {GITHUB}") == "a GitHub token"
-    assert value_kind("https://host/x") is None
+    assert secret_kind(f"Bearer {GITHUB}") == "a GitHub token"
+    assert secret_kind("https://host/x") is None
 
 
 def test_a_password_that_ends_like_an_example_is_a_password() -> None:
     address = b"[global]\nindex-url = https://user:hunter2token@packages.example.com/simple\n"
     path = "/home/u/venv/pip.conf"
-    assert secret_check().content(path, address) == f"{path} (an address with a password)"
-    assert secret_check().content(path, address.replace(b"hunter2token", b"my-token")) == ""
+    assert secret_check().check_content(path, address) == f"{path} (an address with a password)"
+    assert secret_check().check_content(path, address.replace(b"hunter2token", b"my-token")) == ""

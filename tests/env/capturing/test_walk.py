@@ -9,17 +9,17 @@ import pytest
 
 from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.walk import Layer, Walk, found_at, state_of
+from bootseer.env.capturing.walk import Layer, Walk, describe_state, state_at
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
 
 pytestmark = pytest.mark.root
 
 
-def state_at(path: Path) -> str:
-    found = found_at(str(path.parent), path.name)
+def described(path: Path) -> str:
+    found = state_at(str(path.parent), path.name)
     assert found is not None
-    return state_of(found)
+    return describe_state(found)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_whiteouts_of_both_forms_are_deletions(layer: Layer) -> None:
     assert {path: change.action for path, change in changes.items()} == dict.fromkeys(
         ("/data/device", "/data/marked", "/data/user_marked"), Action.DELETED
     )
-    assert changes["/data/marked"].before == state_at(Path(layer.lower, "marked"))
+    assert changes["/data/marked"].before == described(Path(layer.lower, "marked"))
 
 
 @pytest.mark.parametrize("mark", ["trusted.overlay.opaque", "user.overlay.opaque"])
@@ -157,13 +157,13 @@ def test_a_file_that_was_written_again_counts_unless_a_rule_says_otherwise(layer
         for name in ("same", "home/.vault-token", "run.pid"):
             write(folder, name, "same")
     again = {"/data/same", "/data/home/.vault-token", "/data/run.pid"}
-    walk = Walk(Exclusions(homes=["/data/home"]), again=again)
+    walk = Walk(Exclusions(homes=["/data/home"]), always_changed=again)
     walk.layer(layer)
     (change,) = walk.changes()
     assert (change.path, change.action, change.before) == (
         "/data/same",
         Action.MODIFIED,
-        state_at(Path(layer.lower, "same")),
+        described(Path(layer.lower, "same")),
     )
 
 
@@ -171,9 +171,9 @@ def test_states_are_told_apart(tmp_path: Path) -> None:
     write(str(tmp_path), "a", "x")
     (tmp_path / "link").symlink_to("a")
     os.mkfifo(tmp_path / "fifo")
-    assert state_at(tmp_path / "a").startswith("file:sha256:2d711642b726b044")
-    assert state_at(tmp_path / "link") == "symlink:a"
-    assert state_at(tmp_path) == "directory"
-    assert state_at(tmp_path / "fifo") == "other"
-    assert found_at(str(tmp_path), "none") is None
-    assert found_at(str(tmp_path / "a"), "none") is None
+    assert described(tmp_path / "a").startswith("file:sha256:2d711642b726b044")
+    assert described(tmp_path / "link") == "symlink:a"
+    assert described(tmp_path) == "directory"
+    assert described(tmp_path / "fifo") == "other"
+    assert state_at(str(tmp_path), "none") is None
+    assert state_at(str(tmp_path / "a"), "none") is None

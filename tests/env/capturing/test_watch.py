@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.watch import Watch, unobserved
+from bootseer.env.capturing.watch import Watch, not_watched
 from bootseer.errors import AccessError
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
@@ -92,7 +92,7 @@ def test_thousands_of_files_are_all_seen(machine: Machine) -> None:
 
 def test_a_setup_without_mounts_of_its_own_is_unobserved() -> None:
     watch = Watch.begin(["/"], enter=lambda: None)
-    assert watch.end() == watch.end() == unobserved("the setup has no mounts of its own")
+    assert watch.end() == watch.end() == not_watched("the setup has no mounts of its own")
 
 
 def test_a_user_without_rights_is_told_that_nobody_watched(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_user_without_rights_is_told_that_nobody_watched(tmp_path: Path) -> No
         timeout=180,
         check=False,
     )
-    assert ended.stdout == f"{unobserved('watch files: Operation not permitted')}\n", ended.stderr
+    assert ended.stdout == f"{not_watched('watch files: Operation not permitted')}\n", ended.stderr
 
 
 def test_a_watch_that_dies_makes_the_answer_incomplete_and_nothing_else(machine: Machine) -> None:
@@ -125,7 +125,7 @@ def test_a_watch_that_cannot_enter_says_so() -> None:
         raise AccessError("no way in")
 
     watch = Watch.begin(["/"], enter=enter)
-    assert watch.end() == unobserved("no way in")
+    assert watch.end() == not_watched("no way in")
     assert watch.pid == 0
 
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bootseer.env.capturing.capture import open_capture
-from bootseer.env.capturing.effects import Effects
+from bootseer.env.capturing.capture import WAYS, open_capture
+from bootseer.env.capturing.effects import Baseline
 from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Watch
 from bootseer.fuse.syscalls import check, libc
@@ -39,17 +39,19 @@ def main() -> None:
             kernel.attach(kernel.clone_mount(Path(folder)), Path(place))
         os.chdir(spec["cwd"])
     beside(spec.get("prepare", ""))
-    with open_capture(Path(spec["captures"]), way=spec["way"], env=spec["env"], own=spec["own"]) as capture:
-        effects = Effects.before(capture.enter)
-        watch = Watch.begin(capture.points, real=capture.real, enter=capture.enter)
-        env = {**spec["env"], **effects.environment}
+    with open_capture(
+        Path(spec["captures"]), ways=WAYS if spec["way"] == "auto" else (spec["way"],), env=spec["env"], own=spec["own"]
+    ) as capture:
+        baseline = Baseline.take(capture.enter)
+        watch = Watch.begin(capture.points, passthrough=capture.passthrough, enter=capture.enter)
+        env = {**spec["env"], **baseline.environment}
         beside(spec.get("beside", ""))
         code = run_in(capture, ["/bin/sh", "-ec", spec["script"]], env, stdout=2)
         watching = watch.pid
         if spec.get("kill_the_watch"):
             os.kill(watching, 9)
         reads = watch.end()
-        found = effects.after(reads, mentions=spec.get("mentions", ()), grace_s=spec.get("grace_s", 0.2))
+        found = baseline.side_effects(reads, mentions=spec.get("mentions", ()), grace_s=spec.get("grace_s", 0.2))
         captured = {change.path for change in capture.changes()}
         base = [os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix), *spec.get("base", ())]
         said = {

@@ -43,7 +43,7 @@ def both(uv, job_env, python, tmp_path):
         found = {}
         before = installed(python.folders)
         installation = _choose(requirements, job_env, python, tmp_path)
-        assert [command.installer for command in installation.commands] == ["uv", "pip"], installation.why_pip
+        assert [command.installer for command in installation.commands] == ["uv", "pip"], installation.why_not_uv
         copy(Path(python.prefix), tmp_path / "kept")
         for command in installation.commands:
             _install(command, job_env, tmp_path)
@@ -158,7 +158,7 @@ def test_pip_does_not_warn_of_root_unless_it_is_told_to(no_uv, job_env, tmp_path
 def test_without_uv_pip_installs_and_the_reason_is_told(no_uv, job_env, python, tmp_path):
     make_wheel(tmp_path / "wheels", "app", "1.0")
     installation = _choose(_requirements(tmp_path, "--no-index\n-f wheels\napp\n"), job_env, python, tmp_path)
-    assert installation.why_pip == "there is no uv"
+    assert installation.why_not_uv == "there is no uv"
     (command,) = installation.commands
     _install(command, job_env, tmp_path)
     assert not list(Path(python.folders[-1]).glob("__pycache__/app*"))
@@ -168,7 +168,7 @@ def test_a_setting_that_uv_lacks_brings_pip(uv, job_env, python, tmp_path):
     job_env["PIP_TARGET"] = str(tmp_path / "target")
     installation = _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path)
     assert [command.installer for command in installation.commands] == ["pip"]
-    assert installation.why_pip == "pip's setting target (PIP_TARGET) has no counterpart in uv"
+    assert installation.why_not_uv == "pip's setting target (PIP_TARGET) has no counterpart in uv"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_setting_that_uv_lacks_brings_pip(uv, job_env, python, tmp_path):
 def test_a_uv_that_is_of_no_use_is_passed_over(no_uv, job_env, python, tmp_path, answer, why):
     (tmp_path / "bin" / "uv").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "bin" / "uv").chmod(0o755)
-    assert _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path).why_pip == why
+    assert _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path).why_not_uv == why
 
 
 def test_a_uv_beside_the_job_s_python_is_found(uv, no_uv, job_env, python, tmp_path):
@@ -191,7 +191,7 @@ def test_an_environment_that_cannot_be_written_is_left_to_pip(uv, job_env, pytho
     from dataclasses import replace
 
     installation = _choose(_requirements(tmp_path, "app\n"), job_env, replace(python, writable=False), tmp_path)
-    assert "not writable" in installation.why_pip
+    assert "not writable" in installation.why_not_uv
 
 
 def test_settings_are_read_below_another_root(uv, job_env, python, tmp_path):
@@ -200,4 +200,4 @@ def test_settings_are_read_below_another_root(uv, job_env, python, tmp_path):
     del job_env["PIP_CONFIG_FILE"]
     (tmp_path / "root" / "requirements.txt").write_text("app\n")
     installation = _choose("/requirements.txt", job_env, python, tmp_path, root=str(tmp_path / "root"))
-    assert installation.why_pip == "pip's setting target (/etc/pip.conf) has no counterpart in uv"
+    assert installation.why_not_uv == "pip's setting target (/etc/pip.conf) has no counterpart in uv"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.files import Facts, NodeFiles, wheel_contents
+from bootseer.env.keys.files import FactCache, NodeFiles, wheel_contents
 from bootseer.env.keys.sources import read_tree
 from bootseer.errors import PermanentError
 from setup_projects import git
 
 
 def _files(folder: Path | None = None) -> NodeFiles:
-    return NodeFiles(Facts(folder))
+    return NodeFiles(FactCache(folder))
 
 
 def _digest(path: Path) -> str:
@@ -75,7 +75,7 @@ def test_a_remembered_digest_is_used_until_the_file_changes(tmp_path: Path) -> N
     path.write_bytes(b"a" * (2 << 20))
     status = path.stat()
     stamp = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    facts = Facts(folder)
+    facts = FactCache(folder)
     facts.put("digest", str(path), stamp, "remembered")
     facts.save()
     assert _files(folder).digest(str(path))[0] == "remembered"
@@ -86,7 +86,7 @@ def test_a_remembered_digest_is_used_until_the_file_changes(tmp_path: Path) -> N
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"a" * (2 << 20))
-    facts = Facts(tmp_path / "facts")
+    facts = FactCache(tmp_path / "facts")
     NodeFiles(facts).digest(str(tmp_path / "large"))
     facts.save()
     assert not (tmp_path / "facts").exists()
@@ -95,16 +95,16 @@ def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"digest:x": 3}', b"[" * 100_000, b"\xff"])
 def test_damaged_facts_are_none(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "facts.json").write_bytes(damage)
-    assert Facts(tmp_path).get("digest", "x", []) is None
+    assert FactCache(tmp_path).get("digest", "x", []) is None
 
 
 def test_facts_that_others_may_write_are_not_believed(tmp_path: Path) -> None:
-    facts = Facts(tmp_path)
+    facts = FactCache(tmp_path)
     facts.put("digest", "x", [1], "y")
     facts.save()
-    assert Facts(tmp_path).get("digest", "x", [1]) == "y"
+    assert FactCache(tmp_path).get("digest", "x", [1]) == "y"
     (tmp_path / "facts.json").chmod(0o666)
-    assert Facts(tmp_path).get("digest", "x", [1]) is None
+    assert FactCache(tmp_path).get("digest", "x", [1]) is None
 
 
 def test_a_large_wheel_is_known_by_its_list_of_contents(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.settings import Configuration, configuration
 
 
@@ -18,7 +18,10 @@ def home(tmp_path: Path) -> Path:
 
 def _settings(home: Path, **env: str) -> Configuration:
     found = configuration(
-        {"HOME": str(home), "XDG_CONFIG_DIRS": str(home / "xdg"), **env}, str(home / "job"), "", NodeFiles(Facts(None))
+        {"HOME": str(home), "XDG_CONFIG_DIRS": str(home / "xdg"), **env},
+        str(home / "job"),
+        "",
+        NodeFiles(FactCache(None)),
     )
     ours = [line for line in found.lines if "test" in line or "netrc" in line or "secret" in line or "only" in line]
     return found._replace(lines=tuple(ours))

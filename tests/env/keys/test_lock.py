@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.keys import lock
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.requirements import Requirements
 from bootseer.errors import UsageError
 
@@ -59,7 +59,7 @@ def test_a_lock_names_every_version_and_hash_and_leaves_nothing_open(tmp_path: P
     assert "second==1.1" in text
     assert text.count("--hash=sha256:") == 2
     found = Requirements()
-    found.add_files([(str(out), False)], NodeFiles(Facts(None)), str(tmp_path))
+    found.add_files([(str(out), False)], NodeFiles(FactCache(None)), str(tmp_path))
     found.close()
     assert not found.unpinned
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".lock")] == []

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bootseer.env.keys import node
-from bootseer.env.keys.files import Facts, NodeFiles, stamp_of
+from bootseer.env.keys.files import FactCache, NodeFiles, stamp_of
 
 
 def _install(folder: Path, name: str, record: str) -> Path:
@@ -18,7 +18,7 @@ def _install(folder: Path, name: str, record: str) -> Path:
 
 
 def test_distributions_count_by_name_version_and_record(tmp_path: Path) -> None:
-    facts = Facts(tmp_path / "facts")
+    facts = FactCache(tmp_path / "facts")
     empty = node.distributions([str(tmp_path)], facts).digest
     path = _install(tmp_path, "click-8.1.7", "click.py,sha256=a,1\n__pycache__/click.cpython-311.pyc,,\n")
     before = node.distributions([str(tmp_path)], facts)
@@ -31,7 +31,7 @@ def test_distributions_count_by_name_version_and_record(tmp_path: Path) -> None:
 def test_records_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
     folder = tmp_path / "site-packages"
     record = _install(folder, "click-8.1.7", "click.py,sha256=a,1\n") / "RECORD"
-    facts = Facts(tmp_path / "facts")
+    facts = FactCache(tmp_path / "facts")
     node.distributions([str(folder)], facts)  # written a moment ago: the next change could have the same time
     stamp = stamp_of(record.stat())
     assert facts.get("record", str(record), stamp) is None
@@ -39,11 +39,11 @@ def test_records_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
     assert node.distributions([str(folder)], facts).lines == ("click-8.1.7.dist-info known",)
     record.write_text("click.py,sha256=b,1\n")
     os.utime(record, ns=(stamp[3], stamp[3]))  # the time of the last change of the inode tells
-    assert node.distributions([str(folder)], facts).digest == node.distributions([str(folder)], Facts(None)).digest
+    assert node.distributions([str(folder)], facts).digest == node.distributions([str(folder)], FactCache(None)).digest
 
 
 def test_bytecode_times_caches_and_empty_folders_do_not_count(tmp_path: Path) -> None:
-    facts = Facts(None)
+    facts = FactCache(None)
     path = _install(tmp_path, "click-8.1.7", "a,b,1\nc,d,2\n__pycache__/click.cpython-311.pyc,,\n")
     before = node.distributions([str(tmp_path)], facts).digest
     (path / "RECORD").write_text("c,d,2\na,b,1\n")
@@ -56,11 +56,11 @@ def test_bytecode_times_caches_and_empty_folders_do_not_count(tmp_path: Path) ->
 
 
 def test_the_system_is_the_same_at_a_second_look_and_names_its_packages(tmp_path: Path) -> None:
-    facts = Facts(tmp_path)
+    facts = FactCache(tmp_path)
     files = NodeFiles(facts)
     first = node.system(files, facts)
     facts.save()
-    assert node.system(files, Facts(tmp_path)) == node.system(files, Facts(None)) == first
+    assert node.system(files, FactCache(tmp_path)) == node.system(files, FactCache(None)) == first
     assert any(line.startswith("distribution ") for line in first.lines)
 
 
@@ -73,20 +73,20 @@ def test_packages_that_were_removed_do_not_count() -> None:
 
 
 def test_an_interpreter_tells_about_itself_and_is_asked_once(tmp_path: Path) -> None:
-    facts = Facts(tmp_path)
+    facts = FactCache(tmp_path)
     python = node.ask_python(sys.executable, dict(os.environ), facts)
     assert python.version == ".".join(map(str, sys.version_info[:3]))
     assert python.prefix == sys.prefix
     facts.save()
     # A second answer without a process: with an environment in which none could be started.
-    assert node.ask_python(sys.executable, {}, Facts(tmp_path)) == python
+    assert node.ask_python(sys.executable, {}, FactCache(tmp_path)) == python
 
 
 def test_a_wrapper_script_is_asked_each_time(tmp_path: Path) -> None:
     wrapper = tmp_path / "python3"
     wrapper.write_text(f'#!/bin/sh\necho x >> {tmp_path}/calls\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
-    facts = Facts(None)
+    facts = FactCache(None)
     for _ in range(2):
         node.ask_python(str(wrapper), dict(os.environ), facts)
     assert (tmp_path / "calls").read_text() == "x\nx\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.keys.requirement import asked, counted, grouped, kind_of, lines_of_pip
+from bootseer.env.keys.requirement import grouped, kind_of, lines_of_pip, relevant_parts, unhashed_sources
 from bootseer.errors import UsageError
 from setup_projects import Project
 
@@ -54,7 +54,7 @@ def test_what_cannot_be_installed_from_is_an_error_with_what_to_do(name: str, te
 
 def test_of_a_project_only_what_decides_the_installation_counts() -> None:
     def parts(text: str) -> tuple[str, ...]:
-        return counted("pyproject", "pyproject.toml", text.encode())
+        return relevant_parts("pyproject", "pyproject.toml", text.encode())
 
     before = parts(PROJECT)
     assert parts(f"# a comment\n{PROJECT}readme = 'x'\n[tool.ruff]\nline-length = 1\n") == before
@@ -65,7 +65,7 @@ def test_of_a_project_only_what_decides_the_installation_counts() -> None:
 
 def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> None:
     sources = "a = {path = '../a', editable = true}\nb = {git = 'https://tok@h.test/b', branch = 'main'}\n"
-    found = list(asked("pyproject", "p", f"{PROJECT}[tool.uv.sources]\n{sources}".encode()))
+    found = list(unhashed_sources("pyproject", "p", f"{PROJECT}[tool.uv.sources]\n{sources}".encode()))
     assert [(one.kind, one.target, one.reference, one.editable) for one in found] == [
         ("path", "../a", "", True),
         ("vcs", "git+https://h.test/b", "main", False),
@@ -75,12 +75,12 @@ def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> N
         'source = { virtual = "." }\n[[package]]\nname = "w"\nwheels = [{ path = "/w/w.whl" }, '
         '{ path = "/w/known.whl", hash = "sha256:aa" }]\n'
     )
-    assert {(one.target, one.editable) for one in asked("uv.lock", "uv.lock", lock.encode())} == {
+    assert {(one.target, one.editable) for one in unhashed_sources("uv.lock", "uv.lock", lock.encode())} == {
         ("../a", True),
         ("/w/w.whl", False),
     }
     pylock = PYLOCK + 'directory = { path = "lib" }\nwheels = [{ path = "x.whl", hashes = {sha256 = "aa"} }]\n'
-    assert [one.target for one in asked("pylock", "pylock.toml", pylock.encode())] == ["lib"]
+    assert [one.target for one in unhashed_sources("pylock", "pylock.toml", pylock.encode())] == ["lib"]
     assert lines_of_pip(CONDA.encode()).split("\n") == ["-r more.txt", "./local"]
 
 

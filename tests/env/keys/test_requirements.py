@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.keys import requirement
-from bootseer.env.keys.requirements import Requirements, counted
+from bootseer.env.keys.requirements import Requirements, relevant_lines
 from bootseer.errors import NotFoundError
 
 
@@ -100,7 +100,7 @@ HASHED = "a==1 --hash=sha256:aa --hash=sha256:bb\nb ; extra == 'c'\n"
     ],
 )
 def test_what_installers_do_not_see_does_not_count(text: str) -> None:
-    assert counted(text.encode()) == counted(HASHED.encode()) != ()
+    assert relevant_lines(text.encode()) == relevant_lines(HASHED.encode()) != ()
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_what_installers_do_not_see_does_not_count(text: str) -> None:
     ],
 )
 def test_the_order_counts_only_where_it_may_matter(one: str, other: str, same: bool) -> None:
-    assert (counted(one.encode()) == counted(other.encode())) is same
+    assert (relevant_lines(one.encode()) == relevant_lines(other.encode())) is same
 
 
 @pytest.mark.parametrize("data", [b"# -*- coding: latin-1 -*-\na", b"a # \xff", b"a --x='1 \\\n 2'", b"a\x0cb", b""])
 def test_of_a_file_that_may_be_read_in_two_ways_all_bytes_count(data: bytes) -> None:
-    assert counted(data) == ()
+    assert relevant_lines(data) == ()
 
 
 def test_addresses_lose_their_credentials_and_keep_their_order() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.keys import shell
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.script import Inputs, Script, read_program, read_script
 
 
@@ -17,7 +17,7 @@ def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program
     """Read a script that lies in `folder`/scripts and runs in `folder`."""
     inputs = Inputs()
     script = Script(text, str(folder / "scripts/setup.sh"), str(folder), {"HOME": str(folder / "home"), **(env or {})})
-    (read_program if program else read_script)(script, NodeFiles(Facts(None)), inputs)
+    (read_program if program else read_script)(script, NodeFiles(FactCache(None)), inputs)
     return inputs
 
 
@@ -151,7 +151,7 @@ def test_variables_that_are_read_before_they_are_set_are_told(text: str, names: 
     ],
 )
 def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(folder: Path, text: str) -> None:
-    assert _read(folder, text).place == ""
+    assert _read(folder, text).cwd_reason == ""
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(fold
     ],
 )
 def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Path, text: str) -> None:
-    assert _read(folder, text).place
+    assert _read(folder, text).cwd_reason
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_program_in_python_tells_files_and_variables(folder: Path) -> None:
 @given(st.text(alphabet="abc $(){}'\"`\\;|&<>\n=/.-#~*[", max_size=60))
 def test_no_text_makes_the_shell_reader_fail(text: str) -> None:
     inputs = Inputs()
-    read_script(Script(text, "/nowhere/x.sh", "/nowhere", {}), NodeFiles(Facts(None), lambda path: False), inputs)
+    read_script(Script(text, "/nowhere/x.sh", "/nowhere", {}), NodeFiles(FactCache(None), lambda path: False), inputs)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.sources import read_tree
 
 _C = '#include <Python.h>\nstatic struct PyModuleDef m = {PyModuleDef_HEAD_INIT, "fast"};\n'
@@ -17,7 +17,7 @@ _C += "PyMODINIT_FUNC PyInit_fast(void) { return PyModule_Create(&m); }\n"
 
 
 def digest(folder: Path) -> str:
-    return read_tree(str(folder), NodeFiles(Facts(None))).digest
+    return read_tree(str(folder), NodeFiles(FactCache(None))).digest
 
 
 def write(folder: Path, name: str, text: str = "x") -> None:

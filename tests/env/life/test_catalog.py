@@ -15,7 +15,7 @@ from bootseer.artifact.objects import missing, put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, document_name
 from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog
-from bootseer.env.life.local import Local
+from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
@@ -272,9 +272,12 @@ class TestSigned:
         down = FaultyStore(store, lambda request: Fault(status=503, retry_after_s=3600))
         published(Catalog(store, signatures=signs))
         strict = Signatures(trusted=signs.trusted)
-        local = Local(tmp_path / "cache", print, strict)
-        assert local.look(Catalog(store, signatures=strict), KEY).document == document()
-        assert local.look(Catalog(down, signatures=strict), KEY).document == document()
+        local = NodeCatalog(tmp_path / "cache", print, strict)
+        assert local.look_up(Catalog(store, signatures=strict), KEY).document == document()
+        assert local.look_up(Catalog(down, signatures=strict), KEY).document == document()
         other = make_key(tmp_path / "other")
         changed = Signatures(trusted=trust(tmp_path / "changed", other))  # the key was withdrawn meanwhile
-        assert Local(tmp_path / "cache", print, changed).look(Catalog(down, signatures=changed), KEY).document is None
+        assert (
+            NodeCatalog(tmp_path / "cache", print, changed).look_up(Catalog(down, signatures=changed), KEY).document
+            is None
+        )

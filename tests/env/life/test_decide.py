@@ -16,10 +16,10 @@ from bootseer.env.life.decide import (
     Action,
     Decision,
     Lookup,
+    after_election,
+    after_wait,
     decide,
-    elected,
-    fell_back,
-    waited,
+    fall_back,
 )
 from bootseer.errors import UsageError
 from env.life.samples import BUILT_S, document
@@ -91,7 +91,7 @@ def test_what_was_found_and_asked_for_decides(
 ) -> None:
     decision = decide(mode, found, now_s=NOW_S, **more)
     assert (decision.action, decision.code, decision.mode) == (action, code, mode)
-    assert decision.words
+    assert decision.reason
     assert (action is Action.RESTORE) == (decision.document is not None)
 
 
@@ -138,35 +138,35 @@ def test_what_is_no_answer_may_be_replaced(found: Lookup, more: dict[str, Any], 
 
 def test_only_the_elected_one_builds() -> None:
     decision = decide("auto", Lookup("found", OLD), now_s=NOW_S)
-    assert elected(decision, "ours") == decision
-    held = elected(decision, "held", "node-3 builds")
-    assert (held.action, held.code, held.words, held.replaces) == (Action.WAIT, "another-builds", "node-3 builds", OLD)
-    alone = elected(decision, "unavailable", "read-only")
+    assert after_election(decision, "ours") == decision
+    held = after_election(decision, "held", "node-3 builds")
+    assert (held.action, held.code, held.reason, held.replaces) == (Action.WAIT, "another-builds", "node-3 builds", OLD)
+    alone = after_election(decision, "unavailable", "read-only")
     assert (alone.action, alone.code, alone.replace) == (Action.INSTALL, "no-lease", False)
     hit = decide("auto", Lookup("found", FOUND), now_s=NOW_S)
-    assert elected(hit, "held") == hit
+    assert after_election(hit, "held") == hit
 
 
 def test_waiting_ends_with_a_snapshot_a_turn_or_an_installation() -> None:
-    waiting = elected(decide("auto", Lookup("found", OLD), now_s=NOW_S), "held", "node-3 builds")
-    hit = waited(waiting, "published", now_s=NOW_S, document=FOUND)
+    waiting = after_election(decide("auto", Lookup("found", OLD), now_s=NOW_S), "held", "node-3 builds")
+    hit = after_wait(waiting, "published", now_s=NOW_S, document=FOUND)
     assert (hit.action, hit.code, hit.document) == (Action.RESTORE, "hit-after-wait", FOUND)
-    refused = waited(waiting, "published", now_s=NOW_S, document=FOUND, refusal=REFUSAL)
+    refused = after_wait(waiting, "published", now_s=NOW_S, document=FOUND, refusal=REFUSAL)
     assert (refused.action, refused.code, refused.document) == (Action.INSTALL, "refused:cpu", None)
-    assert waited(waiting, "published", now_s=NOW_S, document=UNTRUSTED).code == "untrusted"
-    turn = waited(waiting, "builder-died", now_s=NOW_S, ours=True)
+    assert after_wait(waiting, "published", now_s=NOW_S, document=UNTRUSTED).code == "untrusted"
+    turn = after_wait(waiting, "builder-died", now_s=NOW_S, ours=True)
     assert (turn.action, turn.code, turn.replaces, turn.replace) == (Action.BUILD, "builder-died", OLD, True)
-    assert waited(waiting, "builder-gave-up", now_s=NOW_S, ours=True).action is Action.BUILD
+    assert after_wait(waiting, "builder-gave-up", now_s=NOW_S, ours=True).action is Action.BUILD
     for ended in ("builder-gave-up", "waited-too-long", "no-lease"):
-        decision = waited(waiting, ended, now_s=NOW_S)  # type: ignore[arg-type]
-        assert (decision.action, decision.code, decision.words) == (Action.INSTALL, ended, REASONS[ended])
+        decision = after_wait(waiting, ended, now_s=NOW_S)  # type: ignore[arg-type]
+        assert (decision.action, decision.code, decision.reason) == (Action.INSTALL, ended, REASONS[ended])
 
 
 @pytest.mark.parametrize("code", [*FALLBACKS, "refused:driver"])
 def test_a_snapshot_that_cannot_be_used_becomes_an_installation_unless_it_is_required(code: str) -> None:
     for mode, action in (("auto", Action.INSTALL), ("require", Action.FAIL)):
-        decision = fell_back(Decision(Action.RESTORE, "hit", "", FOUND, mode=mode), code, "why")  # type: ignore[arg-type]
-        assert (decision.action, decision.code, decision.words, decision.document) == (action, code, "why", None)
+        decision = fall_back(Decision(Action.RESTORE, "hit", "", FOUND, mode=mode), code, "why")  # type: ignore[arg-type]
+        assert (decision.action, decision.code, decision.reason, decision.document) == (action, code, "why", None)
 
 
 def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
@@ -179,7 +179,7 @@ def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
 
 
 def test_the_words_name_the_files_to_declare_and_the_age() -> None:
-    assert "/data/list, /a, /b" in decide("auto", Lookup("found", UNTRUSTED), now_s=NOW_S).words
+    assert "/data/list, /a, /b" in decide("auto", Lookup("found", UNTRUSTED), now_s=NOW_S).reason
     old = replace(FOUND, max_age_s=86400.0 * 2)
-    words = decide("auto", Lookup("found", old), now_s=BUILT_S + 3 * 86400).words
+    words = decide("auto", Lookup("found", old), now_s=BUILT_S + 3 * 86400).reason
     assert words == "built 3.0 days ago, may be 2.0 days old"

@@ -16,7 +16,7 @@ from env.life.samples import KEY, OTHER_KEY, digest_of
 
 A, B, C = digest_of("a"), digest_of("b"), digest_of("c")
 CLEAN = State(KEY)
-SUSPECT = CLEAN.marked(A, "node-1", "ImportError: libcuda", 100)
+SUSPECT = CLEAN.with_failure(A, "node-1", "ImportError: libcuda", 100)
 
 
 def test_a_job_that_died_makes_its_snapshot_a_suspect_and_no_other() -> None:
@@ -29,17 +29,17 @@ def test_a_job_that_died_makes_its_snapshot_a_suspect_and_no_other() -> None:
 def test_further_jobs_are_counted_until_nobody_needs_to_know_more() -> None:
     state = SUSPECT
     for number in range(20):
-        state = state.marked(A, f"node-{number}", "ImportError", 100 + number)
+        state = state.with_failure(A, f"node-{number}", "ImportError", 100 + number)
     suspect = state.suspect(A)
     assert suspect is not None
     assert suspect.count == 8
-    assert state.marked(A, "node", "ImportError", 300) is state
+    assert state.with_failure(A, "node", "ImportError", 300) is state
 
 
 def test_a_rebuild_that_gives_the_same_clears_the_snapshot_for_ever() -> None:
     state = SUSPECT.rebuilt(A, replaced=A)
     assert state.suspect(A) is None
-    assert state.marked(A, "node-2", "ImportError", 200) is state
+    assert state.with_failure(A, "node-2", "ImportError", 200) is state
 
 
 def test_a_rebuild_that_gives_another_one_leaves_the_old_one_suspected() -> None:
@@ -49,7 +49,7 @@ def test_a_rebuild_that_gives_another_one_leaves_the_old_one_suspected() -> None
 
 
 def test_a_rebuild_that_gives_an_earlier_suspect_clears_it() -> None:
-    state = SUSPECT.marked(B, "node", "ImportError", 200).rebuilt(A, replaced=B)
+    state = SUSPECT.with_failure(B, "node", "ImportError", 200).rebuilt(A, replaced=B)
     assert state.suspect(A) is None
     assert state.suspect(B) is not None
 
@@ -67,28 +67,28 @@ def test_a_job_that_always_dies_costs_a_few_rebuilds_whatever_they_give(contents
     for number, content in enumerate(contents):
         if state.suspect(published) is not None:
             state, published, rebuilds = state.rebuilt(content, replaced=published), content, rebuilds + 1
-        state = state.marked(published, "node", "ImportError", float(number))
+        state = state.with_failure(published, "node", "ImportError", float(number))
         state = State.parse(state.encode(), KEY)
     assert rebuilds <= MAX_REBUILDS
 
 
 def test_what_two_places_know_is_put_together() -> None:
-    here = SUSPECT.marked(A, "node-9", "OSError", 200).marked(B, "node-1", "ImportError", 50)
-    there = SUSPECT.marked(C, "node-3", "ImportError", 300).rebuilt(C, replaced=C)
-    both = here.united(there)
-    assert both == there.united(here)
+    here = SUSPECT.with_failure(A, "node-9", "OSError", 200).with_failure(B, "node-1", "ImportError", 50)
+    there = SUSPECT.with_failure(C, "node-3", "ImportError", 300).rebuilt(C, replaced=C)
+    both = here.merged(there)
+    assert both == there.merged(here)
     suspect = both.suspect(A)
     assert suspect is not None
     assert suspect.count == 2
     assert both.suspect(B) is not None
     assert both.suspect(C) is None
-    assert CLEAN.united(replace(SUSPECT, settled=True)).settled
+    assert CLEAN.merged(replace(SUSPECT, settled=True)).settled
 
 
 def test_a_state_stays_small_and_reads_back() -> None:
     state = CLEAN
     for number in range(500):
-        state = state.marked(digest_of(str(number)), "n" * 10_000, "w\x1b" * 10_000, float(number))
+        state = state.with_failure(digest_of(str(number)), "n" * 10_000, "w\x1b" * 10_000, float(number))
     assert len(state.encode()) < MAX_BYTES
     assert State.parse(state.encode(), KEY) == state
     assert state.suspect(digest_of("499")) is not None

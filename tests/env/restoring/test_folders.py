@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootseer.env.restoring.inside import FoldersBelow
+from bootseer.env.restoring.safe_tree import TreeFolders
 
 
 def test_environments_are_told_by_what_is_in_them(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_environments_are_told_by_what_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("conda")
     (tmp_path / "linked" / "lib").mkdir(parents=True)
     (tmp_path / "linked" / "lib" / "python3.11").symlink_to("/usr/lib/python3.11")
-    folders = FoldersBelow(str(tmp_path))
+    folders = TreeFolders(str(tmp_path))
     found = {path.name: folders.environment(f"/{path.name}") for path in tmp_path.iterdir() if not path.is_symlink()}
     assert found == {
         "conda": "conda",

@@ -195,7 +195,7 @@ def test_changes_stay_in_memory_where_the_disk_takes_no_overlay(
 ) -> None:
     merged = overlay(tmp_path)
     view = show(setup.at, venv, changes=merged / "changes")
-    assert "held in memory" in said[0]
+    assert "kept in memory" in said[0]
     run_in(view.enter, f"{venv}/bin/tool; echo 42 > {venv}/result")
     view.close()
     (kept,) = (merged / "changes").glob(f"*/files{venv}/result")
@@ -309,6 +309,6 @@ def test_a_root_that_is_no_folder_here_is_refused(
     else:
         (tmp_path / "elsewhere").mkdir()
         venv.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermanentError, match="nothing is mounted there"):
+    with pytest.raises(PermanentError, match="nothing can be mounted there"):
         show(setup.at, venv)
     assert [path.name for path in (tmp_path / "changes").iterdir()] == ["points"]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.keys.files import Facts, stamp_of
+from bootseer.env.keys.files import FactCache, stamp_of
 from bootseer.env.restoring.loose import Conflict, plan
-from bootseer.env.restoring.place import apply
+from bootseer.env.restoring.placement import apply_plan
 from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import PermanentError
 from restoring import Setup
@@ -38,7 +38,7 @@ class Machine:
     def restore(self, entries: list[Entry], roots: tuple[str, ...] = (), threads: int = 1) -> int:
         """Number of steps that were needed."""
         planned = plan(entries, self.setup.at, roots=roots, root=str(self.root))
-        apply(planned, self.setup.at, threads=threads)
+        apply_plan(planned, self.setup.at, threads=threads)
         return len(planned.steps)
 
     def tree(self) -> dict[str, str]:
@@ -152,7 +152,7 @@ def test_a_link_that_appears_after_the_look_leads_nowhere(machine: Machine, tmp_
     machine.at("/home/u/project").rmdir()
     machine.at("/home/u/project").symlink_to(outside)
     with pytest.raises(PermanentError):
-        apply(planned, machine.setup.at)
+        apply_plan(planned, machine.setup.at)
     assert list(outside.iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_what_was_deleted_in_a_capture_here_goes_with_all_that_was_in_it(machine
     for folder in ("repo/old", "dir/deep"):
         machine.at(f"/home/u/{folder}").mkdir(parents=True)
         machine.at(f"/home/u/{folder}/x").touch()
-    apply(plan(entries, machine.setup.at, root=str(machine.root), captured=True), machine.setup.at)
+    apply_plan(plan(entries, machine.setup.at, root=str(machine.root), captured=True), machine.setup.at)
     assert sorted(path.name for path in machine.root.rglob("*")) == ["file", "home", "repo", "u"]
 
 
@@ -250,7 +250,7 @@ def test_files_that_were_compared_before_are_not_read_again(machine: Machine, tm
     machine.restore(entries)
     place = machine.at("/home/u/large")
     # Files that were changed a moment ago are read again; the time of a change cannot be set, that of the note can.
-    facts = Facts(tmp_path / "known")
+    facts = FactCache(tmp_path / "known")
     facts.put("blake3", "/home/u/large", stamp_of(place.stat()), "blake3:" + 64 * "1")
     facts.save()
     forged = [replace(entry, digest="blake3:" + 64 * "1") for entry in entries if entry.kind == "file"]
@@ -269,7 +269,7 @@ def test_two_restores_at_once_into_a_shared_folder_agree(machine: Machine) -> No
 
     def work(number: int) -> None:
         try:
-            apply(plans[number], machine.setup.at, threads=2)
+            apply_plan(plans[number], machine.setup.at, threads=2)
         except BaseException as error:
             failed.append(error)
 
@@ -287,7 +287,7 @@ _KILLED = """
 import os, sys, threading
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from bootseer.env.restoring import place
+from bootseer.env.restoring import placement
 from bootseer.env.restoring.loose import plan
 from bootseer.env.snapshot.manifest import Manifest
 left = int(sys.argv[1])
@@ -301,7 +301,7 @@ def link(*arguments, **options):
 os.link = link
 entries = Manifest.parse(Path({manifest!r}).read_bytes()).entries
 where = lambda path: Path({after!r}, path.lstrip("/"))
-place.apply(plan(entries, where, root={root!r}), where)
+placement.apply_plan(plan(entries, where, root={root!r}), where)
 """
 
 
@@ -418,5 +418,5 @@ def test_who_asks_for_no_threads_gets_none(machine: Machine) -> None:
         threads_seen.append(threading.current_thread())
         return machine.setup.at(path)
 
-    apply(plan(machine.entries(), machine.setup.at, root=str(machine.root)), at)
+    apply_plan(plan(machine.entries(), machine.setup.at, root=str(machine.root)), at)
     assert threads_seen == [threading.main_thread()]

@@ -36,7 +36,7 @@ def main() -> None:
     before = installed(python.folders)
     tree = folder / "tree"
     began_s = time.time()
-    with open_capture(folder / "first", env=env, way="overlay", folders=[PLACE]) as view:
+    with open_capture(folder / "first", env=env, ways=["overlay"], folders=[PLACE]) as view:
         code = run_in(view, ["sh", "-ec", spec["setup"]], env, stdout=2)
         assert code == 0, code
         packages = new_packages(before, installed(python.folders, root=str(view.root)))

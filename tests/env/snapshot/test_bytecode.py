@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.changes import Action
-from bootseer.env.snapshot.bytecode import EARLIEST_S, Source, settled, source_of
+from bootseer.env.snapshot.bytecode import EARLIEST_S, Source, settle_header, source_of
 from env_snapshots import BEGAN_S, changes_of, overlay, reader_of, shown, snapshot, written
 from erofs_images import needs_root
 from store_doubles import MemoryStore
@@ -62,7 +62,7 @@ def test_bytecode_that_python_believes_is_believed_with_its_new_header(
     path = _module(tmp_path)
     before = _compiled(path, mode)
     for shown_s, flags in ((1_700_000_000.0, 0), (None, 3)):
-        after = settled(before, _source(path, shown_s=shown_s))
+        after = settle_header(before, _source(path, shown_s=shown_s))
         assert after is not None
         assert (after[:4], after[16:]) == (before[:4], before[16:])
         assert int.from_bytes(after[4:8], "little") == flags
@@ -80,12 +80,12 @@ def test_what_python_would_not_believe_is_dropped(tmp_path: Path) -> None:
         data = _compiled(path, mode)
         source = _source(path, shown_s=1.0)
         other = Source(source.mtime_ns + 10**9, source.size + 1, 1, lambda: b"answer = 43\n")
-        assert settled(data, None) is None
+        assert settle_header(data, None) is None
         # Python loads unchecked bytecode whatever the source says: so does a restored job.
-        assert settled(data, other) == (data if mode is PycInvalidationMode.UNCHECKED_HASH else None)
-        assert settled(data[:15], source) is None
-        assert settled(b"\x41\x0d\x0d\x0a" + data[4:], source) is None  # Python 3.7 before there were flags
-        assert settled(data[:4] + b"\x02\0\0\0" + data[8:], source) is None
+        assert settle_header(data, other) == (data if mode is PycInvalidationMode.UNCHECKED_HASH else None)
+        assert settle_header(data[:15], source) is None
+        assert settle_header(b"\x41\x0d\x0d\x0a" + data[4:], source) is None  # Python 3.7 before there were flags
+        assert settle_header(data[:4] + b"\x02\0\0\0" + data[8:], source) is None
 
 
 def test_digests_of_pythons_before_3_11_are_left_to_them(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_digests_of_pythons_before_3_11_are_left_to_them(tmp_path: Path) -> None
     path = _module(tmp_path)
     for mode in FLAGS:
         data = (3439).to_bytes(2, "little") + b"\r\n" + _compiled(path, mode)[4:]
-        assert settled(data, _source(path, shown_s=None)) == data
-        inside = settled(data, _source(path, shown_s=5.0))
+        assert settle_header(data, _source(path, shown_s=None)) == data
+        inside = settle_header(data, _source(path, shown_s=5.0))
         assert inside is not None
         stamped = (5).to_bytes(4, "little") + path.stat().st_size.to_bytes(4, "little")
         assert inside[8:16] == (stamped if mode is PycInvalidationMode.TIMESTAMP else data[8:16])
@@ -104,7 +104,7 @@ def test_digests_of_pythons_before_3_11_are_left_to_them(tmp_path: Path) -> None
 def test_no_bytes_make_it_fail(data: bytes) -> None:
     magic = importlib.util.MAGIC_NUMBER
     for found in (data, magic + data):
-        kept = settled(found, Source(1, 2, 3, lambda: b""))
+        kept = settle_header(found, Source(1, 2, 3, lambda: b""))
         assert kept is None or len(kept) == len(found)
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.snapshot.canonical import canonical, ignored
+from bootseer.env.snapshot.canonical import canonical, ignored_reason
 
 PYC = "/a/__pycache__/m.cpython-311.pyc"
 
@@ -83,7 +83,7 @@ def test_the_folder_of_a_build_does_not_count(tmp_path: Path) -> None:
 def test_everything_else_counts_byte_by_byte() -> None:
     for path in ("/a/m.py", "/a/RECORD", "/etc/hosts", "/a/m.so"):
         assert canonical(path, b"any\r\nbytes\0") == b"any\r\nbytes\0"
-        assert not ignored(path)
+        assert not ignored_reason(path)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_everything_else_counts_byte_by_byte() -> None:
     ],
 )
 def test_what_is_ignored_has_a_reason(path: str, reason: str) -> None:
-    assert ignored(path) == reason
+    assert ignored_reason(path) == reason
 
 
 @given(st.binary(max_size=200), st.sampled_from(["/m.pyc", "/m-1.dist-info/RECORD", "/var/lib/dpkg/status", "/m.so"]))

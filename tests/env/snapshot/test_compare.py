@@ -128,10 +128,10 @@ def test_bytecode_may_name_another_time_but_not_hold_other_code(sides):
 
 
 def _entries_of(folder: Path):
-    from bootseer.env.snapshot.contents import look
+    from bootseer.env.snapshot.contents import inspect_changes
     from bootseer.env.snapshot.manifest import Entry
 
-    items, _ = look(changes_of(folder), None)
+    items, _ = inspect_changes(changes_of(folder), None)
     return [Entry(item.change.path, item.kind, item.mode & 0o7777, item.uid, item.gid, item.size) for item in items]
 
 

@@ -9,7 +9,7 @@ import pytest
 from blake3 import blake3
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.contents import look, read_pieces
+from bootseer.env.snapshot.contents import inspect_changes, read_pieces
 from bootseer.errors import PermanentError
 
 
@@ -20,7 +20,7 @@ def test_holes_are_told_and_not_read(tmp_path: Path) -> None:
         for at in (8 << 20, 32 << 20):
             file.seek(at)
             file.write(b"island" * 1000)
-    (item,), _ = look([Change("/file", Action.ADDED, str(path))], None)
+    (item,), _ = inspect_changes([Change("/file", Action.ADDED, str(path))], None)
     pieces: list[bytes] = []
     digest = read_pieces(item, pieces.append, lambda count: pieces.append(bytes(count)))
     content = path.read_bytes()
@@ -35,7 +35,7 @@ def test_a_change_in_the_middle_of_a_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * (4 << 20))
     os.utime(path, (1_000_000_000, 1_000_000_000))
-    (item,), _ = look([Change("/file", Action.ADDED, str(path))], None)
+    (item,), _ = inspect_changes([Change("/file", Action.ADDED, str(path))], None)
     pieces = 0
 
     def change(_piece: bytes) -> None:

@@ -74,7 +74,7 @@ def test_names_are_judged_and_not_repeated(tmp_path: Path, name: str) -> None:
 def test_a_value_in_base64_is_found(before: str) -> None:
     check = check_of(variables={"MY_TOKEN": SECRET})
     text = b"[http]\nextraheader = basic " + base64.b64encode(f"{before}{SECRET}\n".encode())
-    assert check.content("/opt/x", text) == "/opt/x (the value of MY_TOKEN, in base64)"
+    assert check.check_content("/opt/x", text) == "/opt/x (the value of MY_TOKEN, in base64)"
 
 
 @needs_root
@@ -119,18 +119,23 @@ def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
     (home / ".aws/credentials").write_text(f"aws_secret_access_key = {SECRET}\n")
     check = check_of(homes=[str(home)])
     assert (
-        check.content("/opt/copy", (home / ".aws/credentials").read_bytes())
+        check.check_content("/opt/copy", (home / ".aws/credentials").read_bytes())
         == f"/opt/copy (a copy of {home}/.aws/credentials)"
     )
-    assert check.content("/opt/log", f"using {SECRET}...".encode()) == f"/opt/log (a word of {home}/.aws/credentials)"
-    assert check.content("/opt/log", b"using credentials") == ""
+    assert (
+        check.check_content("/opt/log", f"using {SECRET}...".encode())
+        == f"/opt/log (a word of {home}/.aws/credentials)"
+    )
+    assert check.check_content("/opt/log", b"using credentials") == ""
 
 
 def test_passwords_in_addresses_of_variables_are_known_again() -> None:
     check = check_of(variables={"PIP_INDEX_URL": f"https://me:{SECRET}@a.test/", "N_KEY": "17", "HOME": "/x"})
-    assert check.content("/opt/copy", f"password is {SECRET}".encode()) == "/opt/copy (the value of PIP_INDEX_URL)"
-    assert check.text("its document", f'"={SECRET}"'.encode()) == "its document (the value of PIP_INDEX_URL)"
-    assert check.content("/opt/numbers", b"17 /x") == ""
+    assert (
+        check.check_content("/opt/copy", f"password is {SECRET}".encode()) == "/opt/copy (the value of PIP_INDEX_URL)"
+    )
+    assert check.check_text("its document", f'"={SECRET}"'.encode()) == "its document (the value of PIP_INDEX_URL)"
+    assert check.check_content("/opt/numbers", b"17 /x") == ""
 
 
 def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_when_the_setup_ran_does_not_matter(unpacked: list[int], after: list[int
     def run(began_s: float) -> list[int]:
         stamps = unpacked + [int(began_s) * NS + delay for delay in after]
         times = Times(began_s, [(b"/f", stamp) for stamp in stamps])
-        return [times.of(b"/f", stamp) for stamp in stamps]
+        return [times.shown_ns(b"/f", stamp) for stamp in stamps]
 
     assert run(BEGAN_S) == run(BEGAN_S + later_s)
     assert run(BEGAN_S)[: len(unpacked)] == unpacked
@@ -26,7 +26,7 @@ def test_when_the_setup_ran_does_not_matter(unpacked: list[int], after: list[int
 @given(st.lists(_stamps, min_size=1))
 def test_what_was_written_is_not_older_than_anything_that_was_there(stamps: list[int]) -> None:
     times = Times(BEGAN_S, [(b"/f", stamp) for stamp in stamps])
-    shown = [times.of(b"/f", stamp) for stamp in stamps]
+    shown = [times.shown_ns(b"/f", stamp) for stamp in stamps]
     assert all(found in {stamp, times.written_ns} for found, stamp in zip(shown, stamps, strict=True))
     assert max(shown) <= times.written_ns
     assert EARLIEST_S * NS <= times.written_ns <= int(BEGAN_S) * NS
@@ -38,5 +38,5 @@ def test_what_was_written_is_not_older_than_anything_that_was_there(stamps: list
 def test_times_below_a_log_of_ninja_stay() -> None:
     now_ns = int(BEGAN_S + 5) * NS
     times = Times(BEGAN_S, [(b"/b/out/.ninja_log", now_ns), (b"/b/out/deep/x.o", now_ns)])
-    assert times.of(b"/b/out/deep/x.o", now_ns) == now_ns
-    assert times.of(b"/b/outside", now_ns) == times.of(b"/b/out", now_ns) == times.written_ns
+    assert times.shown_ns(b"/b/out/deep/x.o", now_ns) == now_ns
+    assert times.shown_ns(b"/b/outside", now_ns) == times.shown_ns(b"/b/out", now_ns) == times.written_ns

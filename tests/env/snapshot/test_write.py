@@ -271,7 +271,7 @@ def test_marks_of_overlayfs_do_not_get_into_a_snapshot(tmp_path: Path) -> None:
     (entry,) = snapshot(MemoryStore(str(tmp_path)), upper).entries
     assert entry.xattrs == {"user.mine": b"y"}
     os.setxattr(upper / "file", "trusted.overlay.metacopy", b"")
-    with pytest.raises(PermanentError, match="only a part of a file"):
+    with pytest.raises(PermanentError, match="an incomplete file"):
         snapshot(MemoryStore(str(tmp_path)), upper)
 
 

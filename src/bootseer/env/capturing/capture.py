@@ -1,15 +1,15 @@
-"""Run a setup so that everything it changes in the file system is known afterwards.
+"""Run a setup so that all its file system changes are known afterwards.
 
-Three ways, the best one that works here is taken:
+Three ways, from best to worst:
 
-- `overlay`: with the right to mount. The setup sees the machine's own tree under an overlay; its changes stay in the
-  upper layer, on a disk or in memory, and the machine is not changed.
-- `user`: without that right, in a user namespace, for the folders of the user.
-- `scan`: where neither is possible. The setup changes the machine itself, and two walks tell what. What a changed file
-  held before is lost, so that a restore cannot tell it from a change of another program.
+- `overlay`: needs the right to mount. The setup sees the machine's tree under an overlay; its changes go to the upper
+  layer, on a disk or in memory, and the machine stays unchanged.
+- `user`: in a user namespace, for folders that belong to the user.
+- `scan`: the setup changes the machine itself, and two walks over the disks find the changes. The previous content of
+  changed files is not known, so a restore cannot tell it from changes by other programs.
 
-A capture belongs to the process that opened it, which must have one thread then. If it is killed, nothing stays
-mounted, and the next capture deletes its files.
+A capture belongs to the process that opened it, which must have one thread at that time. If that process is killed,
+its mounts vanish with their namespace, and the next capture deletes its files.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ import os
 import pwd
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
 
 from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.env.capturing import overlay
-from bootseer.env.capturing.any_capture import Capture, Way
-from bootseer.env.capturing.exclude import OWN, REAL_FILES, Exclusions, caches_of, credentials_of
+from bootseer.env.capturing.capture_base import Capture, Way
+from bootseer.env.capturing.exclude import OWN, PASSTHROUGH_FILES, Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.env.capturing.scan import ScanCapture
 from bootseer.env.capturing.walk import Layer, LeftOut, Walk
 from bootseer.env.changes import Change
-from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.logs import logger
 from bootseer.mounts import user_namespace
 from bootseer.mounts.kernel import is_below
 from bootseer.mounts.namespace import Namespace
 
-__all__ = ["Capture", "container_changes", "open_capture"]
+__all__ = ["WAYS", "Capture", "container_changes", "open_capture"]
 
 Say = Callable[[str], None]
-_BETTER: tuple[Way, ...] = ("overlay", "user")
+WAYS: tuple[Way, ...] = ("overlay", "user", "scan")
 _NEARLY_FULL_BYTES = 16 << 20
 _SHARE_OF_MEMORY = 2
 _log = logger(__name__)
 
 
 class OverlayCapture(Capture):
-    """The setup's changes are in upper layers."""
+    """A capture whose changes are in upper layers of overlays."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class OverlayCapture(Capture):
         self.way = way
         self.points = tuple(namespace.facts["points"])
         self.notes = tuple(namespace.facts["notes"])
-        self.real = plan.real
+        self.passthrough = plan.passthrough
         self._namespace = namespace
         self._folder = folder
         self._in_memory = plan.memory_bytes > 0
@@ -79,8 +78,8 @@ class OverlayCapture(Capture):
     def enter(self) -> None:
         self._namespace.enter()
 
-    def changes(self, *, again: Collection[str] = ()) -> list[Change]:
-        walk = Walk(self._exclusions, again=again)
+    def changes(self, *, always_changed: Collection[str] = ()) -> list[Change]:
+        walk = Walk(self._exclusions, always_changed=always_changed)
         for layer in self.uppers:
             walk.layer(layer)
         self.left_out = walk.left_out
@@ -93,7 +92,7 @@ class OverlayCapture(Capture):
         layer = max(holding, key=lambda layer: len(layer.point))
         return Path(layer.upper, os.path.relpath(path, layer.point))
 
-    def trouble(self) -> str:
+    def failure_hint(self) -> str:
         state = os.statvfs(self.uppers[0].upper)
         if state.f_bavail * state.f_frsize > _NEARLY_FULL_BYTES and (state.f_files == 0 or state.f_favail > 0):
             return ""
@@ -104,7 +103,7 @@ class OverlayCapture(Capture):
         self._namespace.close()
         self._folder.remove()
         for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # used meanwhile, or not ours any more
+            with contextlib.suppress(OSError):  # no longer empty
                 folder.rmdir()
 
 
@@ -116,12 +115,12 @@ def open_overlay(
     homes: Sequence[str],
     folders: Iterable[Path | str],
 ) -> OverlayCapture:
-    """Open one, with the first place for upper layers that works. Raises `PermanentError` where none does."""
+    """Open an overlay capture, with the first usable place for upper layers. Raises `PermanentError`."""
     user = way == "user"
     if not user and not user_namespace.may_mount():
         raise PermanentError("mounting needs root (CAP_SYS_ADMIN)")
     made = _make_caches(homes, env)
-    real = (*exclusions.real_folders, *REAL_FILES)
+    passthrough = (*exclusions.passthrough_folders, *PASSTHROUGH_FILES)
     problems: list[str] = []
     for place, memory_bytes in _places(folder):
         try:
@@ -131,8 +130,8 @@ def open_overlay(
             continue
         plan = overlay.Plan(
             own.path,
-            real,
-            inside=tuple(_in_scratch(exclusions, env, folders)),
+            passthrough,
+            captured_inside=tuple(_in_scratch(exclusions, env, folders)),
             userxattr=user or not user_namespace.is_host(),
             candidates=tuple(_candidates(env, homes, folders)) if user else (),
             memory_bytes=memory_bytes,
@@ -151,7 +150,7 @@ def open_overlay(
 
 
 def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterable[Path | str]) -> Iterator[str]:
-    """Scratch folders that this start names: projects, homes and environments are not rubbish wherever they are."""
+    """Folders below scratch folders that must be captured: projects, homes and environments of this start."""
     named = [*folders, *(env[name] for name in ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name))]
     for folder in env.get("PATH", "").split(":"):
         prefix = os.path.dirname(folder)  # noqa: PTH120
@@ -159,13 +158,13 @@ def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterabl
             named.append(prefix)
     for path in dict.fromkeys(os.path.realpath(path) for path in named):
         if any(is_below(path, scratch) for scratch in SCRATCH) and os.path.isdir(path):  # noqa: PTH112
-            rule = exclusions.why(path, kind="directory")
+            rule = exclusions.rule_on_path(path, kind="directory")
             if rule is not None and rule is not OWN:
                 yield path
 
 
 def _places(folder: Path) -> list[tuple[Path, int]]:
-    """Where upper layers may be, the best first; with a bound in bytes: in memory."""
+    """Places for upper layers, the best first; with a size limit in bytes for those in memory, otherwise 0."""
     places = [(folder, 0)]
     other = Path("/var/tmp")  # noqa: S108 - a folder of ours in it
     with contextlib.suppress(OSError):
@@ -177,10 +176,11 @@ def _places(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> list[Path]:
-    """The caches that installers would make, so that the real ones can be shown; the new folders, outermost first."""
+    """Create the installers' caches, so that they can be mounted as passthrough folders; the new folders, outermost
+    first."""
     made: list[Path] = []
     for path in [*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env)]:
-        with contextlib.suppress(OSError):  # `exists` as well: a folder may be closed to us
+        with contextlib.suppress(OSError):  # of `exists` too, for a folder that may not be searched
             missing = [above for above in (Path(path), *Path(path).parents) if not above.exists()]
             if not missing or missing[-1].parent.stat().st_uid != os.geteuid():
                 continue
@@ -191,7 +191,7 @@ def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> list[Path]:
 
 
 def _candidates(env: Mapping[str, str], homes: Sequence[str], folders: Iterable[Path | str]) -> list[str]:
-    """Where a user without root may have environments."""
+    """Folders where a user without root may have environments."""
     names = [env[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONUSERBASE", "UV_PROJECT") if env.get(name)]
     programs = [os.path.dirname(path) for path in env.get("PATH", "").split(":") if path.startswith("/")]  # noqa: PTH120
     return [path for path in (*homes, str(Path.cwd()), *map(str, folders), *names, *programs) if path.startswith("/")]
@@ -199,26 +199,23 @@ def _candidates(env: Mapping[str, str], homes: Sequence[str], folders: Iterable[
 
 def open_capture(
     folder: Path,
+    ways: Sequence[Way] = WAYS,
     *,
     say: Say = lambda line: None,
-    way: Literal["auto"] | Way = "auto",
     env: Mapping[str, str] | None = None,
     own: Iterable[Path | str] = (),
     folders: Iterable[Path | str] = (),
     leave_out: Iterable[str] = (),
     keep: Iterable[str] = (),
 ) -> Capture:
-    """Begin to capture; run the setup with `enter` next, then ask for `changes`.
+    """Open a capture in the first of `ways` that works; run the setup with `enter` next, then call `changes`.
 
-    `folder` is where captures keep upper layers, on a disk with room. `env` is the setup's environment, which names the
-    user's home and the caches of installers. `own` are BootSeer's own folders (cache, spool, runtime): real in the
-    setup's view and never captured. `folders` are further ones that are worth capturing without root, besides home,
-    working folder and environments. `leave_out` and `keep` are patterns of the owner (`Exclusions`). `way` forces one
-    way; `auto` says in a line why a better one was not taken.
-    Raises `BootseerError` when no way is left.
+    `folder` is for upper layers, on a disk with room. `env` is the setup's environment, which names the user's home and
+    the caches of installers. `own` are BootSeer's own folders (cache, spool, runtime): passthrough, never captured.
+    `folders` are captured without root, too, besides home, working folder and environments. `leave_out` and `keep` are
+    patterns of the owner (`Exclusions`). `say` gets the capture's notes.
+    Raises `PermanentError` if no way works.
     """
-    if way not in ("auto", *get_args(Way)):
-        raise UsageError(f"there is no capture {way!r}", hint="auto, overlay, user or scan")
     settings = os.environ if env is None else env
     homes = _homes(settings)
     exclusions = Exclusions(
@@ -229,37 +226,33 @@ def open_capture(
         leave_out=leave_out,
         keep=keep,
     )
-    refused: dict[str, str] = {}
-    for one in (better for better in _BETTER if way in ("auto", better)):
+    rejected: dict[str, str] = {}
+    for way in ways:
         try:
-            capture: Capture = open_overlay(one, folder, exclusions, settings, homes, folders)
-        except BootseerError as error:
-            refused[one] = str(error)
+            if way == "scan":
+                capture: Capture = ScanCapture(exclusions)
+            else:
+                capture = open_overlay(way, folder, exclusions, settings, homes, folders)
+        except (BootseerError, OSError) as error:
+            rejected[way] = str(error)
             continue
-        break
-    else:
-        if way in _BETTER:
-            raise PermanentError(f"the setup cannot be captured by {way}: {refused[way]}")
-        capture = ScanCapture(exclusions)
-    capture.refused = refused
-    _log.info("capture by %s of %s; not by %s", capture.way, ", ".join(capture.points), refused or "-")
-    for refused_way, reason in refused.items():
-        say(f"the setup cannot be captured by {refused_way}: {reason}")
-    for note in capture.notes:
-        say(note)
-    return capture
+        capture.rejected = rejected
+        _log.info("capture by %s of %s; not by %s", way, ", ".join(capture.points), rejected or "-")
+        for note in capture.notes:
+            say(note)
+        return capture
+    raise PermanentError("; ".join(rejected.values()))
 
 
 def container_changes(
     upper: Path, *, exclusions: Exclusions, mounted: Collection[str] = ()
 ) -> tuple[list[Change], LeftOut]:
-    """What a setup changed in a container, from the upper layer of the container's own overlay; see `Capture.changes`.
+    """The changes of a setup in a container, from the upper layer of its overlay; see `Capture.changes`.
 
-    The image's files are not looked at: folders and files that are what they were are taken for changed, the snapshot
-    is larger, and shows the same. `mounted` are the places of mounts in the container, for which the runtime makes
-    files and folders.
+    They are not compared with the image: unchanged folders and files in the layer count as changed, which makes the
+    snapshot larger and not wrong. `mounted` are the mount points in the container, which the runtime creates.
     """
-    walk = Walk(exclusions, tell_before=False, mounted=mounted)
+    walk = Walk(exclusions, record_before=False, mounted=mounted)
     walk.layer(Layer("/", str(upper), None))
     return walk.changes(), walk.left_out
 

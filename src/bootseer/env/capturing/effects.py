@@ -1,16 +1,15 @@
-"""What a setup did besides writing files: processes, mounts, kernel state, files where no capture keeps them.
+"""Side effects of a setup besides captured files: processes, mounts, kernel state, files that no capture keeps.
 
-A restore brings back files and the environment, and starts again what it can of processes (`daemons`). So any of the
-rest makes a setup "not snapshot-safe", in words that say what it was. Users and groups are lines of files and come back
-with /etc; they are told as notes.
+A restore brings back files and the environment, and starts recorded processes again (`daemons`). Any other side effect
+makes a setup "not snapshot-safe", with a reason. Added users and groups are restored with /etc and reported as notes.
 
-*Processes* are the setup's when they run in its mount namespace or have its mark in their environment. Neither depends
-on which process is the parent now: a daemon has none. They are left alone, as the job may need them. In a mount
-namespace none can hide; without one (a capture by comparing) those go unseen that drop or overwrite their environment.
-What another program starts for the setup (systemd, a container engine) is not the setup's and never seen.
+*Processes* belong to the setup if they run in its mount namespace or have its mark in their environment; the parent
+process does not matter, as daemons have none. They are left running, as the job may need them. In a mount namespace no
+process is missed; without one (a scan), those are that drop or overwrite their environment. Processes that another
+program starts on behalf of the setup (systemd, a container engine) are not found.
 
-*The kernel's* modules, settings and shared memory are compared. Settings are files of /proc/sys: those that may be
-written, without the few that move by themselves, so that nothing is blamed on a setup that it did not do.
+*Kernel state:* modules, settings and shared memory are compared. Settings are the writable files of /proc/sys, without
+the few that change by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.artifact.child import run_in_child
-from bootseer.env.capturing.daemons import Found, Setup, recorded, rights
+from bootseer.env.capturing.daemons import RestartableDaemon, SetupContext, find_restartable, privileges
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
@@ -36,9 +35,9 @@ from bootseer.errors import BootseerError
 from bootseer.mounts.kernel import mount_table
 
 MARK = "BOOTSEER_SETUP"
-"""The environment variable that tells the setup's processes."""
+"""The environment variable by which the setup's processes are found."""
 _POLL_S = 0.02
-# Servers that build tools and version control keep for their own speed; they start again by themselves.
+# Background servers of build tools and version control, which are started again on demand.
 _HARMLESS = frozenset((
     "dirmngr", "gpg-agent", "keyboxd", "scdaemon", "sccache", "ccache", "dbus-launch", "watchman",
 ))  # fmt: skip
@@ -46,14 +45,14 @@ _MAX_NAMED = 5
 
 
 def new_mark() -> str:
-    """A value that is used nowhere else."""
+    """A unique value."""
     return secrets.token_hex(8)
 
 
-def left_running(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> dict[int, str]:
-    """Names of the processes that the setup left, by process id. `namespace`: the inode of its mount namespace.
+def leftover_processes(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> dict[int, str]:
+    """Names of the setup's processes, by process id. `namespace` is the inode of its mount namespace.
 
-    Those that are just ending are waited for, at most `grace_s`.
+    Waits at most `grace_s` for processes that are about to end.
     """
     end = time.monotonic() + grace_s
     while (found := _running(mark, namespace)) and time.monotonic() < end:
@@ -81,13 +80,13 @@ def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
         return False
 
 
-def _named(reasons: Sequence[str]) -> list[str]:
+def _shortened(reasons: Sequence[str]) -> list[str]:
     more = [f"it left {len(reasons) - _MAX_NAMED} more processes running"] if len(reasons) > _MAX_NAMED else []
     return [*reasons[:_MAX_NAMED], *more]
 
 
 _SETTINGS = "/proc/sys"
-_MOVING = frozenset((
+_VOLATILE = frozenset((
     "kernel.ns_last_pid", "kernel.perf_event_max_sample_rate", "kernel.sched_domain", "kernel.tainted",
     "kernel.pty.nr", "vm.stat_refresh",
 ))  # fmt: skip
@@ -98,7 +97,7 @@ _MAX_SETTING_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """A look at it. Takes some 25 ms."""
+    """A record of kernel state. Taking one costs some 25 ms."""
 
     modules: frozenset[str]
     settings: dict[str, bytes]
@@ -108,7 +107,7 @@ class KernelState:
 
     @classmethod
     def now(cls) -> KernelState:
-        """What can be read at this moment; the rest is left out."""
+        """The current state, as far as it is readable."""
         return cls(
             frozenset(line.split()[0] for line in _lines("/proc/modules")),
             dict(_settings()),
@@ -116,7 +115,7 @@ class KernelState:
         )
 
     def changes(self, before: KernelState) -> list[str]:
-        """What is different from `before`, for people."""
+        """The differences from `before`, as messages."""
         found = [f"it loaded the kernel module {name}" for name in sorted(self.modules - before.modules)]
         found += [
             f"it changed the kernel setting {name}"
@@ -135,7 +134,7 @@ def _settings() -> Iterator[tuple[str, bytes]]:
         for name in names:
             path = f"{folder}/{name}"
             setting = os.path.normpath(f"{inside}/{name}").replace("/", ".")
-            if setting in _MOVING:
+            if setting in _VOLATILE:
                 continue
             try:
                 if os.lstat(path).st_mode & 0o600 == 0o600:
@@ -146,7 +145,8 @@ def _settings() -> Iterator[tuple[str, bytes]]:
 
 
 def _shared_memory() -> Iterator[str]:
-    """Segments whose maker is gone: others of the same user may have made theirs meanwhile, and still use them."""
+    """Segments whose creating process has ended: those of running processes may belong to other programs of the
+    user."""
     for fields in map(str.split, _lines("/proc/sysvipc/shm")[1:]):
         _, number, _, _, maker, *_, creator = fields[:10]
         if int(creator) == os.geteuid() and not Path("/proc", maker).exists():
@@ -164,7 +164,7 @@ _MAX_POINTER_BYTES = 65_536
 
 
 def mentions(changes: Iterable[Change]) -> list[str]:
-    """Texts that name such paths, for `leftovers`; files that cannot be read say nothing."""
+    """Link targets and `.pth` files among the changes that may name scratch folders, for `leftovers`."""
     found = []
     for change in changes:
         if not change.source:
@@ -184,7 +184,7 @@ def _points_python(path: str) -> bool:
 
 
 def _link(path: str) -> str:
-    """Its target; empty for what is not a link. Half of the cost of `Path.readlink`, for each file of a snapshot."""
+    """The target of a link; empty for other files. Takes half as long as `Path.readlink`."""
     try:
         return os.readlink(path)  # noqa: PTH115
     except OSError:
@@ -192,80 +192,82 @@ def _link(path: str) -> str:
 
 
 Enter = Callable[[], None]
-LOOK_S = 10.0
+INSPECT_S = 10.0
 _PREFIX_FILES = ("pyvenv.cfg", "conda-meta")
 
 
 @dataclass(frozen=True, slots=True)
 class SideEffects:
-    """What a setup did besides writing files, for people."""
+    """Side effects of a setup, as messages."""
 
     unsafe: tuple[str, ...]
-    """Why it is not snapshot-safe; empty when it is."""
+    """Reasons why it is not snapshot-safe."""
     notes: tuple[str, ...]
-    """What comes back with the files, and is worth telling."""
-    daemons: tuple[Found, ...] = ()
-    """What it left running and can be started again."""
+    """Effects that are restored with the files."""
+    daemons: tuple[RestartableDaemon, ...] = ()
+    """Processes that can be started again."""
 
 
-_LOOKS, _LOOK_S = 4, 0.1
-_OF_STARTS = re.compile(r"/containers/run-[^/]+/root(?:/|$)")
-"""Where other starts on this node mount their containers. They unmount them where it was private meanwhile, so that a
-copy may stay in the namespace of a capture."""
+_MOUNT_CHECKS, _CHECK_INTERVAL_S = 4, 0.1
+_CONTAINER_MOUNT = re.compile(r"/containers/run-[^/]+/root(?:/|$)")
+"""Mount points of other starts' containers. A capture's private namespace keeps a copy of such a mount after the other
+start has unmounted it."""
 Mounted = tuple[str, str, str, str]
 """Path, kind of file system, device and root of a mount."""
 
 
-class Effects:
-    """The state before a setup, to compare with."""
+class Baseline:
+    """The state before a setup."""
 
-    def __init__(self, enter: Enter | None, inside: Mapping[str, Any], kernel: KernelState, mark: str) -> None:
+    def __init__(self, enter: Enter | None, before: Mapping[str, Any], kernel: KernelState, mark: str) -> None:
         self._enter = enter
-        self._inside = inside
+        self._before = before
         self._kernel = kernel
         self._mark = mark
 
     @classmethod
-    def before(cls, enter: Enter | None = None) -> Effects:
-        """Look before the setup runs. `enter` leads a process into the capture's namespace (`Capture.enter`).
+    def take(cls, enter: Enter | None = None) -> Baseline:
+        """Record the state before the setup runs. `enter` is `Capture.enter`.
 
-        With `enter` it forks: call it while this process has one thread. What cannot be seen is not compared.
+        Forks if `enter` is given: call it while this process has one thread. What cannot be read is not compared.
         """
-        inside = _look(enter)
+        inside = _inspect_inside(enter)
         if inside.get("namespace") == _namespace():  # a capture without mounts of its own
             enter = None
         return cls(enter, inside, KernelState.now(), new_mark())
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the setup must get, so that its processes are known."""
+        """Variables to set for the setup, by which its processes are found."""
         return {MARK: self._mark}
 
-    def after(
+    def side_effects(
         self,
         reads: Reads,
         *,
         mentions: Sequence[str] = (),
         grace_s: float = 1.0,
-        relaunch: Setup | None = None,
+        relaunch: SetupContext | None = None,
     ) -> SideEffects:
-        """Look once the setup has ended. `reads` is what `Watch.end` gave; `mentions` are texts that tell what the job
-        will use (see `leftovers`). Forks like `before`.
+        """Compare with the state after the setup. `reads` is the result of `Watch.end`; `mentions` are texts that name
+        what the job will use (see `leftovers`). Forks as `take` does.
 
-        Waits up to `grace_s` seconds for processes that are just ending. What still runs then is unsafe, or one of the
-        `daemons` if `relaunch` tells of the setup and they can be started again.
+        Waits at most `grace_s` for processes that are about to end. Those still running are unsafe, or `daemons` if
+        `relaunch` is given and they can be started again.
         """
         found = self.running(grace_s=grace_s)
-        daemons: list[Found] = []
+        daemons: list[RestartableDaemon] = []
         if relaunch is None:
             unsafe = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
         else:
-            daemons, unsafe = recorded(found, replace(relaunch, rights=self._inside.get("rights", {})), reads)
+            daemons, unsafe = find_restartable(
+                found, replace(relaunch, privileges=self._before.get("privileges", {})), reads
+            )
             mentions = [*mentions, *(word for one in daemons for word in one.daemon.argv)]
-        unsafe = _named(unsafe)
-        again = {path for one in daemons for path in one.made}
-        inside = _look(self._enter)
-        unsafe += self._mounted(inside)
+        unsafe = _shortened(unsafe)
+        again = {path for one in daemons for path in one.runtime_files}
+        inside = _inspect_inside(self._enter)
+        unsafe += self._mount_changes(inside)
         unsafe += KernelState.now().changes(self._kernel)
         if reads.complete:
             written = [path for path in reads.outside_writes if path not in again]
@@ -276,26 +278,29 @@ class Effects:
         notes = [
             f"it added the {kind} {name}"
             for kind, key in (("user", "users"), ("group", "groups"))
-            for name in sorted({*inside.get(key, ())} - {*self._inside.get(key, ())})
+            for name in sorted({*inside.get(key, ())} - {*self._before.get(key, ())})
         ]
         return SideEffects(tuple(unsafe), tuple(notes), tuple(daemons))
 
     def running(self, *, grace_s: float = 0.0) -> dict[int, str]:
-        """Names of the setup's processes, by process id (`left_running`)."""
-        namespace = self._inside.get("namespace") if self._enter is not None else None
-        return left_running(self._mark, namespace, grace_s=grace_s)
+        """Names of the setup's processes, by process id (`leftover_processes`)."""
+        namespace = self._before.get("namespace") if self._enter is not None else None
+        return leftover_processes(self._mark, namespace, grace_s=grace_s)
 
-    def _mounted(self, inside: Mapping[str, Any]) -> list[str]:
-        """What the setup mounted and unmounted. What the host mounts shows up inside too, and may come or go at any
-        moment, also twice at the same place: only what several looks at both agree on counts."""
-        before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))
+    def _mount_changes(self, inside: Mapping[str, Any]) -> list[str]:
+        """Mounts and unmounts of the setup.
+
+        Mounts of the host propagate into the namespace at any moment, even twice at one place, and the two mount tables
+        cannot be read atomically. So a difference counts only if it persists over several reads of both tables.
+        """
+        before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._before, inside))
         host = set(_mounts()) if self._enter is not None else set()
         made, gone = after - before - host, (before - after) & host if after else set()
-        for _ in range(_LOOKS):
+        for _ in range(_MOUNT_CHECKS):
             if self._enter is None or not (made or gone):
                 break
-            time.sleep(_LOOK_S)
-            again = {tuple(row) for row in _look(self._enter).get("mounts", after)}
+            time.sleep(_CHECK_INTERVAL_S)
+            again = {tuple(row) for row in _inspect_inside(self._enter).get("mounts", after)}
             host = set(_mounts())
             made, gone = (made & again) - host, (gone - again) & host
         return [
@@ -304,8 +309,9 @@ class Effects:
         ]
 
     def _new_in_scratch(self, inside: Mapping[str, Any], mentions: Sequence[str]) -> list[str]:
-        """Without a watch it is unknown which process left what: only what surely matters counts."""
-        before = {*map(tuple, self._inside.get("scratch", ()))}
+        """New environments, and new entries that the job uses: without a watch it is not known which process made which
+        file."""
+        before = {*map(tuple, self._before.get("scratch", ()))}
         new = sorted({*map(tuple, inside.get("scratch", ()))} - before)
         return [
             f"it installed into {path}, which is not kept: use another folder"
@@ -314,29 +320,29 @@ class Effects:
         ]
 
 
-def _look(enter: Enter | None) -> Mapping[str, Any]:
-    """What can be seen where the setup runs; empty when nothing can."""
+def _inspect_inside(enter: Enter | None) -> Mapping[str, Any]:
+    """The state seen in the setup's view; empty if it cannot be read."""
     if enter is None:
-        return _seen()
+        return _inspect()
 
     def inside() -> dict[str, Any]:
         enter()
-        return _seen()
+        return _inspect()
 
     try:
-        found: Mapping[str, Any] = run_in_child(inside, deadline_s=LOOK_S)
+        found: Mapping[str, Any] = run_in_child(inside, deadline_s=INSPECT_S)
     except BootseerError:
         return {}
     return found
 
 
-def _seen() -> dict[str, Any]:
+def _inspect() -> dict[str, Any]:
     return {
         "namespace": _namespace(),
-        "rights": rights("self"),
+        "privileges": privileges("self"),
         "mounts": _mounts(),
-        "users": _names("/etc/passwd"),
-        "groups": _names("/etc/group"),
+        "users": _account_names("/etc/passwd"),
+        "groups": _account_names("/etc/group"),
         "scratch": [
             (f"{folder}/{name}", any(Path(folder, name, file).exists() for file in _PREFIX_FILES))
             for folder in SCRATCH
@@ -350,10 +356,12 @@ def _namespace() -> int:
 
 
 def _mounts() -> list[Mounted]:
-    return [(row.path, row.kind, row.device, row.root) for row in mount_table() if not _OF_STARTS.search(row.path)]
+    return [
+        (row.path, row.kind, row.device, row.root) for row in mount_table() if not _CONTAINER_MOUNT.search(row.path)
+    ]
 
 
-def _names(path: str) -> list[str]:
+def _account_names(path: str) -> list[str]:
     try:
         return [line.partition(":")[0] for line in Path(path).read_text(errors="replace").splitlines() if line]
     except OSError:

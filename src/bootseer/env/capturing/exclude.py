@@ -1,10 +1,10 @@
-"""What never belongs to an environment snapshot, and why: a table of rules for people and for captures.
+"""Rules for what is left out of environment snapshots, with reasons.
 
-A rule leaves a path out because it is not a file of the environment (proc), belongs to one machine (host keys), is
-gone or wrong later (pid files), is a secret, or is a cache that only installers read. Content that merely
-looks alike is kept: `uv.lock` is not a lock, and whatever a package has installed is part of the package.
+A path is left out because it is not a file of the environment (/proc), belongs to one machine (host keys), is stale
+later (pid files), is a secret, or is a cache that only installers read. Lookalikes are kept: `uv.lock` is not a lock
+file, and whatever a package has installed is part of the package.
 
-Decides and touches nothing.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Kind = Literal["file", "directory", "symlink", "socket", "device", "fifo"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One reason to leave paths out. A folder is left out with everything in it."""
+    """A reason to leave paths out; folders with everything in them."""
 
     name: str
     reason: str
     paths: tuple[str, ...] = ()
-    """Absolute, or below a home where they begin with `~/`."""
+    """Absolute paths, or paths below any home where they begin with `~/`."""
     pattern: str = ""
-    """A regular expression that a whole absolute path must match, without links; `~` stands for any home."""
+    """A regular expression for whole absolute paths, without links; `~` stands for any home."""
     kinds: tuple[Kind, ...] = ()
-    """What it holds for; empty for everything."""
-    empty: bool = False
-    """Only for files without content."""
-    real: bool = False
-    """A capture shows the real folder here, so that what is written stays on the machine, as it would without us."""
-    missed: bool = False
-    """A start without it may go another way: a restore has to tell."""
+    """Kinds of files that it applies to; empty for all."""
+    only_empty: bool = False
+    """Applies only to empty files."""
+    passthrough: bool = False
+    """Captures mount the machine's own folder here, so that writes persist as they would without BootSeer."""
+    warn: bool = False
+    """A start without it may behave differently: the user is warned."""
     secret: bool = False
-    """The command that follows the setup still gets it, as without BootSeer; the owner may make exceptions."""
+    """The command that follows the setup still sees it; the owner may keep it (`--env-keep`)."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -45,15 +45,15 @@ RULES: tuple[Rule, ...] = (
         "kernel",
         "shows the running kernel and its devices, not files",
         paths=("/proc", "/sys", "/dev"),
-        real=True,
+        passthrough=True,
     ),
     Rule(
         "temporary",
         "is emptied by a restart of the machine",
         paths=("/run", "/var/run", "/var/lock", "/tmp", "/var/tmp"),  # noqa: S108 - names, not files that we make
-        real=True,
+        passthrough=True,
     ),
-    Rule("log", "tells what happened on one machine", paths=("/var/log", "~/.npm/_logs"), real=True),
+    Rule("log", "tells what happened on one machine", paths=("/var/log", "~/.npm/_logs"), passthrough=True),
     Rule(
         "package cache",
         "is read by installers alone",
@@ -71,10 +71,10 @@ RULES: tuple[Rule, ...] = (
             "/var/cache/apk",
             "/var/cache/pacman/pkg",
         ),
-        real=True,
+        passthrough=True,
     ),
     Rule(
-        # Not the real folder: conda makes hard links from there, which cannot leave a mount.
+        # Not passthrough: conda makes hard links from there, which cannot cross mounts.
         "conda packages",
         "is read by conda alone; environments have their own copies or links",
         paths=("~/.conda/pkgs", "~/.mamba/pkgs"),
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         "says that a process works; left behind it would make others wait for ever",
         pattern=r".*/(.*\.)?(lock|lck)",
         kinds=("file",),
-        empty=True,
+        only_empty=True,
     ),
     Rule("git lock", "says that git works", pattern=r".*/\.git/.*\.lock", kinds=("file",)),
     Rule(
@@ -149,14 +149,14 @@ RULES: tuple[Rule, ...] = (
             """.split()  # noqa: SIM905 - a list of this length reads better as text
         ),
         pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)",
-        missed=True,
+        warn=True,
         secret=True,
     ),
     Rule(
         "names of machines",
         "is written by the machine or its container",
         paths=("/etc/hosts", "/etc/resolv.conf", "/etc/hostname"),
-        missed=True,
+        warn=True,
     ),
     Rule("mount table", "is written by the machine", paths=("/etc/mtab",)),
     Rule(
@@ -168,13 +168,13 @@ RULES: tuple[Rule, ...] = (
     Rule("container mark", "is written by what runs a container", paths=("/.dockerenv", "/run/.containerenv")),
 )
 
-REAL_FILES = ("/etc/hosts", "/etc/resolv.conf")
-"""A capture shows the host's own, so that a change stays there as it would without us."""
+PASSTHROUGH_FILES = ("/etc/hosts", "/etc/resolv.conf")
+"""Files that captures mount from the machine, so that changes persist as they would without BootSeer."""
 
-OWN = Rule("own folder", "is where BootSeer itself keeps files", real=True)
-CACHE_OF_SETTINGS = Rule("package cache", "is read by installers alone: settings say so", real=True)
+OWN = Rule("own folder", "is where BootSeer itself keeps files", passthrough=True)
+CACHE_OF_SETTINGS = Rule("package cache", "is read by installers alone: settings say so", passthrough=True)
 
-LEFT_OUT = Rule("left out by the owner", "is named by --env-leave-out", missed=True, secret=True)
+LEFT_OUT = Rule("left out by the owner", "is named by --env-leave-out", warn=True, secret=True)
 _CREDENTIALS = next(rule for rule in RULES if rule.name == "credentials")
 
 # What a package has installed is content, whatever it is called.
@@ -197,7 +197,7 @@ _CREDENTIALS_FOLDERS = {
 
 
 class Exclusions:
-    """The rules, for given folders. Make it once; asking takes microseconds."""
+    """The rules for given folders. Compiled once; a query takes microseconds."""
 
     def __init__(
         self,
@@ -209,10 +209,10 @@ class Exclusions:
         leave_out: Iterable[str] = (),
         keep: Iterable[str] = (),
     ) -> None:
-        """`homes` besides those in /home, `own` folders of BootSeer, `caches` and `credentials` by settings.
+        """`homes` besides those in /home, `own` folders of BootSeer, `caches` and `credentials` of settings.
 
-        `leave_out` and `keep` are patterns of the owner, as a shell's, whose `*` takes slashes too; `~/` is any home.
-        What they name they name with everything in it. `keep` outranks rules about secrets and no others.
+        `leave_out` and `keep` are shell patterns of the owner, whose `*` matches slashes, too; `~/` is any home. They
+        apply to everything below a matching folder. `keep` overrides only rules about secrets.
         """
         # The longest first: a home may lie in another one, and users without a name have "/".
         found = {home.rstrip("/") for home in homes if home.startswith("/")}
@@ -224,8 +224,8 @@ class Exclusions:
         self._folders.update((path, _CREDENTIALS) for path in credentials if path.strip("/"))
         self._folders.update((path, CACHE_OF_SETTINGS) for path in caches if path.strip("/"))
         self._folders.update((path, OWN) for path in own if path.strip("/"))
-        self._left_out = _one_of(leave_out, home)
-        self._kept = _one_of(keep, home)
+        self._left_out = _compile(leave_out, home)
+        self._kept = _compile(keep, home)
         self._patterns = [
             (re.compile(rule.pattern.replace("~", f"(?:{home})"), re.DOTALL), rule)
             for rule in RULES
@@ -233,34 +233,34 @@ class Exclusions:
         ]
 
     @property
-    def real_folders(self) -> list[str]:
-        """Where captures show the real folder."""
-        real = [path for path, rule in self._folders.items() if rule.real]
+    def passthrough_folders(self) -> list[str]:
+        """Passthrough folders of captures."""
+        found = [path for path, rule in self._folders.items() if rule.passthrough]
         return sorted(
-            {home + path[1:] for path in real if path.startswith("~") for home in self._homes}
-            | {path for path in real if not path.startswith("~")}
+            {home + path[1:] for path in found if path.startswith("~") for home in self._homes}
+            | {path for path in found if not path.startswith("~")}
         )
 
     @property
     def credentials(self) -> list[str]:
-        """Where credentials of this machine's users may be: files and folders."""
+        """Files and folders with credentials of this machine's users."""
         places = [path for path, rule in self._folders.items() if rule.secret]
         return [f"{home}{path[1:]}" for path in places if path.startswith("~") for home in self._homes] + [
             path for path in places if not path.startswith("~")
         ]
 
     def rule_for(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
-        """Why this path is left out, or None when it is not. Its folders must have been asked for before: a walk does
-        not go into a folder that is left out; `why` asks for all of them. `size` in bytes, None if not known."""
+        """The rule that leaves this path out, if any, without its parent folders: for a walk, which does not enter
+        folders that are left out. `size` in bytes, None if not known."""
         found = self._rule_for(path, kind, size)
         if found is not None and not found.secret:
             return found
         if self._left_out is not None and self._left_out.fullmatch(path):
             return LEFT_OUT
-        return None if found is None or self.keeps(path) else found
+        return None if found is None or self.is_kept(path) else found
 
-    def keeps(self, path: str) -> bool:
-        """Whether the owner says that this is not a secret."""
+    def is_kept(self, path: str) -> bool:
+        """Whether the owner keeps this path although it looks like a secret."""
         return self._kept is not None and self._kept.fullmatch(path) is not None
 
     def _rule_for(self, path: str, kind: Kind, size: int | None) -> Rule | None:
@@ -272,7 +272,7 @@ class Exclusions:
         for pattern, rule in self._patterns:
             if rule.kinds and kind not in rule.kinds:
                 continue
-            if rule.empty and size != 0:
+            if rule.only_empty and size != 0:
                 continue
             if rule.pattern and not pattern.fullmatch(path):
                 continue
@@ -281,28 +281,28 @@ class Exclusions:
             return rule
         return None
 
-    def why(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
-        """The same for any path: by a rule for itself or for one of its folders."""
-        above = (self.rule_for(folder, kind="directory") for folder in _above(path))
+    def rule_on_path(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
+        """The rule that leaves out this path or one of its parent folders, if any."""
+        above = (self.rule_for(folder, kind="directory") for folder in _parents(path))
         return next(filter(None, above), None) or self.rule_for(path, kind=kind, size=size)
 
-    def forbids(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
-        """Why no snapshot may have this path, whichever way it got there. Scratch folders are no reason: a capture may
-        were configured to capture what lies in one."""
-        above = (self.rule_for(folder, kind="directory") for folder in _above(path))
+    def forbidding_rule(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
+        """The rule that forbids this path in a snapshot: a rule for itself, or for credentials in a parent folder.
+        Other rules for parent folders do not count: a capture may include a folder below a scratch folder."""
+        above = (self.rule_for(folder, kind="directory") for folder in _parents(path))
         return next((rule for rule in above if rule and rule.secret), None) or self.rule_for(path, kind=kind, size=size)
 
 
-def _above(path: str) -> Iterator[str]:
-    """The folders around a path, the outermost first."""
+def _parents(path: str) -> Iterator[str]:
+    """The parent folders of a path, the outermost first."""
     end = path.find("/", 1)
     while end != -1:
         yield path[:end]
         end = path.find("/", end + 1)
 
 
-def _one_of(patterns: Iterable[str], home: str) -> re.Pattern[str] | None:
-    """What matches the paths that a pattern names, and those in them."""
+def _compile(patterns: Iterable[str], home: str) -> re.Pattern[str] | None:
+    """An expression for the paths that match one of the patterns, and everything below them."""
     forms = []
     for pattern in patterns:
         text = pattern.rstrip("/")
@@ -312,7 +312,7 @@ def _one_of(patterns: Iterable[str], home: str) -> re.Pattern[str] | None:
 
 
 def credentials_of(env: Mapping[str, str]) -> list[str]:
-    """Credentials that the environment moves away from their usual place."""
+    """Credentials whose location is set by the environment."""
     found = [env.get(name, "") for name in _CREDENTIALS_FILES]
     found += [
         f"{env[name].rstrip('/')}/{file}"
@@ -325,7 +325,7 @@ def credentials_of(env: Mapping[str, str]) -> list[str]:
 
 
 def caches_of(env: Mapping[str, str]) -> list[str]:
-    """Package caches that the environment moves away from their usual place."""
+    """Package caches whose location is set by the environment."""
     found = [
         env[name]
         for name in ("PIP_CACHE_DIR", "UV_CACHE_DIR", "npm_config_cache", "YARN_CACHE_FOLDER")

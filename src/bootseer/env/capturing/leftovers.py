@@ -1,16 +1,16 @@
-"""What the files that a setup opened say about its snapshot: reads that nothing accounts for, and files left where no
-capture keeps them.
+"""Judge the files that a setup opened: reads that the request key does not cover, and files left in places that are not
+captured.
 
-*Reads.* A file is accounted for when the request key holds its content, when the base covers it (the image, or the
-host's fingerprint), when the setup made or changed it, or when its content does not decide what gets installed. Each
-one that is left makes a snapshot untrusted: it could change without the key noticing. The list of what never counts is
-kept short of surprises: what a plain `pip install -r` or `uv pip install -r` opens must not be on the answer.
+*Reads.* A file is accounted for if the request key holds its content, the base covers it (the image, or the host's
+fingerprint), the setup made or changed it, or its content has no influence on what is installed. Any other file makes a
+snapshot untrusted: it could change without changing the key. The files that a plain `pip install -r` or
+`uv pip install -r` opens are all accounted for.
 
-*Leftovers* in a scratch folder are one of three things: rubbish, which no later start can count on (a random name, a
-log, the source of something that was installed from it); something that the job is known to use; or something that it
-may use. The last two make a setup not snapshot-safe: a node that is restored would miss them.
+*Leftovers* in a scratch folder are of three kinds: garbage that no later start can rely on (a random name, a log, the
+source of an installation); files that the job is known to use; and files that it may use. The last two make a setup not
+snapshot-safe, as a restored node would lack them.
 
-Decides and touches nothing.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from collections.abc import Collection, Iterable, Sequence
 from bootseer.env.capturing.exclude import RULES, Exclusions
 
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - names, not files that we make
-# No later start can find these again: their names are made by chance.
+# Random names, which no later start can find again.
 _RANDOM = re.compile(
     r"tmp\.[A-Za-z0-9]{6,}|tmp[a-z0-9_]{8}|\.tmp\w{6}|cc[A-Za-z0-9]{6}(\..*)?|[\w-]+\.(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{10}"
 )
-_OF_TOOLS = re.compile(
+_TOOL_FILES = re.compile(
     r"(pip|npm|pymp|ssh|gpg|matplotlib|systemd-private)-.*|fileutl\.message\..*|go-build\d+|_MEI\w+|hsperfdata_.*"
     r"|uv-[0-9a-f]+\.lock|(node|v8)-compile-cache.*|\.X.*|sem\..*|torch_\d+_\d+.*"
 )
-# What is downloaded or written to install from, and what tells of it.
+# Files to install from, and logs about it.
 _MATERIAL = re.compile(
     r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|zip|whl|deb|rpm|run|sh|log|out|err|pid|lock|sock|asc|gpg|key|sig|sha\d+|md5|list"
     r"|diff|patch|swp|c|cc|cpp|cu|o|s)|(get-pip|install\w*|setup)\.py|.*(requirements|constraints).*\.(txt|in)",
     re.IGNORECASE,
 )
-# What a folder has in which something was built or installed from.
+# Files that mark a source tree.
 _SOURCE = re.compile(
     r"setup\.(py|cfg)|pyproject\.toml|configure(\.ac)?|CMakeLists\.txt|[Mm]akefile|meson\.build|Cargo\.toml|go\.mod"
     r"|package\.json|build\.ninja|WORKSPACE|install(\.sh)?"
@@ -46,21 +46,22 @@ _MAX_NAMED = 3
 
 
 def left_in_scratch(written: Iterable[str], mentions: Sequence[str]) -> list[str]:
-    """What was left in scratch folders and matters, for people.
+    """Problems with files that were left in scratch folders, as messages.
 
-    `written` are files that are still there; `mentions` texts of what the job will use: its command and working folder,
-    what the setup exports, where links and `.pth` files of the snapshot lead.
+    `written` are files that still exist; `mentions` are texts that name what the job will use: its command and working
+    folder, the setup's exports, targets of links and `.pth` files of the snapshot.
     """
     entries: dict[str, list[str]] = {}
     for path in written:
-        if (entry := _entry(path)) is not None:
+        if (entry := _scratch_entry(path)) is not None:
             entries.setdefault(entry, []).append(path[len(entry) + 1 :])
-    return [reason for entry, files in sorted(entries.items()) if (reason := _why(entry, files, mentions))]
+    return [reason for entry, files in sorted(entries.items()) if (reason := _problem(entry, files, mentions))]
 
 
 def left_elsewhere(written: Iterable[str], exclusions: Exclusions) -> list[str]:
-    """What was written to local disks that are not captured, for people, without what no snapshot keeps anyway."""
-    lost = [path for path in written if _entry(path) is None and exclusions.why(path) is None]
+    """Files that were written to local disks that are not captured, as messages, without those that the rules
+    exclude."""
+    lost = [path for path in written if _scratch_entry(path) is None and exclusions.rule_on_path(path) is None]
     found = [f"it wrote {path}, which is not captured" for path in lost[:_MAX_NAMED]]
     if len(lost) > _MAX_NAMED:
         found.append(f"it wrote {len(lost) - _MAX_NAMED:,} more files that are not captured")
@@ -73,13 +74,13 @@ def is_mentioned(path: str, mentions: Iterable[str]) -> bool:
     return any(name.search(text) for text in mentions)
 
 
-def is_made_by_chance(path: str) -> bool:
-    """Whether a path lies in a scratch folder under a name that no other run would choose."""
-    entry = _entry(path)
+def has_random_name(path: str) -> bool:
+    """Whether a path lies in a scratch folder under a random name."""
+    entry = _scratch_entry(path)
     return entry is not None and _RANDOM.fullmatch(entry.rpartition("/")[2]) is not None
 
 
-def _entry(path: str) -> str | None:
+def _scratch_entry(path: str) -> str | None:
     """The topmost name in a scratch folder; None for a path elsewhere."""
     for folder in SCRATCH:
         if path.startswith(f"{folder}/"):
@@ -87,8 +88,9 @@ def _entry(path: str) -> str | None:
     return None
 
 
-def _why(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
-    """Empty when it does not matter. `files` are relative to `entry`, one empty name if it is a file itself."""
+def _problem(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
+    """The problem with an entry of a scratch folder; empty for none. `files` are its files, relative to it: one empty
+    name if it is a file itself."""
     if is_mentioned(entry, mentions):
         return f"it left {entry}, which is used later but not kept: use another folder"
     name = entry.rpartition("/")[2]
@@ -97,7 +99,7 @@ def _why(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
     prefix = next(filter(None, (_PREFIX.fullmatch(f"{entry}/{file}") for file in files)), None)
     if prefix is not None:
         return f"it installed into {prefix[1]}, which is not kept: use another folder"
-    if _OF_TOOLS.fullmatch(name) or _is_source(files):
+    if _TOOL_FILES.fullmatch(name) or _is_source(files):
         return ""
     if all(_MATERIAL.fullmatch(file.rpartition("/")[2] or name) for file in files):
         return ""
@@ -105,7 +107,7 @@ def _why(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
 
 
 def _is_source(files: Iterable[str]) -> bool:
-    """Whether a source tree lies here, or one folder deeper."""
+    """Whether a source tree lies here, or one level deeper."""
     return any(file.count("/") <= 1 and _SOURCE.fullmatch(file.rpartition("/")[2]) for file in files)
 
 
@@ -113,19 +115,19 @@ SYSTEM = (
     "/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/opt", "/sbin", "/snap", "/usr",
     "/var/cache", "/var/lib", "/var/log", "/var/spool",
 )  # fmt: skip
-"""The base: packages of the system and what they configure."""
-PASSING = ("/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp")  # noqa: S108 - nothing is written
+"""The base: system packages and their configuration."""
+TRANSIENT = ("/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp")  # noqa: S108 - nothing is written
 """State of the running system, and scratch space."""
 AT_HOME = (
-    # Programs and packages of the user's own: what /usr/local is for the machine. The packages are in the key.
+    # The user's own programs and packages, as /usr/local is the machine's. The packages are in the key.
     ".local/bin", ".local/lib", ".local/share/mise", ".local/share/uv", ".asdf", ".cargo", ".nvm", ".pyenv", ".rustup",
-    # Caches, whose entries are named by what they hold.
+    # Caches, whose entries are named by their content.
     ".cache", ".ccache", ".conda/pkgs", ".local/share/pnpm/store", ".m2", ".npm", ".nv",
-    # Settings of installers: in the key by what they say.
+    # Settings of installers: their effective values are in the key.
     ".conda/environments.txt", ".condarc", ".config/pip", ".config/uv", ".npmrc", ".pip", ".pydistutils.cfg", ".pypirc",
     # Identities and credentials of the user, not what is installed.
     ".aws", ".config/git", ".config/gh", ".gitconfig", ".ssh",
-    # How a terminal looks.
+    # Shell and terminal settings.
     ".bash_history", ".bash_login", ".bash_logout", ".bash_profile", ".bashrc", ".config/fish", ".editrc", ".inputrc",
     ".profile", ".python_history", ".terminfo", ".vimrc", ".wget-hsts", ".wgetrc", ".curlrc", ".zlogin", ".zprofile",
     ".zshenv", ".zshrc",
@@ -145,14 +147,13 @@ def unaccounted(
     *,
     host: bool = True,
 ) -> tuple[str, ...]:
-    """The reads that nothing accounts for, sorted.
+    """The reads that are not accounted for, sorted. All paths are absolute, without symbolic links.
 
-    `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed: what
-    was there before is in the manifest, and a restore looks at it; `base` the folders that the base covers besides the
-    system's (prefixes of Python, BootSeer's own code); `homes` folders of users besides /root and those in /home;
-    `inside` folders that are captured although they lie in scratch space. Not `host`: the setup ran in an image, and
-    these are files of this machine that were mounted into it; the base is no part of it. All paths are absolute,
-    without symbolic links.
+    `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed,
+    whose previous state is in the manifest and checked by a restore; `base` folders of the base besides the system's
+    (Python's prefixes, BootSeer's own code); `homes` home folders besides /root and those in /home; `inside` captured
+    folders that lie in scratch space. Without `host` the setup ran in an image, and the reads are files of this machine
+    that were mounted into it, so that the host's base does not cover them.
     """
     covered = {*(SYSTEM if host else ()), *(posixpath.normpath(path) for path in (*accounted, *base))}
     homes = [*homes, "/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
@@ -167,7 +168,7 @@ def unaccounted(
             for path in reads
             if path not in made
             and not _is_covered(path, covered)
-            and (not host or _below(path, inside) or not _below(path, PASSING))
+            and (not host or _below(path, inside) or not _below(path, TRANSIENT))
         )
     )
 
@@ -175,7 +176,7 @@ def unaccounted(
 def _is_covered(path: str, covered: Collection[str]) -> bool:
     if _below(path, covered):
         return True
-    # Bytecode follows from its source, which the interpreter looks at.
+    # Bytecode is covered if its source is: the interpreter compares the two.
     folder, name = posixpath.split(path)
     above, cache = posixpath.split(folder)
     if cache == "__pycache__" and name.endswith(".pyc"):

@@ -1,12 +1,13 @@
-"""Show a setup the machine's own file tree, with overlays that catch what it changes.
+"""Build a setup's view: the machine's file tree under overlays that catch its changes.
 
-With all rights (`build_root`): a new root, an overlay over `/` and one over each further writable disk; every other
-mount, temporary folders, logs and package caches are the machine's own. In a user namespace (`build_user`) only a
-folder that belongs to the user can have an overlay, because the kernel copies a file's owner with it and has no name
-for others: the user's topmost folders get one each, in place, and all else on disks is read-only there. So a setup
-that writes elsewhere fails and is not captured by half.
+As root (`build_root`): a new root with an overlay over `/` and one over each further writable disk; all other mounts,
+and passthrough folders (temporary folders, logs, package caches), are the machine's own.
 
-What is mounted here runs in the helper child of a `Namespace`.
+In a user namespace (`build_user`) only folders of the user can have an overlay: copy-up keeps a file's owner, and other
+owners have no id in the namespace. The user's topmost folders get an overlay each, in place, and the rest of the disks
+is read-only there: a setup that writes elsewhere fails instead of being captured in part.
+
+These functions run in the helper child of a `Namespace`.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ _DISKS = {
     "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "reiserfs", "tmpfs", "xfs", "zfs",
 }  # fmt: skip
 _MAX_SPLIT = 200
-"""Overlays that a user namespace may need where mounts lie between the user's folders."""
+"""Maximum number of overlays in a user namespace, where mounts between the user's folders require several."""
 
 
 def takes_overlay(mount: Mount) -> bool:
-    """Whether it is a folder on a disk of this machine that can be written to, and reached by this user."""
+    """Whether it is a writable folder on a disk of this machine that this user can reach."""
     return mount.kind in _DISKS and not mount.read_only and os.path.isdir(mount.path)  # noqa: PTH112
 
 
-def steps(mounts: Sequence[Mount], real: Sequence[str]) -> Iterator[tuple[str, Mount | None]]:
-    """What to attach below the new root, upper places first: mounts, and real folders (None). A copy that takes all
-    mounts below it with it comes once."""
+def attach_order(mounts: Sequence[Mount], passthrough: Sequence[str]) -> Iterator[tuple[str, Mount | None]]:
+    """What to attach below the new root, parents first: mounts, and passthrough folders (None). A recursive copy
+    contains all mounts below it, so these are left out."""
     taken: list[str] = []
     steps: list[tuple[str, Mount | None]] = [(row.path, row) for row in mounts]
-    steps += [(path, None) for path in real]
+    steps += [(path, None) for path in passthrough]
     for path, mount in sorted(steps, key=lambda step: (depth(step[0]), step[0], step[1] is not None)):
-        if not within(path, taken):
+        if not is_within(path, taken):
             if mount is None or not takes_overlay(mount):
                 taken.append(path)
             yield path, mount
 
 
-def existing(paths: Iterable[str]) -> list[str]:
-    """By their real names; what is not there, or is not a folder or file, cannot be shown."""
+def existing_paths(paths: Iterable[str]) -> list[str]:
+    """The existing folders and files among the paths, by their real paths."""
     found = []
     for path in paths:
         real = os.path.realpath(path)
@@ -64,27 +65,28 @@ def existing(paths: Iterable[str]) -> list[str]:
 def topmost(paths: Iterable[str]) -> list[str]:
     kept: list[str] = []
     for path in sorted(set(paths), key=lambda path: (depth(path), path)):
-        if not within(path, kept):
+        if not is_within(path, kept):
             kept.append(path)
     return kept
 
 
-def within(path: str, folders: Iterable[str]) -> bool:
+def is_within(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or is_below(path, folder) for folder in folders)
 
 
-def holder(path: str, rows: Sequence[Mount]) -> Mount:
-    """The mount that a path lies in."""
+def mount_of(path: str, rows: Sequence[Mount]) -> Mount:
+    """The mount that contains a path."""
     return next(row for row in reversed(rows) if row.path == path or is_below(path, row.path))
 
 
-def user_points(candidates: Iterable[str], rows: Sequence[Mount], real: Sequence[str]) -> list[str]:
-    """The topmost folders of the user above the candidates, cut where something is mounted below them: the kernel
-    takes no folder as a lower layer from which another mount would have to be left out."""
+def user_overlay_points(candidates: Iterable[str], rows: Sequence[Mount], passthrough: Sequence[str]) -> list[str]:
+    """The topmost folders of the user above the candidates, split where something is mounted below them: in a user
+    namespace the kernel accepts no lower layer without the mounts that cover parts of it, as that would reveal what
+    they hide."""
     tops = []
     for candidate in candidates:
         path = os.path.realpath(candidate)
-        owned = [above for above in _upwards(path) if _is_ours(above)]
+        owned = [above for above in _upwards(path) if _is_owned(above)]
         if owned:
             tops.append(owned[-1])
     points: list[str] = []
@@ -92,19 +94,19 @@ def user_points(candidates: Iterable[str], rows: Sequence[Mount], real: Sequence
     inside = [row.path for row in rows]
     while waiting and len(points) < _MAX_SPLIT:
         path = waiting.pop()
-        if within(path, real) or not takes_overlay(holder(path, rows)):
+        if is_within(path, passthrough) or not takes_overlay(mount_of(path, rows)):
             continue
         if not any(is_below(mount, path) for mount in inside):
             points.append(path)
             continue
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             names = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-            waiting += [name for name in reversed(names) if _is_ours(name)]
+            waiting += [name for name in reversed(names) if _is_owned(name)]
     return points
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """The folder itself, then each above it, as long as they can be seen."""
+    """The folder and its parents, up to the root."""
     while True:
         yield path
         if path == "/":
@@ -112,8 +114,8 @@ def _upwards(path: str) -> Iterator[str]:
         path = os.path.dirname(path)  # noqa: PTH120
 
 
-def _is_ours(path: str) -> bool:
-    """Whether owner and group of a folder have a name in this user namespace: any, or those of its user."""
+def _is_owned(path: str) -> bool:
+    """Whether owner and group of a folder have an id in this user namespace, which maps all ids or only its user's."""
     try:
         state = os.stat(path, follow_symlinks=False)  # noqa: PTH116
     except OSError:
@@ -128,25 +130,25 @@ TREE, EMPTY, UPPERS, WORKS = "tree", "empty", "uppers", "works"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to show."""
+    """The view to build."""
 
     folder: Path
-    """The capture's own, on the file system for the upper layers; the setup finds the folder above it empty."""
-    real: tuple[str, ...]
-    """Folders and files that are shown as they are."""
-    inside: tuple[str, ...] = ()
-    """Folders in them that are captured all the same: a project or an environment that lies in a scratch folder."""
+    """The capture's folder, on the file system for the upper layers. Its parent is empty in the setup's view."""
+    passthrough: tuple[str, ...]
+    """Folders and files of the machine that are not captured."""
+    captured_inside: tuple[str, ...] = ()
+    """Folders inside passthrough folders that are captured: a project or an environment in a scratch folder."""
     userxattr: bool = False
-    """Whether overlays keep their marks in `user.` attributes: in all user namespaces."""
+    """Whether overlays keep their marks in `user.` attributes, as required in user namespaces."""
     candidates: tuple[str, ...] = ()
-    """For `build_user`: folders whose topmost ancestors of the same owner get an overlay."""
+    """For `build_user`: folders whose topmost parents of the same owner get an overlay."""
     memory_bytes: int = 0
-    """Upper layers in a tmpfs of at most so many bytes; 0 for the capture's folder."""
+    """Size limit of a tmpfs for the upper layers; 0: they are in the capture's folder."""
 
 
 @dataclass(slots=True)
-class _Work:
-    """What the helper has done so far."""
+class _Builder:
+    """The state of building a view."""
 
     plan: Plan
     place: Path
@@ -155,7 +157,7 @@ class _Work:
     folders: dict[str, int] = field(default_factory=dict)
 
     def overlay(self, point: str, attributes: int = 0) -> int:
-        """An overlay over `point` that is attached nowhere."""
+        """A detached overlay mount over `point`."""
         number = str(len(self.points))
         upper, work = self.place / UPPERS / number, self.place / WORKS / number
         for made in (upper, work):
@@ -170,92 +172,96 @@ class _Work:
 
 
 def build_root(plan: Plan) -> Built:
-    """Make the overlay over `/` and all that belongs to it, and move the namespace's root there."""
+    """Build the overlay over `/` with everything below it, and change the namespace's root to it."""
     rows = visible(mount_table())
     if not rows:
         raise PermanentError("the root is not a mount: this process lives in a plain chroot")
-    work = _begin(plan)
-    root = work.overlay("/")
-    # All copies are taken before the first is attached: none may hold what is built here.
+    builder = _prepare(plan)
+    root = builder.overlay("/")
+    # All mounts are cloned before the first one is attached: otherwise recursive clones would contain the new tree.
     attach: list[tuple[str, int]] = []
-    for path, mount in steps(rows[1:], existing(plan.real)):
+    for path, mount in attach_order(rows[1:], existing_paths(plan.passthrough)):
         try:
             if mount is not None and takes_overlay(mount):
                 try:
-                    attach.append((path, work.overlay(path, _attributes(mount))))
+                    attach.append((path, builder.overlay(path, _attributes(mount))))
                     continue
                 except BootseerError as error:
-                    work.notes.append(f"{path} is not captured: {error}")
+                    builder.notes.append(f"{path} is not captured: {error}")
             attach.append((path, kernel.clone_mount(Path(path), recursive=mount is None or not takes_overlay(mount))))
         except BootseerError as error:
-            work.notes.append(f"{path} is not shown: {error}")
-    attach += _inside(work, rows)
+            builder.notes.append(f"{path} is not shown: {error}")
+    attach += _captured_inside(builder, rows)
     tree = plan.folder / TREE
     kernel.attach(root, tree)
-    _attach(work, attach, str(tree))
-    _hide(plan, str(tree))
+    _attach(builder, attach, str(tree))
+    _hide_upper_layers(plan, str(tree))
     kernel.change_root(tree)
-    return work.built()
+    return builder.built()
 
 
 def build_user(plan: Plan) -> Built:
-    """In a new user namespace: overlays over the user's folders, everything else on disks read-only."""
+    """In a new user namespace: build overlays over the user's folders, and make the rest of the disks read-only."""
     rows = visible(mount_table())
-    work = _begin(plan)
-    real = existing(plan.real)
+    builder = _prepare(plan)
+    passthrough = existing_paths(plan.passthrough)
     others = {row.path for row in rows if not takes_overlay(row)}
-    attach = [(path, kernel.clone_mount(Path(path), recursive=True)) for path in real if path not in others]
+    attach = [(path, kernel.clone_mount(Path(path), recursive=True)) for path in passthrough if path not in others]
     made: list[tuple[str, int]] = []
-    for point in user_points(plan.candidates, rows, real):
+    for point in user_overlay_points(plan.candidates, rows, passthrough):
         try:
-            made.append((point, work.overlay(point, _attributes(holder(point, rows)))))
+            made.append((point, builder.overlay(point, _attributes(mount_of(point, rows)))))
         except BootseerError as error:
-            work.notes.append(f"{point} is not captured: {error}")
-    made += _inside(work, rows)
+            builder.notes.append(f"{point} is not captured: {error}")
+    made += _captured_inside(builder, rows)
     if not made:
-        raise PermanentError("no folder of this user can have an overlay" + "".join(f"; {note}" for note in work.notes))
+        raise PermanentError(
+            "no folder of this user can have an overlay" + "".join(f"; {note}" for note in builder.notes)
+        )
     for row in rows:
-        if takes_overlay(row) and not within(row.path, real):
+        if takes_overlay(row) and not is_within(row.path, passthrough):
             kernel.make_read_only(Path(row.path))
-    _attach(work, sorted(made + attach, key=lambda item: (depth(item[0]), item[0])), "")
-    _hide(plan, "")
-    return work.built()
+    _attach(builder, sorted(made + attach, key=lambda item: (depth(item[0]), item[0])), "")
+    _hide_upper_layers(plan, "")
+    return builder.built()
 
 
-def _inside(work: _Work, rows: Sequence[Mount]) -> list[tuple[str, int]]:
-    """Overlays over the folders that are captured inside of real ones, and what is real or mounted in them again."""
+def _captured_inside(builder: _Builder, rows: Sequence[Mount]) -> list[tuple[str, int]]:
+    """Overlays over the captured folders inside passthrough folders, and clones of passthrough folders and mounts
+    inside those."""
     attach: list[tuple[str, int]] = []
-    for point in topmost(os.path.realpath(path) for path in work.plan.inside):
-        mount = holder(point, rows)
+    for point in topmost(os.path.realpath(path) for path in builder.plan.captured_inside):
+        mount = mount_of(point, rows)
         if not takes_overlay(mount):
-            work.notes.append(f"{point} is not captured: it lies on {mount.kind}, or cannot be written to")
+            builder.notes.append(f"{point} is not captured: it lies on {mount.kind}, or cannot be written to")
             continue
         try:
-            attach.append((point, work.overlay(point, _attributes(mount))))
-            again = [*(row.path for row in rows), *map(os.path.realpath, work.plan.real)]
+            attach.append((point, builder.overlay(point, _attributes(mount))))
+            again = [*(row.path for row in rows), *map(os.path.realpath, builder.plan.passthrough)]
             below = topmost(path for path in again if is_below(path, point) and os.path.exists(path))  # noqa: PTH110
             attach += [(path, kernel.clone_mount(Path(path), recursive=True)) for path in below]
         except BootseerError as error:
-            work.notes.append(f"{point} is not captured: {error}")
+            builder.notes.append(f"{point} is not captured: {error}")
     return attach
 
 
-def _begin(plan: Plan) -> _Work:
-    """The place of the upper layers: the capture's folder, or memory that only descriptors reach."""
+def _prepare(plan: Plan) -> _Builder:
+    """Choose the place of the upper layers: the capture's folder, or a tmpfs that is reached only by a descriptor."""
     (plan.folder / TREE).mkdir(exist_ok=True)
     (plan.folder / EMPTY).mkdir(exist_ok=True)
     if not plan.memory_bytes:
-        return _Work(plan, plan.folder)
+        return _Builder(plan, plan.folder)
     options = [("source", "bootseer"), ("size", str(plan.memory_bytes)), ("mode", "0700")]
     place = plan.folder / TREE
     held = kernel.create_mount("tmpfs", options)
     kept = os.dup(held)
     kernel.attach(held, place)
-    return _Work(plan, place, folders={"memory": kept})
+    return _Builder(plan, place, folders={"memory": kept})
 
 
 def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr: bool) -> int:
-    """Deletions, copies of whole files and nothing else: marks that only the kernel could read later are off."""
+    """A detached overlay whose upper layer holds only whole files and whiteouts: redirects, metadata-only copies and
+    the index, which only the kernel could interpret later, are off."""
     with short_names([Path(lower), upper, work]) as names:
         options: list[tuple[str, str | None]] = [
             ("source", "bootseer"),
@@ -269,7 +275,7 @@ def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr:
         if userxattr:
             options.append(("userxattr", None))
         try:
-            # A capture that the machine does not survive is of no use: nothing needs to reach the disk.
+            # `volatile` skips all syncs: a capture is useless after a crash of the machine anyway.
             return kernel.create_mount("overlay", [*options, ("volatile", None)], attributes=attributes)
         except BootseerError as error:
             if number_of(error) != errno.EINVAL:
@@ -281,16 +287,16 @@ def _attributes(mount: Mount) -> int:
     return sum(bit for word, bit in _ATTRIBUTES.items() if word in mount.options)
 
 
-def _attach(work: _Work, mounts: Sequence[tuple[str, int]], below: str) -> None:
+def _attach(builder: _Builder, mounts: Sequence[tuple[str, int]], below: str) -> None:
     for path, mount in mounts:
         try:
             kernel.attach(mount, Path(below + path))
         except BootseerError as error:
-            work.notes.append(f"{path} is not shown: {error}")
+            builder.notes.append(f"{path} is not shown: {error}")
 
 
-def _hide(plan: Plan, below: str) -> None:
-    """No process inside may reach upper layers, of this capture and others: changing them has no defined result."""
+def _hide_upper_layers(plan: Plan, below: str) -> None:
+    """Cover the folder of all captures with an empty one: changing an upper layer while it is mounted is undefined."""
     empty = kernel.clone_mount(plan.folder / EMPTY)
     place = Path(below + os.path.realpath(plan.folder.parent))
     kernel.attach(empty, place)

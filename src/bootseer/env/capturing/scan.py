@@ -1,8 +1,8 @@
-"""Find what a setup changed by two walks over the machine's disks: the last resort, without any right.
+"""Find the changes of a setup by two walks over the machine's disks: the last resort, which needs no privilege.
 
-A file is changed when its size, permissions, owner, inode or time of change (ctime, which no program can set) differ.
-That costs seconds for each million files, twice. It also finds what others change meanwhile; without root, files of
-other owners are none of the setup's. What a folder's own attributes (access lists) were is not compared.
+A file has changed if its size, permissions, owner, inode or change time (ctime, which programs cannot set) differ. Each
+walk takes seconds per million files. Changes by other programs are found, too; without root, files of other owners are
+skipped. Extended attributes of folders (access lists) are not compared.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from bootseer.env.capturing.any_capture import Capture, Way
+from bootseer.env.capturing.capture_base import Capture, Way
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.overlay import takes_overlay
-from bootseer.env.capturing.walk import LeftOut, PathState, join, tells_before
+from bootseer.env.capturing.walk import LeftOut, PathState, join, records_before
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import mount_table, visible
 
 MAX_ENTRIES = 20_000_000
 _MARK = struct.Struct("<Bq")
-"""Whether it is a folder; a hash of all that must stay as it is."""
+"""Whether it is a folder; a hash of the compared attributes."""
 
-Folder = bytes
-"""Names and marks of what a folder holds, packed: there may be millions."""
+PackedFolder = bytes
+"""Names and fingerprints of a folder's entries, packed, as there may be millions."""
 
 
 class ScanCapture(Capture):
-    """The setup changes the machine itself."""
+    """A capture whose setup changes the machine itself."""
 
     way: Way = "scan"
 
@@ -39,9 +39,9 @@ class ScanCapture(Capture):
         self._mounts = {row.path: row for row in visible(mount_table())}
         self._roots = roots
         disks = (path for path, row in self._mounts.items() if takes_overlay(row))
-        self.points = tuple(path for path in disks if exclusions.why(path, kind="directory") is None)
+        self.points = tuple(path for path in disks if exclusions.rule_on_path(path, kind="directory") is None)
         self.notes = ("what a changed file held before the setup is not known",)
-        self._before = {path: _packed(found) for path, found in self._walk()}
+        self._before = {path: _pack(found) for path, found in self._walk()}
 
     @property
     def root(self) -> Path:
@@ -54,32 +54,32 @@ class ScanCapture(Capture):
         return Path(path)
 
     def close(self) -> None:
-        """Forget the first walk."""
+        """Drop the first walk."""
         self._before = {}
 
-    def changes(self, *, again: Collection[str] = ()) -> list[Change]:
-        """As for all captures, but `before` of modified and deleted files is `other` where it would be told: it is not
-        known any more. What was written `again` has changed for a scan."""
+    def changes(self, *, always_changed: Collection[str] = ()) -> list[Change]:
+        """As of all captures, but `before` of modified and deleted files is `other` where it is recorded, as it is no
+        longer known. `always_changed` has no effect: a rewritten file has another ctime."""
         self.left_out = LeftOut(self._exclusions)
         changes: list[Change] = []
         euid = os.geteuid()
         for folder, found in self._walk():
-            was = _unpacked(self._before.get(folder, b""))
+            was = _unpack(self._before.get(folder, b""))
             for name, entry in found.items():
                 path = join(folder, name)
-                mark, earlier = _mark(entry.status), was.pop(name, None)
+                mark, earlier = _fingerprint(entry.status), was.pop(name, None)
                 if mark == earlier or euid not in (0, entry.status.st_uid):
                     continue
                 change = self._change(path, Action.MODIFIED if earlier else Action.ADDED)
                 if not self._is_left_out(change, entry):
                     changes.append(change)
             gone = (self._change(join(folder, name), Action.DELETED) for name in was)
-            changes += [change for change in gone if self._exclusions.forbids(change.path) is None]
+            changes += [change for change in gone if self._exclusions.forbidding_rule(change.path) is None]
         return sorted(changes, key=lambda change: change.path)
 
     def _is_left_out(self, change: Change, entry: PathState) -> bool:
-        """Whether a rule keeps a change out, then it is noted."""
-        rule = self._exclusions.forbids(change.path, kind=entry.kind, size=entry.size)
+        """Whether a rule leaves a change out; notes it."""
+        rule = self._exclusions.forbidding_rule(change.path, kind=entry.kind, size=entry.size)
         if rule is None:
             return False
         self.left_out.add(change.path, rule)
@@ -89,23 +89,23 @@ class ScanCapture(Capture):
 
     @staticmethod
     def _change(path: str, action: Action) -> Change:
-        lost = "other" if action is not Action.ADDED and tells_before(path) else ""
+        lost = "other" if action is not Action.ADDED and records_before(path) else ""
         return Change(path, action, "" if action is Action.DELETED else path, before=lost)
 
     def _walk(self) -> Iterator[tuple[str, Mapping[str, PathState]]]:
-        """All folders that count, with what they hold."""
+        """All walked folders, with their entries."""
         waiting = list(self._roots)
         count = 0
         while waiting:
             folder = waiting.pop()
-            found = self._inside(folder)
+            found = self._list_folder(folder)
             count += len(found)
             if count > MAX_ENTRIES:
                 raise PermanentError(f"more than {MAX_ENTRIES} files: too many to look at for what a setup changed")
             yield folder, found
             waiting += [join(folder, name) for name, entry in found.items() if entry.kind == "directory"]
 
-    def _inside(self, folder: str) -> dict[str, PathState]:
+    def _list_folder(self, folder: str) -> dict[str, PathState]:
         found: dict[str, PathState] = {}
         try:
             with os.scandir(folder) as entries:
@@ -115,31 +115,31 @@ class ScanCapture(Capture):
                         continue
                     try:
                         here = PathState(path, entry.stat(follow_symlinks=False))
-                    except OSError:  # deleted meanwhile; or another user's mount, which not even root may read
+                    except OSError:  # deleted meanwhile, or another user's FUSE mount, which even root may not read
                         continue
                     rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
-                    # Not into folders of which nothing counts: /proc alone would take minutes.
+                    # Do not enter folders that are left out: /proc alone would take minutes.
                     if rule is None or rule.secret or here.kind != "directory":
                         found[entry.name] = here
         except OSError:
-            # Deleted meanwhile, or not ours to see: then the setup has not written there either.
+            # Deleted meanwhile, or not readable: then the setup has not written there either.
             return found
         return found
 
 
-def _mark(status: os.stat_result) -> bytes:
-    """What must stay as it is. A folder's times and size follow from what is in it."""
+def _fingerprint(status: os.stat_result) -> bytes:
+    """The compared attributes. A folder's times and size depend only on its entries."""
     owner = (status.st_mode, status.st_uid, status.st_gid)
     if stat.S_ISDIR(status.st_mode):
         return _MARK.pack(True, hash(owner))
     return _MARK.pack(False, hash((*owner, status.st_size, status.st_ctime_ns, status.st_ino)))
 
 
-def _packed(found: Mapping[str, PathState]) -> Folder:
-    return b"".join(os.fsencode(name) + b"\0" + _mark(entry.status) for name, entry in found.items())
+def _pack(found: Mapping[str, PathState]) -> PackedFolder:
+    return b"".join(os.fsencode(name) + b"\0" + _fingerprint(entry.status) for name, entry in found.items())
 
 
-def _unpacked(folder: Folder) -> dict[str, bytes]:
+def _unpack(folder: PackedFolder) -> dict[str, bytes]:
     marks: dict[str, bytes] = {}
     start = 0
     while start < len(folder):

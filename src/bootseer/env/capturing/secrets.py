@@ -1,11 +1,11 @@
-"""What looks like a secret by its form: a snapshot is shared, and must hold none.
+"""Find secrets by their form: a snapshot is shared, and must contain none.
 
-Precision comes before reach: a file that is taken for a secret keeps a setup from being snapshotted at all. Keys and
-known forms of tokens are found by a library's rules (`env.snapshot.secret_check`); here is what those do not look for:
-logins in addresses and settings, and random words behind names like `token`. Only files that people or setups write are
-looked into: settings, environment files, remotes of clones.
+Precision comes before recall: a false positive keeps a setup from being snapshotted at all. Keys and known forms of
+tokens are found by a library's rules (`env.snapshot.secret_check`); this module finds what those do not cover: logins
+in addresses and settings, and random words after names like `token`. Only files that people or setups write are
+searched: settings, environment files, remotes of clones.
 
-Decides and touches nothing.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 from bootseer.env.keys.settings import looks_secret
 
-# Published content, and the few files in it that an installer writes for this one installation. What lies in
-# `site-packages` is published when the record of its package says so.
+# Published content, and the few files in it that an installer writes for this installation. A file in `site-packages`
+# is published if the record of its package lists it.
 _PUBLISHED = re.compile(
     r".*/node_modules/.*|.*/lib/python\d[\d.]*/(?!(site|dist)-packages/).*|/usr/(share|include|lib|lib64|libexec|src)/.*"
 )
@@ -72,7 +72,7 @@ _IS_SECRETS_NAME = re.compile(
     re.IGNORECASE,
 )
 _MIN_BITS = 3.3
-"""Of entropy for each letter: words of a language and names have less."""
+"""Bits of entropy per character: words of a language and names have fewer."""
 _PLACEHOLDER = re.compile(
     r"[$%{}<>*]|\.\.\.|^(x+|\*+|none|null|true|false)$|your|change.?me|example|dummy|placeholder|redacted"
     r"|^[a-z_.-]*(secret|password|token)$"
@@ -88,17 +88,17 @@ _BASE64 = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9_./+=:-]{16,}")
 
 
 def is_published(path: str) -> bool:
-    """Whether a file is content that packages have published, whatever it looks like."""
+    """Whether a file is published content of packages."""
     return _PUBLISHED.fullmatch(path) is not None and _WRITTEN_BY_INSTALLERS.fullmatch(path) is None
 
 
 def is_example(path: str) -> bool:
-    """Whether keys and passwords in this file are there to test or show something."""
+    """Whether keys and passwords in this file are for tests or examples."""
     return _EXAMPLES.fullmatch(path) is not None
 
 
-def find(path: str, data: bytes) -> str | None:
-    """What kind of secret a file with this content holds, in words that follow "it holds"; None for none."""
+def find_secret(path: str, data: bytes) -> str | None:
+    """The kind of secret that a file contains, as words that follow "it holds"; None for none."""
     by_installer = bool(_WRITTEN_BY_INSTALLERS.fullmatch(path))
     if b"\0" in data or (not by_installer and (is_published(path) or is_example(path))):
         return None
@@ -106,11 +106,11 @@ def find(path: str, data: bytes) -> str | None:
     called_so = "." not in name and looks_secret(name.replace("-", "_"))
     if not by_installer and not called_so and not _SETTINGS.fullmatch(path):
         return None
-    return next(_found(path, data.decode("utf-8", "replace")), None)
+    return next(_secrets_in(path, data.decode("utf-8", "replace")), None)
 
 
-def value_kind(value: str) -> str | None:
-    """What kind of secret a value is by its form, as in `find`."""
+def secret_kind(value: str) -> str | None:
+    """The kind of secret that a value is by its form, worded as in `find_secret`; None for none."""
     if (token := _TOKEN.search(value)) is not None:
         return _token_kind(token)
     if _PRIVATE_KEY.search(value):
@@ -121,40 +121,40 @@ def value_kind(value: str) -> str | None:
 
 
 def passwords_in(value: str) -> list[str]:
-    """The passwords and tokens in addresses that a value holds."""
+    """The passwords and tokens in addresses within a value."""
     logins = (address for address in _ADDRESS.finditer(value) if _is_login(address))
     return [address["password"] or address["user"] for address in logins]
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Whether a variable is a secret: by its value, or by its name where the value is not a path, number or switch."""
-    if value_kind(value) is not None:
+    """Whether a variable is a secret: by its value, or by its name if the value is not a path, number or switch."""
+    if secret_kind(value) is not None:
         return True
     return looks_secret(name) and len(value) >= 4 and _HARMLESS.fullmatch(value) is None
 
 
 def is_random(word: str) -> bool:
-    """Whether a word looks as if a machine had drawn it: letters, several digits, no repetitions, no name or path."""
-    if not 16 <= len(word) <= 4096 or _RANDOM.fullmatch(word) is None or not _is_real(word):
+    """Whether a word looks random: letters, several digits, high entropy, no name or path."""
+    if not 16 <= len(word) <= 4096 or _RANDOM.fullmatch(word) is None or not _is_literal(word):
         return False
     counts = Counter(word)
     return -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values()) >= _MIN_BITS
 
 
-def _found(path: str, text: str) -> Iterator[str]:
+def _secrets_in(path: str, text: str) -> Iterator[str]:
     if (token := _TOKEN.search(text)) is not None:
         yield _token_kind(token)
     if any(_is_login(address) for address in _ADDRESS.finditer(text)):
         yield "an address with a password"
     name = posixpath.basename(path)
-    if "netrc" in name and any(_is_real(match["value"]) for match in _LOGIN.finditer(text)):
+    if "netrc" in name and any(_is_literal(match["value"]) for match in _LOGIN.finditer(text)):
         yield "a password"
     special = {
         ".npmrc": (_NPM, "a token of npm"),
         "config.json": (_DOCKER, "a login of a registry"),
         ".dockercfg": (_DOCKER, "a login of a registry"),
     }.get(name)
-    if special is not None and any(_is_real(match["value"]) for match in special[0].finditer(text)):
+    if special is not None and any(_is_literal(match["value"]) for match in special[0].finditer(text)):
         yield special[1]
     if looks_secret(name.strip(".").partition(".")[0].replace("-", "_")) and is_random(text.strip()):
         yield "a random word, and is called like a secret"
@@ -168,7 +168,7 @@ def _found(path: str, text: str) -> Iterator[str]:
 
 def _is_assigned_secret(match: re.Match[str]) -> bool:
     value = match["value"]
-    return is_secret_variable(match["name"], value) and _is_real(value) and _BASE64.fullmatch(value) is not None
+    return is_secret_variable(match["name"], value) and _is_literal(value) and _BASE64.fullmatch(value) is not None
 
 
 def _token_kind(match: re.Match[str]) -> str:
@@ -176,18 +176,18 @@ def _token_kind(match: re.Match[str]) -> str:
 
 
 def _is_login(address: re.Match[str]) -> bool:
-    """Whether an address carries a password, or a user that can only be a token."""
+    """Whether an address contains a password, or a user name that looks like a token."""
     password = address["password"]
     if password is None:
         user = address["user"]
-        return bool(_BASE64.fullmatch(user)) and len(user) >= 20 and _is_real(user)
-    return _is_real(password) and not (_is_dull(address["user"]) and _is_dull(password))
+        return bool(_BASE64.fullmatch(user)) and len(user) >= 20 and _is_literal(user)
+    return _is_literal(password) and not (_is_default_login(address["user"]) and _is_default_login(password))
 
 
-def _is_dull(word: str) -> bool:
+def _is_default_login(word: str) -> bool:
     return bool(_SAFE_FOR_ADDRESSES.fullmatch(word)) or word.lower() in ("pass", "password", "pwd", "token")
 
 
-def _is_real(value: str) -> bool:
-    """Whether a value stands for itself: no variable, no example."""
+def _is_literal(value: str) -> bool:
+    """Whether a value is literal: neither a variable nor a placeholder."""
     return _PLACEHOLDER.search(value) is None

@@ -1,8 +1,7 @@
-"""Find what a setup changed, from the upper layers of the overlays that caught it.
+"""Find the changes of a setup in the upper layers of its overlays.
 
-An upper layer holds more than changes: folders that are only there because something in them changed, and files that
-were opened for writing and are what they were. So everything is compared with what lies below. No symbolic link is
-followed anywhere.
+An upper layer holds more than changes: folders that are there only because of a change in them, and files that were
+opened for writing and stayed the same. So everything is compared with the lower layer. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ _MARKS = ("trusted.overlay.", "user.overlay.")
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _WHITEOUT = ("trusted.overlay.whiteout", "user.overlay.whiteout")
 _PATHS_KEPT = 20
-"""Of each rule that left something out."""
+"""For each rule."""
 _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PathState:
-    """What is at a path. A symbolic link is itself, not what it leads to."""
+    """The file at a path, links not followed."""
 
     path: str
     status: os.stat_result
 
     @property
     def kind(self) -> Kind:
-        """What kind of file."""
+        """Its kind."""
         return _KINDS[stat.S_IFMT(self.status.st_mode)]
 
     @property
@@ -56,12 +55,12 @@ class PathState:
         """In bytes."""
         return self.status.st_size
 
-    def marks(self) -> dict[str, bytes]:
-        """What overlayfs noted in its attributes."""
+    def overlay_marks(self) -> dict[str, bytes]:
+        """Its extended attributes that belong to overlayfs."""
         return self._attributes(marks=True)
 
     def xattrs(self) -> dict[str, bytes]:
-        """All other extended attributes: capabilities, access lists, what users set."""
+        """All other extended attributes."""
         return self._attributes(marks=False)
 
     def _attributes(self, *, marks: bool) -> dict[str, bytes]:
@@ -76,18 +75,18 @@ class PathState:
         }
 
 
-def found_at(folder: str, name: str) -> PathState | None:
-    """What a folder has by that name; for no name the folder itself. None: nothing."""
+def state_at(folder: str, name: str) -> PathState | None:
+    """The file of that name in a folder, or the folder itself for an empty name; None if there is none."""
     path = os.path.join(folder, name) if name else folder  # noqa: PTH118
     try:
-        # A folder may be named by a link in /proc that leads to it.
+        # A folder may be given as a link in /proc.
         return PathState(path, os.lstat(path) if name else os.stat(path))  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def difference(one: PathState, other: PathState) -> bool:
-    """Whether anything but content and times differs: kind, permissions, owner, extended attributes."""
+def metadata_differs(one: PathState, other: PathState) -> bool:
+    """Whether kind, permissions, owner or extended attributes differ."""
     first, second = one.status, other.status
     return (first.st_mode, first.st_uid, first.st_gid) != (second.st_mode, second.st_uid, second.st_gid) or (
         one.xattrs() != other.xattrs()
@@ -95,7 +94,7 @@ def difference(one: PathState, other: PathState) -> bool:
 
 
 def same_content(one: PathState, other: PathState) -> bool:
-    """Whether two paths of one kind hold the same bytes, or lead to the same place."""
+    """Whether two files of the same kind have the same content or link target."""
     if one.kind == "symlink":
         return os.readlink(one.path) == os.readlink(other.path)  # noqa: PTH115
     if one.kind != "file":
@@ -107,80 +106,79 @@ def same_content(one: PathState, other: PathState) -> bool:
 
 def same_bytes(one: str, other: str) -> bool:
     """Whether two files have the same content."""
-    with _opened(one) as first, _opened(other) as second:
+    with _open(one) as first, _open(other) as second:
         while (piece := first.read(_PIECE)) == second.read(_PIECE):
             if not piece:
                 return True
     return False
 
 
-def tells_before(path: str) -> bool:
-    """Where `Change.before` is recorded: in folders of the system only where people edit files."""
+def records_before(path: str) -> bool:
+    """Whether `Change.before` is recorded for a path: in system folders only where people edit files."""
     return not is_system(path) or may_be_edited(path)
 
 
-def state_of(found: PathState) -> str:
+def describe_state(found: PathState) -> str:
     """In the form of `Change.before`."""
     if found.kind == "file":
-        with _opened(found.path) as file:
+        with _open(found.path) as file:
             return f"file:sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     if found.kind == "symlink":
         return f"symlink:{os.readlink(found.path)}"  # noqa: PTH115
     return "directory" if found.kind == "directory" else "other"
 
 
-def _opened(path: str) -> BufferedReader:
-    """For reading; never through a link that took the file's place."""
+def _open(path: str) -> BufferedReader:
+    """Open for reading, never through a link that has replaced the file."""
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """An upper layer, and what lies below it."""
+    """An upper layer and its lower layer."""
 
     point: str
-    """The path that the overlay lies over, as the setup saw it."""
+    """The mount point of the overlay in the setup's view."""
     upper: str
     lower: str | None
-    """Where its lower layer can be read; None if nowhere: then everything is taken for changed."""
+    """Where its lower layer can be read; None if nowhere: then everything counts as changed."""
 
 
 @dataclass(slots=True)
 class LeftOut:
-    """What the rules kept out of the changes."""
+    """What the rules left out of the changes."""
 
     exclusions: Exclusions
-    """The rules."""
     paths: dict[str, list[str]] = field(default_factory=dict)
-    """The first ones by the rule's name."""
-    missed: list[str] = field(default_factory=list)
-    """Lines for people about what a start without it may miss."""
+    """The first paths of each rule, by the rule's name."""
+    warnings: list[str] = field(default_factory=list)
+    """Messages about files that a restored start may miss."""
     reasons: dict[str, LeftOutPath] = field(default_factory=dict)
-    """The first ones of each rule, by path."""
+    """The first paths of each rule, by path."""
     withheld: dict[str, Change] = field(default_factory=dict)
-    """Secrets by path: the command that follows the setup gets them, and no snapshot does."""
+    """Secrets by path: the command that follows the setup gets them, but no snapshot does."""
 
     def add(self, path: str, rule: Rule) -> None:
-        """Note that a rule keeps this path out."""
+        """Note that a rule leaves this path out."""
         _log.info("not in the snapshot: %s (%s): it %s", path, rule.name, rule.reason)
         kept = self.paths.setdefault(rule.name, [])
         if rule.secret or len(kept) < _PATHS_KEPT:
             kept.append(path)
             self.reasons[path] = LeftOutPath(path, rule.name, f"it {rule.reason}", secret=rule.secret)
-            if rule.missed:
-                self.missed.append(f"{path} is not kept ({rule.name}): it {rule.reason}")
+            if rule.warn:
+                self.warnings.append(f"{path} is not kept ({rule.name}): it {rule.reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """One that is still to be looked into."""
+    """A folder that is still to be walked."""
 
     path: str
     upper: str
     lower: str | None
     """Empty: there was no such folder. None: unknown."""
     hidden: bool
-    """Whether nothing of the lower folder shows through, so that all of it is either changed or deleted."""
+    """Whether the lower folder is hidden, so that each of its entries was either replaced or deleted."""
     secret: bool = False
     """Whether a rule withholds it with everything in it."""
 
@@ -192,30 +190,29 @@ class Walk:
         self,
         exclusions: Exclusions,
         *,
-        tell_before: bool = True,
-        again: Collection[str] = (),
+        record_before: bool = True,
+        always_changed: Collection[str] = (),
         mounted: Collection[str] = (),
     ) -> None:
-        """`tell_before`: tell what was there before where people keep or edit files (`Change.before`). `again` are
-        files that count as changed although the setup wrote what had been there: another start may find nothing there,
-        and the snapshot must say that they belong to the environment. `mounted` are places where something was mounted
-        meanwhile: what lies there is the mount's."""
+        """`record_before`: record `Change.before` where people keep or edit files. `always_changed`: files that count
+        as changed even if the setup rewrote the same content, because they may not exist on another node and must be in
+        the snapshot. `mounted`: former mount points, whose files and folders were made for the mount."""
         self.left_out = LeftOut(exclusions)
         self._exclusions = exclusions
-        self._tells_before = tell_before
-        self._again = again
+        self._records_before = record_before
+        self._always_changed = always_changed
         self._mounted = mounted
         self._changes: dict[str, Change] = {}
-        # Files with several names that are what they were, by inode: one of the other names may be new.
-        self._same: dict[tuple[int, int], list[Change]] = {}
+        # Unchanged hard links, by inode: they count as changed if another name of the file is new.
+        self._unchanged_links: dict[tuple[int, int], list[Change]] = {}
         self._changed_inodes: set[tuple[int, int]] = set()
 
     def layer(self, layer: Layer) -> None:
-        """Look through one layer. Raises `PermanentError` for what cannot be read."""
+        """Walk one layer. Raises `PermanentError` for unreadable files."""
         try:
-            top = found_at(layer.upper, "")
-            below = found_at(layer.lower, "") if layer.lower else None
-            if top is not None and below is not None and difference(top, below):
+            top = state_at(layer.upper, "")
+            below = state_at(layer.lower, "") if layer.lower else None
+            if top is not None and below is not None and metadata_differs(top, below):
                 self._add(Change(layer.point, Action.MODIFIED, layer.upper), below)
             waiting = [_Folder(layer.point, layer.upper, layer.lower, hidden=False)]
             while waiting:
@@ -224,9 +221,9 @@ class Walk:
             raise PermanentError(f"read what the setup changed: {error.filename}: {error.strerror}") from error
 
     def changes(self) -> list[Change]:
-        """All of them, sorted by path."""
-        for inode in self._changed_inodes & self._same.keys():
-            self._changes.update((change.path, change) for change in self._same[inode])
+        """All changes, sorted by path."""
+        for inode in self._changed_inodes & self._unchanged_links.keys():
+            self._changes.update((change.path, change) for change in self._unchanged_links[inode])
         return [self._changes[path] for path in sorted(self._changes)]
 
     def _folder(self, folder: _Folder) -> Iterator[_Folder]:
@@ -236,18 +233,18 @@ class Walk:
                 names.add(entry.name)
                 yield from self._entry(folder, entry.name, entry.stat(follow_symlinks=False))
         if folder.hidden:
-            self._gone(folder, names)
+            self._add_hidden_files(folder, names)
 
     def _entry(self, folder: _Folder, name: str, status: os.stat_result) -> Iterator[_Folder]:
         path, upper = join(folder.path, name), join(folder.upper, name)
         if path in self._mounted:
             return
-        below = found_at(folder.lower, name) if folder.lower else None
+        below = state_at(folder.lower, name) if folder.lower else None
         unknown = folder.lower is None
         here = PathState(upper, status)
         if _is_whiteout(here):
             if below is not None and not folder.secret:
-                self._deleted(path, below)
+                self._add_deleted(path, below)
             elif unknown and not folder.secret and self._exclusions.rule_for(path) is None:
                 self._add(Change(path, Action.DELETED), None)
             return
@@ -259,40 +256,42 @@ class Walk:
         secret = folder.secret or rule is not None
         action = Action.ADDED if below is None and not unknown else Action.MODIFIED
         if here.kind != "directory":
-            self._leaf(Change(path, action, upper), here, below, hidden=folder.hidden, secret=secret)
+            self._add_leaf(Change(path, action, upper), here, below, hidden=folder.hidden, secret=secret)
             return
         was_folder = below is not None and below.kind == "directory"
-        # The kernel marks new folders as well: only one that replaced a folder hides something.
+        # The kernel marks new folders as opaque, too; that matters only for a folder that replaced one.
         opaque = was_folder and (folder.hidden or _is_opaque(here))
-        if below is None or not was_folder or opaque or difference(here, below):
+        if below is None or not was_folder or opaque or metadata_differs(here, below):
             change = Change(path, action, upper, opaque=opaque or (unknown and _is_opaque(here)))
             self._add(change, below, secret=secret)
         lower = below.path if below is not None and was_folder else None if unknown else ""
         yield _Folder(path, upper, lower, opaque, secret)
 
-    def _leaf(self, change: Change, here: PathState, below: PathState | None, *, hidden: bool, secret: bool) -> None:
+    def _add_leaf(
+        self, change: Change, here: PathState, below: PathState | None, *, hidden: bool, secret: bool
+    ) -> None:
         inode = (here.status.st_dev, here.status.st_ino) if here.status.st_nlink > 1 and not secret else None
-        same = below is not None and not hidden and not difference(here, below) and same_content(here, below)
-        if below is not None and same and change.path not in self._again:
+        same = below is not None and not hidden and not metadata_differs(here, below) and same_content(here, below)
+        if below is not None and same and change.path not in self._always_changed:
             if inode is not None:
-                self._same.setdefault(inode, []).append(self._with_before(change, below))
+                self._unchanged_links.setdefault(inode, []).append(self._with_before(change, below))
             return
         if inode is not None:
             self._changed_inodes.add(inode)
         self._add(change, below, secret=secret)
 
-    def _gone(self, folder: _Folder, names: set[str]) -> None:
-        """What was in a folder that another one replaced."""
+    def _add_hidden_files(self, folder: _Folder, names: set[str]) -> None:
+        """Add deletions of what was in a folder that was replaced by a new one."""
         if folder.secret:
             return
         with os.scandir(folder.lower) as entries:
             for entry in entries:
                 if entry.name not in names:
-                    self._deleted(
+                    self._add_deleted(
                         join(folder.path, entry.name), PathState(entry.path, entry.stat(follow_symlinks=False))
                     )
 
-    def _deleted(self, path: str, below: PathState) -> None:
+    def _add_deleted(self, path: str, below: PathState) -> None:
         rule = self._exclusions.rule_for(path, kind=below.kind, size=below.size)
         if rule is None:
             self._add(Change(path, Action.DELETED), below)
@@ -304,9 +303,9 @@ class Walk:
         changes[change.path] = self._with_before(change, below)
 
     def _with_before(self, change: Change, below: PathState | None) -> Change:
-        if below is None or not self._tells_before or not tells_before(change.path):
+        if below is None or not self._records_before or not records_before(change.path):
             return change
-        return Change(change.path, change.action, change.source, change.opaque, state_of(below))
+        return Change(change.path, change.action, change.source, change.opaque, describe_state(below))
 
 
 def join(folder: str, name: str) -> str:
@@ -318,10 +317,12 @@ def _is_whiteout(found: PathState) -> bool:
     status = found.status
     if stat.S_ISCHR(status.st_mode):
         return status.st_rdev == 0
-    # Tools that may not make devices leave an empty file with a mark.
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0 and not found.marks().keys().isdisjoint(_WHITEOUT)
+    # Written by tools that may not create devices: an empty file with an attribute.
+    return (
+        stat.S_ISREG(status.st_mode) and status.st_size == 0 and not found.overlay_marks().keys().isdisjoint(_WHITEOUT)
+    )
 
 
 def _is_opaque(found: PathState) -> bool:
-    marks = found.marks()
+    marks = found.overlay_marks()
     return any(marks.get(name) == b"y" for name in _OPAQUE)

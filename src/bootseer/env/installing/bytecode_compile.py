@@ -1,8 +1,9 @@
-"""Compile what a setup installed, on all cores, so that nothing is compiled at a start.
+"""Compile installed packages to bytecode on all cores, so that no start compiles them.
 
-pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode is what pip would have
-written: it names time and size of its source, so that Python sees when a package is edited. A snapshot settles the
-times (ADR 16). Files that do not compile (for another Python, templates) are left out, as pip does.
+pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode equals pip's: it has
+time and size of its source, so that Python notices edits. A snapshot sets the times (ADR 16).
+
+Files that do not compile (for another Python, templates) are skipped, as by pip.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from bootseer.env.installing.packages import Distribution
 
 _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:site|dist)-packages(?:/|$)")
 
-# Arguments: how many workers, then the records of distributions. For any Python 3. Forked workers, each with an equal
-# share of the bytes; they end when their parent is gone.
+# Arguments: number of workers, then records of distributions. For any Python 3. Forked workers get equal shares of the
+# bytes, and end with their parent.
 _PROGRAM = (
     SAFE_PATH
     + r"""
@@ -86,23 +87,21 @@ sys.exit(any([os.waitpid(worker, 0)[1] for worker in workers]))
 
 
 def compile_command(python: str, distributions: Iterable[Distribution], workers: int) -> tuple[str, ...]:
-    """The command that compiles the sources which these distributions' records list, where valid bytecode is missing.
+    """The command that compiles the sources in these distributions' records that have no valid bytecode.
 
-    It writes nothing but bytecode, whatever PYTHONDONTWRITEBYTECODE says. Exit code 1: a worker died (no memory, a
-    crash in the compiler); what it had not compiled is compiled at its import, as ever.
+    It writes only bytecode, regardless of PYTHONDONTWRITEBYTECODE. Exit code 1: a worker died (no memory, a crash of
+    the compiler); Python compiles its remaining files at import, as usual.
     """
     records = sorted({each.record for each in distributions if each.record.endswith(".dist-info")})
-    # Without `site`: no start-up file of the environment has a say.
+    # Without `site`: no start-up file of the environment is run.
     return python, "-S", "-W", "ignore", "-c", _PROGRAM, str(workers), *records
 
 
 def by_interpreter(
     distributions: Iterable[Distribution], python: str, folders: Sequence[str]
 ) -> dict[str, list[Distribution]]:
-    """Which Python compiles what: the job's its own folders, an environment that the setup made its own.
-
-    Distributions in a folder whose Python is not known (`--target`) are the job's.
-    """
+    """Distributions by the Python that compiles them: the job's for its own folders, otherwise that of the environment
+    which the setup created. If the Python of a folder is unknown (`--target`), it is the job's."""
     known = {posixpath.normpath(folder) for folder in folders}
     found: dict[str, list[Distribution]] = {}
     for each in distributions:

@@ -1,8 +1,8 @@
-"""With which commands requirement files are installed: uv where it does what pip would, else pip.
+"""Choose the commands that install requirement files: uv where it has the same result as pip, else pip.
 
-uv is an order of magnitude faster and resolves to the same versions for all that was tried (docs/adr/0019). It is
-taken when it is at hand and each of pip's settings in force can be told to it; when it fails, pip has the last word.
-Neither makes bytecode: `bytecode_compile` does, on all cores. Other files than pip's are for uv alone, or for conda.
+uv is an order of magnitude faster and resolved to the same versions in all tests (docs/adr/0019). It is used if it is
+available and each of pip's effective settings can be translated; pip runs if it fails. Neither makes bytecode:
+`bytecode_compile` does, on all cores. Files in other formats than pip's need uv or conda.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
-from bootseer.env.installing.packages import below, installed
+from bootseer.env.installing.packages import installed, path_in_root
 from bootseer.env.installing.settings import Read, Translation, requirement_files, settings, translate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
-"""The first one that knows all the names that `settings` uses; an older one would overlook an index."""
+"""The oldest uv with all options that `settings` uses; older ones would ignore an index."""
 _OLDEST_FOR_LOCKS = (0, 7, 0)
-"""The first one that reads and writes `pylock.toml`."""
+"""The oldest uv that reads and writes `pylock.toml`."""
 _OLDEST_PIP = (20, 3)
-"""Older ones install what they meet first, without resolving."""
+"""Older versions of pip do not resolve."""
 _CONDAS = ("micromamba", "mamba", "conda")
 _FOR_LOCKS = {"UV_PREVIEW_FEATURES": "pylock", "UV_PYTHON_DOWNLOADS": "never"}
-# A lock has its versions; uv stops where it is given others besides.
+# A lock determines its versions; uv stops if it is given further ones.
 _LOCKED = {"UV_CONSTRAINT": "", "UV_OVERRIDE": "", "UV_EXCLUDE": ""}
-# A lock with addresses and digests, which a file for pip cannot hold, in a folder that is gone afterwards.
+# A lock with addresses and digests, which files for pip cannot hold, in a folder that is removed afterwards.
 _EXPORT = """
 d=$(mktemp -d) && trap 'rm -rf "$d"' EXIT && p=$1 t=$2 && shift 2 &&
 "$@" export -q --frozen --no-emit-project --format pylock.toml --python "$t" --project "$p" -o "$d/pylock.toml" &&
 "$@" pip install --python "$t" -r "$d/pylock.toml"
 """
 _QUIET = {"root-user-action": "ignore", "disable-pip-version-check": "1"}
-"""Settings of pip where nothing else sets them: it would warn at each start of what no job can mend."""
+"""Defaults for pip, against warnings at each start that no job can resolve."""
 _PROBE_DEADLINE_S = 10.0
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -51,16 +51,16 @@ class Command:
     installer: Literal["uv", "pip", "conda"]
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """What is added to the job's environment; may hold passwords."""
+    """Additional variables; may contain passwords."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The commands to try, the best first: a later one runs only when the one before it has failed."""
+    """The commands to try, the best first; each runs only if the one before it failed."""
 
     commands: tuple[Command, ...]
-    why_pip: str = ""
-    """Why uv is not among them, for people; empty when it is. Without commands: why nothing can install."""
+    why_not_uv: str = ""
+    """Why uv is not used, or without commands why nothing can install; otherwise empty."""
 
 
 def choose(
@@ -75,13 +75,13 @@ def choose(
     kind: FileKind = "requirements",
     own_uv: str = "",
 ) -> Installation:
-    """How to install these files for this Python. `kind` says what they are (`keys.requirement.grouped`); where pip
-    cannot, `own_uv` is one more place where uv may be.
+    """How to install these files for this Python.
 
-    `root` is where the job's `/` can be read, `cwd` its working folder, `run` asks uv for its version. `at` tells where
-    a path of the job can be read, if that is not always below `root`.
+    `kind` is the format of the files (`keys.requirement.grouped`). `own_uv` is an additional path of uv for formats
+    that pip cannot install. The job's `/` can be read at `root`, and single paths at `at(path)` where that differs;
+    `cwd` is its working folder, and `run` asks uv for its version.
     """
-    at = at or (lambda path: below(root, path))
+    at = at or (lambda path: path_in_root(root, path))
     files = [word for path in requirements for word in ("-r", path)]
     if kind == "conda":
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
@@ -93,7 +93,7 @@ def choose(
         wanted = requirement_files(texts, cwd, env, read)
         variables = translate(found, wanted, env, lambda path: at(os.path.join(cwd, path)).exists())  # noqa: PTH118
         if wanted.local:
-            # What is installed from a folder looks satisfied to uv; pip builds and installs it again each time.
+            # uv regards an installation from a folder as satisfied; pip builds and installs it again each time.
             names = _installed_from_sources(python, root)
             variables.arguments += [word for name in names for word in ("--reinstall-package", name)]
         if not python.writable:
@@ -104,13 +104,13 @@ def choose(
         return variables
 
     if kind != "requirements":
-        program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
+        program, reason = _find_uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
         if not program:
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
         texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
         translation = translated(texts)
         variables, more = _FOR_LOCKS | translation.environment | _LOCKED, []
-        if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
+        if kind == "pyproject":  # its settings of sources and of uv are for uv
             variables = _FOR_LOCKS | translation.environment
             more = [word for word in translation.arguments if word not in ("--no-sources", "--no-config")]
         words = (*program, "pip", "install", "--python", python.executable, *more, *files)
@@ -124,7 +124,7 @@ def choose(
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
-        uv, reason = _uv(env, python, run, _OLDEST_UV, "" if python.pip else own_uv)
+        uv, reason = _find_uv(env, python, run, _OLDEST_UV, "" if python.pip else own_uv)
     if reason:
         return Installation((pip,), reason)
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
@@ -133,12 +133,12 @@ def choose(
 
 
 def plain_command(kind: FileKind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:
-    """How to install them on this machine, without a snapshot. Raises `PermanentError`."""
+    """How to install the files on this machine, without a snapshot. Raises `PermanentError`."""
     run = runner()
     asked = ask(python, env, run)
     way = choose(files, env, asked, run, cwd=str(Path.cwd()), kind=kind, own_uv=own_uv() or "")
     if not way.commands:
-        raise PermanentError(way.why_pip)
+        raise PermanentError(way.why_not_uv)
     return way.commands[0]
 
 
@@ -153,10 +153,10 @@ def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installat
     return Installation((Command("conda", (tool, *words, "--prefix", prefix, "--file", file), {}),))
 
 
-def _uv(
+def _find_uv(
     env: Mapping[str, str], python: Interpreter, run: Run, oldest: tuple[int, ...], own: str = ""
 ) -> tuple[tuple[str, ...], str]:
-    """The words that start a uv that works, or why there is none."""
+    """The words that start a working uv, or why there is none."""
     beside = str(PurePosixPath(python.scripts) / "uv")
     on_path = shutil.which("uv", path=env.get("PATH"))
     reason = "there is no uv"
@@ -173,7 +173,7 @@ def _uv(
 
 def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
     for folder in python.folders:
-        for info in below(root, folder).glob("pip-*.dist-info"):
+        for info in path_in_root(root, folder).glob("pip-*.dist-info"):
             found = re.match(r"pip-(\d+)\.(\d+)", info.name)
             if found:
                 return tuple(map(int, found.groups()))
@@ -182,7 +182,7 @@ def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
 
 def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
     found = installed(python.folders, root=root).distributions
-    return sorted({each.name for each in found if below(root, f"{each.record}/direct_url.json").is_file()})
+    return sorted({each.name for each in found if path_in_root(root, f"{each.record}/direct_url.json").is_file()})
 
 
 def _reader(at: Callable[[str], Path]) -> Read:

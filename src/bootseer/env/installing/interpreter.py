@@ -1,9 +1,8 @@
-"""What must be known of the Python that packages are installed for, and how it, and other programs of the setup's view,
-are asked: short questions (a version, a check, an import) that run where the setup runs.
+"""The Python that packages are installed for, and short commands (a version, a check, an import) in the setup's view.
 
-The interpreter answers as the setup would find it, with the user's own folder and PYTHONPATH, and right now; the
-isolated and remembered answer that request keys consist of is `keys.node`. The installers themselves are not run here:
-they are commands of the launcher, with its signals.
+The interpreter answers as it would in the setup, with the user's own folder and PYTHONPATH, and is asked every time;
+`keys.node` has the isolated, cached answer for request keys. Installers do not run here: they are commands of the
+launcher, which handles their signals.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MAX_OUTPUT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command ended: its exit code as a shell gives it, and what it wrote (at most 1 MiB of each)."""
+    """Result of a command: its exit code as a shell gives it, and its output (at most 1 MiB per stream)."""
 
     code: int
     output: str
@@ -32,16 +31,16 @@ class Ran:
 
 
 class Run(Protocol):
-    """Run a command with exactly this environment, for at most `deadline_s` seconds; never raises for its failure."""
+    """Run a command with exactly this environment for at most `deadline_s` seconds; failures never raise."""
 
     def __call__(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran: ...
 
 
 def runner(enter: Callable[[], None] | None = None) -> Run:
-    """`run` on this node. `enter` is called in the child before it becomes the command: `Capture.enter`."""
+    """A `Run` for this node. `enter` is called in the child before exec: `Capture.enter`."""
 
     def in_child() -> None:
-        # The launcher holds signals back; what it starts must not.
+        # The launcher blocks signals; its children must not inherit that.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if enter is not None:
             enter()
@@ -57,10 +56,13 @@ def runner(enter: Callable[[], None] | None = None) -> Run:
 
 _DEADLINE_S = 20.0
 SAFE_PATH = "import sys; sys.path[:] = [entry for entry in sys.path if entry]"
-"""The first line of what `-c` runs: nothing is imported from the working folder, where a `pip.py` may lie.
-Python's own `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPATH would reach what pip starts."""
+"""First line of code run with `-c`: nothing is imported from the working folder, which may contain a `pip.py`.
+
+Python's `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPATH would be inherited by children of
+pip.
+"""
 _RUN_MODULE = f"{SAFE_PATH}; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-# For any Python 3: it may be older than the one that runs BootSeer.
+# For any Python 3: it may be older than BootSeer's.
 _QUESTION = f"""{SAFE_PATH}
 import json, os, sysconfig
 from importlib.util import find_spec
@@ -88,27 +90,27 @@ class Interpreter:
     prefix: str
     base_prefix: str
     scripts: str
-    """Where its console scripts lie."""
+    """Folder of its console scripts."""
     folders: tuple[str, ...]
-    """Where its distributions may lie, absolute."""
+    """Folders of its distributions, absolute."""
     writable: bool
-    """Whether packages can be installed into it; pip falls back to the user's own folder otherwise."""
+    """Whether packages can be installed into it; otherwise pip uses the user's own folder."""
     pip: bool
-    """Whether `-m pip` is there."""
+    """Whether `-m pip` works."""
     uv: bool
-    """Whether `-m uv` is there."""
+    """Whether `-m uv` works."""
 
 
 def module_command(python: str, module: str, *words: str) -> tuple[str, ...]:
-    """`python -m module words`, without what lies in the working folder."""
+    """`python -m module words`, without imports from the working folder."""
     return python, "-c", _RUN_MODULE, module, *words
 
 
 def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
-    """What this Python says of itself. Raises `PermanentError` when it cannot be asked."""
+    """Ask this Python about itself. Raises `PermanentError` if that fails."""
     ran = run([python, "-c", _QUESTION], env, deadline_s=_DEADLINE_S)
     try:
-        # Behind whatever its own start-up files print.
+        # Its start-up files may print something before.
         facts = json.loads(ran.output.strip().rpartition("\n")[2])
         return Interpreter(
             executable=str(facts["executable"]),

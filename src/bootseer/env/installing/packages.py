@@ -1,6 +1,6 @@
-"""Which packages are installed, read from their records on disk without starting anything.
+"""Installed packages, read from their metadata on disk without starting a program.
 
-Python distributions by their `.dist-info` and `.egg-info`, Debian packages by dpkg's status file.
+Python distributions by `.dist-info` and `.egg-info`, Debian packages by dpkg's status file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Distribution:
     """Normalised: lower case, single hyphens."""
     version: str
     record: str
-    """Its `.dist-info` or `.egg-info`, absolute, as the job sees it."""
+    """Its `.dist-info` or `.egg-info`, absolute, in the job's view."""
     stamp: int
-    """When that was written, in nanoseconds: tells a reinstallation of the same version."""
+    """When the record was written, in nanoseconds: detects a reinstallation of the same version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """All that is installed at one moment."""
+    """All packages installed at one time."""
 
     distributions: tuple[Distribution, ...] = ()
     system: Mapping[str, str] | None = None
@@ -45,12 +45,12 @@ class Installed:
 
 
 def installed(folders: Iterable[str], *, root: str = "/") -> Installed:
-    """What is installed in these folders, and on the system; `root` is where the job's `/` can be read."""
+    """The packages in these folders and on the system; the job's `/` can be read at `root`."""
     return Installed(tuple(sorted(_distributions(folders, root), key=_order)), _system_packages(root))
 
 
 def new_packages(before: Installed, after: Installed) -> tuple[str, ...]:
-    """What is there now and was not before, sorted: `name==version`, `deb:name==version` for the system's packages."""
+    """Packages that are new, sorted: `name==version`, `deb:name==version` for the system's."""
     known = {(each.name, each.version) for each in before.distributions}
     new = {f"{each.name}=={each.version}" for each in after.distributions if (each.name, each.version) not in known}
     old = before.system or {}
@@ -59,21 +59,22 @@ def new_packages(before: Installed, after: Installed) -> tuple[str, ...]:
 
 
 def new_distributions(before: Installed, after: Installed) -> tuple[Distribution, ...]:
-    """Distributions that a setup installed, reinstalled ones included."""
+    """Distributions that a setup installed or reinstalled."""
     known = {(each.record, each.stamp) for each in before.distributions}
     return tuple(each for each in after.distributions if (each.record, each.stamp) not in known)
 
 
 def library_folders(paths: Iterable[str]) -> set[str]:
-    """The folders of Python distributions among changed paths: those of environments that the setup made itself."""
+    """Folders of Python distributions among changed paths, including environments that the setup created."""
     return {found[1] for path in paths if (found := _LIBRARY.match(path))}
 
 
 def published_files(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[int, str]]:
-    """Files that records of distributions list, with size and SHA-256 (base64 without padding, as records have it).
+    """Files listed in records of published distributions, with size and SHA-256 (base64 without padding, as in
+    records).
 
-    `paths` are the files of a snapshot, `read` gives their content. A distribution that was built from a folder, a
-    repository or an address of its own is not published: whatever lay there may be in it.
+    `paths` are the files of a snapshot, `read` gives their content. Distributions built from a folder, a repository or
+    a direct address are not published: they may contain anything.
     """
     known = paths if isinstance(paths, (set, frozenset, dict)) else frozenset(paths)
     found: dict[str, tuple[int, str]] = {}
@@ -93,29 +94,29 @@ def _order(each: Distribution) -> tuple[str, str, str]:
     return each.name, each.version, each.record
 
 
-def below(root: str, path: str) -> Path:
-    """Where a path of the job can be read; `root` is where its `/` can."""
+def path_in_root(root: str, path: str) -> Path:
+    """Where a path of the job can be read; its `/` is at `root`."""
     return Path(root) / path.lstrip("/")
 
 
 def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
     for folder in folders:
         try:
-            with os.scandir(below(root, folder)) as entries:
+            with os.scandir(path_in_root(root, folder)) as entries:
                 infos = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
-                # An interrupted uninstallation of pip leaves names that begin with a tilde.
+                # An interrupted uninstallation by pip leaves names that begin with a tilde.
                 found = [(entry.name, entry.stat().st_mtime_ns) for entry in infos if not entry.name.startswith("~")]
         except OSError:
             continue
         for name, stamp in found:
             record = f"{folder.rstrip('/')}/{name}"
-            known = _named(name) or _told(below(root, record))
+            known = _from_folder_name(name) or _from_metadata(path_in_root(root, record))
             if known is not None:
                 yield Distribution(normalised(known[0]), known[1], record, stamp)
 
 
-def _named(folder: str) -> tuple[str, str] | None:
-    """Name and version as the folder's own name gives them."""
+def _from_folder_name(folder: str) -> tuple[str, str] | None:
+    """Name and version from the name of the folder."""
     stem = folder.rpartition(".")[0]
     if folder.endswith(".egg-info"):
         stem = _EGG_PYTHON.sub("", stem)
@@ -123,8 +124,8 @@ def _named(folder: str) -> tuple[str, str] | None:
     return (name, version) if hyphen and version and "-" not in version else None
 
 
-def _told(record: Path) -> tuple[str, str] | None:
-    """Name and version as the metadata has them, where the folder is called otherwise."""
+def _from_metadata(record: Path) -> tuple[str, str] | None:
+    """Name and version from the metadata, for folders with other names."""
     for path in (record / "METADATA", record / "PKG-INFO", record):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
@@ -139,7 +140,7 @@ def _told(record: Path) -> tuple[str, str] | None:
 
 def _system_packages(root: str) -> dict[str, str]:
     try:
-        with below(root, _DPKG_STATUS).open("rb") as file:
+        with path_in_root(root, _DPKG_STATUS).open("rb") as file:
             data = file.read(_MAX_STATUS_BYTES)
     except OSError:
         return {}

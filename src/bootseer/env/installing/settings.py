@@ -1,11 +1,13 @@
-"""The settings that `pip install` would find, and what uv calls them, so that uv installs exactly what pip would.
+"""Translate the settings of `pip install` to uv, so that uv installs exactly what pip would.
 
-pip's configuration files, its variables, and options in requirement files are read without starting pip, in the order
-that pip documents: global, user, environment, the file in `PIP_CONFIG_FILE`, then the variables; the section
-`[install]` before `[global]`. A setting without a counterpart in uv is a reason to take pip. Addresses may hold
-passwords: they go into the environment, never into an argument list, which every user of the machine can read.
+pip's configuration files, its variables, and options in requirement files are read without starting pip, in pip's
+documented order: global, user, environment, the file in `PIP_CONFIG_FILE`, then the variables; the section `[install]`
+before `[global]`. If a setting has no counterpart in uv, pip installs.
 
-Decides: reading, and whether a folder is there, are arguments.
+Addresses may contain passwords: they go into the environment, never into arguments, which every user of the machine can
+read.
+
+Does no I/O: reading, and tests for folders, are arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from bootseer.env.keys.requirements import VARIABLE, logical_lines
 
 Read = Callable[[str], str | None]
-"""The text of a file as the job sees it; None if it is not there or may not be read."""
+"""The text of a file in the job's view; None if it does not exist or is not readable."""
 
 _MAX_FILES = 1000
 _SECTIONS = ("global", "install")
@@ -31,17 +33,17 @@ _TAKES_FILE = {"-r": "requirement", "--requirement": "requirement", "-c": "const
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option of pip's as it was set."""
+    """An effective option of pip."""
 
     name: str
     """The long option without its hyphens."""
     value: str
     where: str
-    """The file or variable, for people."""
+    """Its file or variable, for messages."""
 
 
 def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[Setting]:
-    """What is in force before any requirement file: one value for each name."""
+    """The settings in force before requirement files: one value for each name."""
     found: dict[str, Setting] = {}
     for section in _SECTIONS:
         for path in _files(env, prefix, home, read):
@@ -50,18 +52,18 @@ def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list
                 parser.read_string(read(path) or "")
                 items = parser.items(section) if parser.has_section(section) else []
             except configparser.Error:
-                # pip stops at a file that it cannot read; our caller does so by a name that it does not know.
+                # pip stops at an unreadable file; our caller stops at the unknown name.
                 return [Setting("unreadable", "", path)]
-            found |= {name: Setting(name, value, path) for key, value in items if (name := _plain(key)) and value}
+            found |= {name: Setting(name, value, path) for key, value in items if (name := _option_name(key)) and value}
     for variable, value in env.items():
-        name = _plain(variable[4:])
+        name = _option_name(variable[4:])
         if variable.startswith("PIP_") and name not in _NOT_OPTIONS and value:
             found[name] = Setting(name, value, variable)
     return list(found.values())
 
 
 def _files(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[str]:
-    """pip's configuration files, the weakest first."""
+    """pip's configuration files in order of increasing precedence."""
     named = env.get("PIP_CONFIG_FILE", "")
     if named == os.devnull:
         return []
@@ -72,31 +74,31 @@ def _files(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[s
     return [*files, f"{prefix}/pip.conf", *([named] if named else [])]
 
 
-def _plain(name: str) -> str:
+def _option_name(name: str) -> str:
     name = name.lower().replace("_", "-").removeprefix("--")
     return _ALIASES.get(name, name)
 
 
 @dataclass(slots=True)
 class Requirements:
-    """What requirement files ask for besides names and versions, closed over the files that they include."""
+    """Contents of requirement files besides names and versions, including those of included files."""
 
     options: list[Setting] = field(default_factory=list)
-    """In the order of the lines; names of files are absolute."""
+    """In order of lines; file names are absolute."""
     local: list[str] = field(default_factory=list)
-    """Requirements that are folders here, or come from version control: their content may change under one name."""
+    """Requirements that are local folders or come from version control: their content may change under one name."""
     editable_remote: bool = False
-    """One is to be checked out from version control and installed as an editable."""
+    """A remote repository is installed as editable."""
     hashes: bool = False
-    """One has a digest: pip then demands one of each."""
+    """One requirement has a digest: pip then requires one for each."""
     own_options: list[Setting] = field(default_factory=list)
-    """Options of single requirements that are not digests."""
+    """Options of single requirements other than digests."""
     unread: list[str] = field(default_factory=list)
-    """Files that cannot be read here: missing ones, and addresses."""
+    """Files that cannot be read here: missing ones and addresses."""
 
 
 def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], read: Read) -> Requirements:
-    """Read the requirement files and all that they include."""
+    """Read requirement files and all included files."""
     found = Requirements()
     waiting = [(os.path.join(cwd, path), "requirement") for path in paths]  # noqa: PTH118 - an absolute path stays
     seen: set[str] = set()
@@ -116,7 +118,7 @@ def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], re
 
 
 def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -> list[tuple[str, str]]:
-    """Enter what one line says; returns the files that it includes."""
+    """Add one line to `found`; returns the files that it includes."""
     folder = os.path.dirname(path)  # noqa: PTH120 - names are text here
     if not line.startswith("-"):
         if kind == "requirement":
@@ -144,7 +146,7 @@ def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -
             found.editable_remote |= "://" in value and not value.startswith("file:")
             found.local.append(value)
         else:
-            found.options.append(Setting(_plain(word.lstrip("-")), value, path))
+            found.options.append(Setting(_option_name(word.lstrip("-")), value, path))
     return included
 
 
@@ -162,9 +164,9 @@ def _read_requirement(line: str, path: str, cwd: str, found: Requirements) -> No
 
 
 _PUBLIC = ""
-"""The index that both programs ask when none is named."""
-# What pip shows, keeps or asks, without a say in what is installed. Bytecode is ours to make.
-_NO_MATTER = frozenset(
+"""The default index of both programs."""
+# Output, caching and prompts of pip, which do not affect the result. We make the bytecode.
+_IRRELEVANT = frozenset(
     {
         *("cache-dir", "check-build-dependencies", "clean", "no-clean", "compile", "no-compile", "use-pep517"),
         *("color", "no-color", "debug", "exists-action", "log", "no-input", "progress-bar", "quiet", "verbose"),
@@ -183,7 +185,7 @@ _FLAGS = {
 _NUMBERS = {"timeout": "UV_HTTP_TIMEOUT", "retries": "UV_HTTP_RETRIES"}
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
-# The user's own word to uv about where packages come from.
+# The user's own settings of package sources for uv.
 _OWN_INDEXES = ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL")
 
 
@@ -194,12 +196,12 @@ class Translation:
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
-    """What has no counterpart, in words; if there is one, pip must install."""
+    """Settings without a counterpart, as messages; if there is one, pip must install."""
 
 
 @dataclass(slots=True)
 class _Sources:
-    """Where packages come from, as pip gathers it while it reads."""
+    """Package sources, collected as pip does."""
 
     indexes: list[str]
     find_links: list[str] = field(default_factory=list)
@@ -210,34 +212,34 @@ class _Sources:
 def translate(
     settings: Iterable[Setting], requirements: Requirements, env: Mapping[str, str], exists: Callable[[str], bool]
 ) -> Translation:
-    """Tell uv what pip would read. `exists` says whether a local folder or file is there."""
+    """Translate pip's settings to uv. `exists` tests whether a local folder or file exists."""
     done, sources = Translation(), _Sources([_PUBLIC])
-    # An index replaces, a further one adds, in whatever order the file has them.
+    # An index replaces the default, an extra one adds to it, in any order of the lines.
     for setting in sorted(settings, key=lambda each: each.name != "index-url"):
-        _tell(setting, sources, done)
+        _translate_setting(setting, sources, done)
     for setting in requirements.options:
         if setting.name == "find-links":
             beside = os.path.join(os.path.dirname(setting.where), setting.value)  # noqa: PTH118, PTH120 - may be a URL
             sources.find_links.append(beside if "://" not in setting.value and exists(beside) else setting.value)
         else:
-            _tell(setting, sources, done)
-    _tell_requirements(requirements, done)
-    _tell_sources(sources, done, env, exists)
-    # pip knows none of uv's tables of other sources, nor its configuration files.
+            _translate_setting(setting, sources, done)
+    _translate_requirements(requirements, done)
+    _translate_sources(sources, done, env, exists)
+    # pip ignores uv's source tables and configuration files.
     done.arguments += ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
-    # What pip installs is the environment's own; a link into uv's cache would let a job edit the cache.
+    # pip copies files into the environment; a link into uv's cache would let a job edit the cache.
     done.environment["UV_LINK_MODE"] = "copy"
     joined = ("UV_FIND_LINKS", "UV_INSECURE_HOST")
     for name in done.environment.keys() & env.keys():
         if name.startswith("UV_") and name not in joined:
-            del done.environment[name]  # the user's own settings for uv stay
+            del done.environment[name]  # the user's own settings for uv are kept
     return done
 
 
-def _tell(setting: Setting, sources: _Sources, done: Translation) -> None:
+def _translate_setting(setting: Setting, sources: _Sources, done: Translation) -> None:
     name, value = setting.name, setting.value
     known = (
-        _is_no_matter(name, value)
+        _is_irrelevant(name, value)
         or _take_source(name, value, sources)
         or _take_choice(name, value, done)
         or _take_connection(name, value, done)
@@ -246,9 +248,9 @@ def _tell(setting: Setting, sources: _Sources, done: Translation) -> None:
         done.refusals.append(f"pip's setting {name} ({setting.where}) has no counterpart in uv")
 
 
-def _is_no_matter(name: str, value: str) -> bool:
+def _is_irrelevant(name: str, value: str) -> bool:
     return (
-        name in _NO_MATTER
+        name in _IRRELEVANT
         or (value.lower() in _FALSE and name not in _NUMBERS)
         or (name == "upgrade-strategy" and value == "only-if-needed")
         or (name == "use-feature" and set(value.split()) <= _HARMLESS_FEATURES)
@@ -257,7 +259,7 @@ def _is_no_matter(name: str, value: str) -> bool:
 
 
 def _take_source(name: str, value: str, sources: _Sources) -> bool:
-    """Where packages come from."""
+    """Package sources."""
     if name == "index-url":
         sources.indexes = [] if sources.no_index else [value.strip()]
     elif name == "extra-index-url":
@@ -274,13 +276,13 @@ def _take_source(name: str, value: str, sources: _Sources) -> bool:
 
 
 def _take_choice(name: str, value: str, done: Translation) -> bool:
-    """Which packages are taken, and how they are built."""
+    """Selection of versions, and how packages are built."""
     if name in _FLAGS and value.lower() in _TRUE:
-        _flag(done, _FLAGS[name])
+        _add_flag(done, _FLAGS[name])
     elif name in ("no-binary", "only-binary"):
         done.arguments += [word for each in value.replace(",", " ").split() for word in (f"--{name}", each)]
     elif name == "constraint":
-        # pip hands a constraint of its configuration to the pips that build packages, too.
+        # pip passes constraints of its configuration to the pips that build packages.
         done.arguments += [word for each in value.split() for word in ("-c", each, "-b", each)]
     elif name == "build-constraint":
         done.arguments += [word for each in value.split() for word in ("-b", each)]
@@ -289,13 +291,13 @@ def _take_choice(name: str, value: str, done: Translation) -> bool:
     return True
 
 
-def _flag(done: Translation, word: str) -> None:
-    if word not in done.arguments:  # uv takes each but once
+def _add_flag(done: Translation, word: str) -> None:
+    if word not in done.arguments:  # uv accepts each of them once
         done.arguments.append(word)
 
 
 def _take_connection(name: str, value: str, done: Translation) -> bool:
-    """How servers are reached, and what is kept of their answers."""
+    """Connections to servers, and caching of their answers."""
     if name in ("cert", "client-cert"):
         done.environment["SSL_CERT_FILE" if name == "cert" else "SSL_CLIENT_CERT"] = value
     elif name in _NUMBERS and value.isdigit():
@@ -311,30 +313,32 @@ def _take_connection(name: str, value: str, done: Translation) -> bool:
     return True
 
 
-def _tell_requirements(requirements: Requirements, done: Translation) -> None:
+def _translate_requirements(requirements: Requirements, done: Translation) -> None:
     if requirements.editable_remote:
         done.refusals.append("an editable requirement comes from version control, which uv does not install")
     done.refusals += [f"the option {each.name} of a requirement ({each.where})" for each in requirements.own_options]
     done.refusals += [f"{path} cannot be read here" for path in requirements.unread]
     if requirements.local:
-        # uv's cache knows a folder by few of its files: sources changed elsewhere would not be built again.
-        _flag(done, "--refresh")
+        # uv's cache recognises changes of a folder by few of its files: other changes would not be built.
+        _add_flag(done, "--refresh")
     if requirements.hashes:
-        _flag(done, "--require-hashes")
+        _add_flag(done, "--require-hashes")
 
 
-def _tell_sources(sources: _Sources, done: Translation, env: Mapping[str, str], exists: Callable[[str], bool]) -> None:
+def _translate_sources(
+    sources: _Sources, done: Translation, env: Mapping[str, str], exists: Callable[[str], bool]
+) -> None:
     if sources.indexes and not any(env.get(name) for name in _OWN_INDEXES):
-        # Where two have the same version pip takes it from the last, uv from the first; the default comes after all.
+        # For equal versions pip takes the last source, uv the first; the default comes after all.
         default, *more = sources.indexes
         if default != _PUBLIC:
             done.environment["UV_DEFAULT_INDEX"] = default
         if more:
             done.environment["UV_INDEX"] = " ".join(reversed(more))
     links = [link if "://" in link else os.path.expanduser(link) for link in sources.find_links]  # noqa: PTH111
-    links = [link for link in links if "://" in link or exists(link)]  # pip walks past missing ones
+    links = [link for link in links if "://" in link or exists(link)]  # pip skips missing ones
     if sources.no_index:
-        _flag(done, "--no-index")
+        _add_flag(done, "--no-index")
     if any("," in link for link in links):
         done.refusals.append("a place of find-links has a comma in its name")
     for name, values, comma in (("UV_FIND_LINKS", links, ","), ("UV_INSECURE_HOST", sources.trusted, " ")):

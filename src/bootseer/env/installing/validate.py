@@ -1,8 +1,8 @@
-"""Whether an environment is good enough to be kept for others: three questions after a setup that said it went well.
+"""Check an environment before it is shared: installed code that is missing, imports requested by the user, and new
+version conflicts.
 
-Code that new distributions list and that is missing, imports that the user asked for; and, as some users install
-against what packages require, by itself: conflicts of versions that were not there before. The exit code of the setup
-is the launcher's to judge. `run` sees what a restored start would see.
+Conflicts are checked separately, since some users deliberately install against declared requirements. The exit code of
+the setup is checked by the launcher. `run` has the view of a restored start.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ IMPORT_DEADLINE_S = 300.0
 """For one import: the first one after a large installation reads gigabytes."""
 _MAX_PROBLEMS = 20
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-# The user's own modules may lie in the working folder; it comes last, so that nothing there stands for another module.
+# The user's own modules may lie in the working folder; it comes last, so that it hides no installed module.
 _IMPORT = f"{SAFE_PATH}; import importlib; sys.path.append(''); importlib.import_module(sys.argv[1])"
-# What pip says: "a 1.0 requires b, which is not installed." and "a 1.0 has requirement b>2, but you have b 1.0."
+# Output of pip: "a 1.0 requires b, which is not installed." and "a 1.0 has requirement b>2, but you have b 1.0."
 _CONFLICT = re.compile(
     r"(?P<name>\S+) (?P<version>\S+) (?:requires|has requirement) (?P<other>[\w.-]+)"
     r".*?(?:, but you have \S+ (?P<has>\S+?))?\.?"
 )
 
 # Arguments: folders of distributions. Prints [[record, stamp, number of missing files, one of them], ...]. Only code
-# counts, and not tests and examples: setups make environments smaller by deleting the rest.
+# counts, without tests and examples: setups delete other files to make environments smaller.
 _QUESTION = (
     SAFE_PATH
     + r"""
@@ -66,13 +66,13 @@ print(json.dumps(found))
 def validate(
     python: Interpreter, before: Installed, env: Mapping[str, str], run: Run, *, imports: Sequence[str] = ()
 ) -> list[str]:
-    """What is wrong, in words, at most some twenty; empty if nothing is.
+    """Defects as messages, at most about twenty.
 
-    `before` is what was installed before the setup, `env` the environment in which the job will run.
+    `before` has the packages installed before the setup; the job will run in `env`.
     """
     problems = _missing_files(python, before, env, run)
     for module in imports:
-        problems += _import(module, python, env, run)
+        problems += _check_import(module, python, env, run)
     return problems[:_MAX_PROBLEMS]
 
 
@@ -85,7 +85,7 @@ def _missing_files(python: Interpreter, before: Installed, env: Mapping[str, str
             (str(record), int(stamp), int(count), str(one)) for record, stamp, count, one in json.loads(ran.output)
         ]
     except (ValueError, TypeError):
-        return [f"{python.executable} does not run in the new environment: {_last(ran)}"]
+        return [f"{python.executable} does not run in the new environment: {_last_line(ran)}"]
     problems = []
     for record, stamp, count, one in found:
         if (record, stamp) not in known:
@@ -96,12 +96,12 @@ def _missing_files(python: Interpreter, before: Installed, env: Mapping[str, str
 
 
 def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
-    """What `pip check` says and would not have said before. An environment without pip is not asked."""
+    """Conflicts that `pip check` reports and that are new. An environment without pip is not checked."""
     if not python.pip:
         return []
     argv = module_command(python.executable, "pip", "--disable-pip-version-check", "check")
     ran = run(argv, env, deadline_s=_CHECK_DEADLINE_S)
-    if ran.code != 1:  # a pip that is broken or hangs says nothing of conflicts
+    if ran.code != 1:  # a broken or hanging pip gives no conflicts
         return []
     old = {each.name: each.version for each in before.distributions}
     problems = []
@@ -115,16 +115,16 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
     return problems[:_MAX_PROBLEMS]
 
 
-def _import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:
-    """In a process of its own: one import must not hide what another one lacks."""
+def _check_import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:
+    """In a process of its own: one failed import must not affect the next."""
     if not _MODULE.fullmatch(module):
         return [f"{module!r} is not a module name"]
     ran = run([python.executable, "-c", _IMPORT, module], env, deadline_s=IMPORT_DEADLINE_S)
     if ran.code == TIMED_OUT:
         return [f"import {module} takes longer than {IMPORT_DEADLINE_S:g} s"]
-    return [f"import {module} fails: {_last(ran)}"] if ran.code else []
+    return [f"import {module} fails: {_last_line(ran)}"] if ran.code else []
 
 
-def _last(ran: Ran) -> str:
-    """What an exception says, or what is known without one."""
+def _last_line(ran: Ran) -> str:
+    """The message of an exception, or the exit code without one."""
     return ran.errors.strip().rpartition("\n")[2][:300] or f"exit code {ran.code}"

@@ -1,8 +1,8 @@
-"""How a key looks at the node's files: bounded, never waiting for a pipe or a device, one digest for a content.
+"""Bounded access to the node's files for request keys: never blocks on a pipe or device, one digest per content.
 
-What is found out (digests of large files, what an interpreter says of itself) is kept as facts, so that the next start
-need not look again. A fact holds as long as its stamp is the same: device, inode, size and times of what it was read
-from. A file of facts that others could write is not believed: a forged digest would bring the wrong environment.
+Results (digests of large files, answers of an interpreter) are cached as facts for the next start. A fact is valid
+while the stamp of its source is the same: device, inode, size and times. A fact file that others could write is not
+trusted: a forged digest would select the wrong environment.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MAX_FACTS_BYTES = 8 << 20
 _MAX_FACTS = 8192
 
 
-class Facts:
-    """Facts by kind and path. Without a folder nothing is remembered."""
+class FactCache:
+    """Facts by kind and path. Without a folder nothing is cached."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -37,19 +37,19 @@ class Facts:
         self._changed = False
 
     def get(self, kind: str, path: str, stamp: Sequence[object]) -> Any:
-        """The fact, if it is known and its stamp is the same; else None."""
+        """The fact if it is known and has the same stamp, else None."""
         known = self._load().get(f"{kind}:{path}")
         return known[1] if known is not None and known[0] == list(stamp) else None
 
     def put(self, kind: str, path: str, stamp: Sequence[object], value: Any) -> None:
-        """Remember a fact until `save`."""
+        """Set a fact; `save` writes it."""
         facts = self._load()
-        facts.pop(f"{kind}:{path}", None)  # the newest stand at the end
+        facts.pop(f"{kind}:{path}", None)  # most recently used last
         facts[f"{kind}:{path}"] = [list(stamp), value]
         self._changed = True
 
     def save(self) -> None:
-        """Write what is new. A folder that cannot be written only costs the next start some time."""
+        """Write new facts. If the folder cannot be written, only the next start takes longer."""
         if self._folder is None or not self._changed:
             return
         facts = dict(list(self._load().items())[-_MAX_FACTS:])
@@ -72,7 +72,7 @@ class Facts:
 
 
 def _read_facts(path: Path) -> dict[str, list[Any]]:
-    """The facts in a file; none when it is not ours alone to write, or damaged."""
+    """The facts in a file; empty if others can write it or it is damaged."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(number, "rb") as file:
@@ -88,33 +88,33 @@ def _read_facts(path: Path) -> dict[str, list[Any]]:
 
 
 MAX_TEXT_BYTES = 4 << 20
-"""Of a script or a requirement file; pip's largest lock files have some 2 MB."""
+"""Limit for a script or a requirement file; pip's largest lock files have about 2 MB."""
 MAX_FILES = 20_000
 MAX_BYTES = 1 << 30
 _MAX_NAMES = 100_000
 _REMEMBERED_BYTES = 1 << 20
 _LARGE_WHEEL_BYTES = 64 << 20
-"""Wheels with CUDA have gigabytes: of these the list of contents is read, with a checksum for each file."""
+"""Wheels with CUDA have gigabytes: of larger wheels only the list of contents is hashed, which has a checksum per file.
+"""
 _CHUNK = 1 << 20
 _SETTLED_NS = 2_000_000_000
-"""A file that was changed within this time may change again without another time stamp."""
+"""A file that changed within this time may change again with the same timestamp."""
 
 
 class NodeFiles:
-    """The files of this node, as far as the setup can see them.
+    """The files of this node as the setup sees them.
 
-    All digests together are bounded: there is no key that would read more than `MAX_FILES` or `MAX_BYTES`. What was
-    remembered does not count.
+    All digests together are limited to `MAX_FILES` and `MAX_BYTES`; cached ones do not count.
     """
 
-    def __init__(self, facts: Facts, visible: Callable[[str], bool] = lambda path: True) -> None:
+    def __init__(self, facts: FactCache, visible: Callable[[str], bool] = lambda path: True) -> None:
         self._facts = facts
         self._visible = visible
         self._num_files = 0
         self._num_bytes = 0
 
     def kind(self, path: str) -> Literal["file", "folder", ""]:
-        """What is there; links are followed. Pipes, sockets, devices and files that name a process are not there."""
+        """The kind of a path; links are followed. Pipes, sockets, devices and magic links of /proc give ""."""
         try:
             mode = os.stat(path).st_mode if self._visible(path) else 0  # noqa: PTH116 - many calls, no object for each
         except (OSError, ValueError):
@@ -124,7 +124,7 @@ class NodeFiles:
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
 
     def names(self, path: str) -> Sequence[str]:
-        """The names in a folder, sorted; nothing when it cannot be read or is too large."""
+        """The names in a folder, sorted; empty if it cannot be read or is too large."""
         try:
             found = os.listdir(path) if self._visible(path) else []  # noqa: PTH208 - names are wanted
         except (OSError, ValueError):
@@ -133,7 +133,7 @@ class NodeFiles:
 
     def read(self, path: str) -> bytes:
         """The content of a text file. Raises `PermanentError`."""
-        with _opened(path) as file:
+        with _open_regular(path) as file:
             data = file.read(MAX_TEXT_BYTES + 1)
         if len(data) > MAX_TEXT_BYTES:
             raise PermanentError(f"{path}: more than {format_bytes(MAX_TEXT_BYTES)}, too large for a file of this kind")
@@ -144,13 +144,13 @@ class NodeFiles:
         return os.access(path, os.X_OK)
 
     def is_program(self, path: str) -> bool:
-        """Whether any user may execute the file: a copy has this mode, too."""
-        with _opened(path) as file:
+        """Whether any user may execute the file; this is true of copies as well."""
+        with _open_regular(path) as file:
             return bool(os.fstat(file.fileno()).st_mode & 0o111)
 
     def digest(self, path: str) -> tuple[str, int]:
         """SHA-256 of the content as hex digits, and the size. Raises `PermanentError`."""
-        with _opened(path) as file:
+        with _open_regular(path) as file:
             status = os.fstat(file.fileno())
             stamp = stamp_of(status)
             large = status.st_size >= _REMEMBERED_BYTES
@@ -183,21 +183,19 @@ class NodeFiles:
 
 
 def stamp_of(status: os.stat_result) -> list[object]:
-    """What changes with a file's content."""
+    """Values that change when the file's content does."""
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def is_settled(status: os.stat_result) -> bool:
-    """Whether any later change of the file gives it another stamp."""
+    """Whether every later change of the file will change its stamp."""
     return time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; a pipe or a device is refused without waiting for it.
-
-    Raises `PermanentError`, also for what fails while it is read.
-    """
+def _open_regular(path: str) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; pipes and devices are refused without blocking. Raises `PermanentError`, also
+    for errors while it is read."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -211,7 +209,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
 
 
 def wheel_contents(file: BinaryIO) -> bytes | None:
-    """Names, sizes and checksums of what a zip archive has; None for what is none."""
+    """Names, sizes and checksums of the entries of a zip archive; None if it is none."""
     try:
         with zipfile.ZipFile(file) as archive:
             rows = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]

@@ -1,8 +1,10 @@
-"""The gate: may a snapshot that was built there be used here?
+"""The gate: may a snapshot be used on this platform?
 
-The key says that the same was asked for. The gate compares what the platforms are: a snapshot may come from an older
-BootSeer, from another node, or lie under a key that was computed elsewhere. Codes are stable: reports, tests and
-alerts name them. Decides and touches nothing.
+Equal keys mean that the same was requested. The gate compares platforms: a snapshot may come from an older BootSeer,
+from another node, or from a key that was computed elsewhere. Refusal codes are stable: reports, tests and alerts use
+them.
+
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 FORMAT = 1
-"""Of the platform's facts and of the snapshot; a later one may mean something else by the same names."""
+"""Version of the platform facts and of the snapshot format; a later one may use the same names with other meanings."""
 
 Code = Literal[
     "format", "architecture", "libc", "cpu", "python", "prefix", "gpu", "driver", "cuda", "base", "owner-ids"
@@ -20,7 +22,7 @@ Code = Literal[
 
 
 class Refusal(NamedTuple):
-    """Why not."""
+    """A refusal: its stable code and a message."""
 
     code: Code
     message: str
@@ -34,14 +36,14 @@ _AT_LEAST: Mapping[Code, str] = {"driver": "NVIDIA's driver", "cuda": "a driver 
 
 
 def check(wanted: Facts, here: Facts) -> Refusal | None:
-    """The first reason why a snapshot with the platform `wanted` cannot be used where the platform is `here`.
+    """The first reason why a snapshot built on platform `wanted` cannot be used on platform `here`.
 
-    Facts that the snapshot does not name are not asked for. `wanted` comes from a store: any type may be in it.
+    Facts missing in `wanted` are not compared. `wanted` comes from a store: values may have any type.
     """
     found = wanted.get("format")
     if found != here.get("format", FORMAT):
         own = here.get("format", FORMAT)
-        return Refusal("format", f"the snapshot has format {_told(found)}, this BootSeer reads {own}")
+        return Refusal("format", f"the snapshot has format {_text_of(found)}, this BootSeer reads {own}")
     return (
         _same(wanted, here, "architecture")
         or _libc(wanted, here)
@@ -59,21 +61,23 @@ def check(wanted: Facts, here: Facts) -> Refusal | None:
 def _same(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
     if wanted.get(name) is None or wanted[name] == here.get(name):
         return None
-    return Refusal(name, f"built for {_SAME[name]} {_told(wanted[name])}, here is {_told(here.get(name))}")
+    return Refusal(name, f"built for {_SAME[name]} {_text_of(wanted[name])}, here is {_text_of(here.get(name))}")
 
 
 def _cpu(wanted: Facts, here: Facts) -> Refusal | None:
-    """Code that was compiled on a newer processor may end with an illegal instruction on an older one."""
+    """Code compiled for a newer processor may fail with an illegal instruction on an older one."""
     level, own = _level(wanted.get("cpu")), _level(here.get("cpu"))
     if wanted.get("cpu") is None or (level is not None and own is not None and own >= level):
         return None
     if level is None and wanted.get("cpu") == here.get("cpu"):
         return None
-    return Refusal("cpu", f"built on a processor of {_told(wanted.get('cpu'))}, this one is {_told(here.get('cpu'))}")
+    return Refusal(
+        "cpu", f"built on a processor of {_text_of(wanted.get('cpu'))}, this one is {_text_of(here.get('cpu'))}"
+    )
 
 
 def _libc(wanted: Facts, here: Facts) -> Refusal | None:
-    """The C library is compatible upwards: newer than the builder's is as good."""
+    """The C library is backward compatible: this node's must be at least as new as the builder's."""
     want, found = wanted.get("libc"), here.get("libc")
     if want is None or want == found:
         return None
@@ -81,11 +85,11 @@ def _libc(wanted: Facts, here: Facts) -> Refusal | None:
     our_name, _, our_version = str(found).partition(" ")
     if name == our_name and (_numbers(version) or (9999,)) <= (_numbers(our_version) or (0,)):
         return None
-    return Refusal("libc", f"built with {_told(want)}, here is {_told(found)}")
+    return Refusal("libc", f"built with {_text_of(want)}, here is {_text_of(found)}")
 
 
 def _gpu(wanted: Facts, here: Facts) -> Refusal | None:
-    """Each kind of GPU here must have been there when kernels were compiled."""
+    """Kernels must have been compiled for each GPU architecture of this node."""
     if wanted.get("gpus") is None:
         return None
     built, own = _texts(wanted["gpus"]), _texts(here.get("gpus"))
@@ -101,11 +105,11 @@ def _at_least(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
     least, own = _numbers(str(want)), _numbers(str(found or ""))
     if least and own and own >= least:
         return None
-    return Refusal(name, f"built with {_AT_LEAST[name]} {_told(want)}, here is {_told(found)}")
+    return Refusal(name, f"built with {_AT_LEAST[name]} {_text_of(want)}, here is {_text_of(found)}")
 
 
 def _owners(wanted: Facts, here: Facts) -> Refusal | None:
-    """Owners of the snapshot's files that this user namespace does not know would all belong to `nobody`."""
+    """Owners that do not exist in this user namespace would all appear as `nobody`."""
     for name, ranges, noun in (("uids", "uid_ranges", "user"), ("gids", "gid_ranges", "group")):
         known = here.get(ranges)
         owners = wanted.get(name)
@@ -114,13 +118,14 @@ def _owners(wanted: Facts, here: Facts) -> Refusal | None:
         for number in owners:
             if not isinstance(number, int) or not any(first <= number < first + count for first, count in known):
                 return Refusal(
-                    "owner-ids", f"files belong to {noun} {_told(number)}, which does not exist in this user namespace"
+                    "owner-ids",
+                    f"files belong to {noun} {_text_of(number)}, which does not exist in this user namespace",
                 )
     return None
 
 
 def _level(value: Any) -> int | None:
-    """The number of a level of x86-64; None for other names."""
+    """The number of an x86-64 level; None for other names."""
     found = re.fullmatch(r"x86-64-v(\d)", str(value))
     return int(found[1]) if found else None
 
@@ -137,7 +142,7 @@ def _gpus(kinds: set[str]) -> str:
     return f"GPUs of compute capability {', '.join(sorted(kinds))}" if kinds else "no GPU"
 
 
-def _told(value: Any) -> str:
-    """A value of a document in a message: short, and on one line."""
+def _text_of(value: Any) -> str:
+    """A document's value for a message: short, on one line."""
     text = "none" if value is None or value == "" else str(value)
     return "".join(letter if letter.isprintable() else "?" for letter in text[:100])

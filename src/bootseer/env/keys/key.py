@@ -1,7 +1,9 @@
-"""The request key: what it is made of, its digest, and words about it.
+"""The request key: its components, its digest, and its explanation.
 
-A key is the digest of named components. Each one is a fact that a setup's result may depend on; the names are kept with
-the snapshot, so that a later start that misses can say which of them changed. Decides and touches nothing.
+A key is the digest of named components, each a fact that the result of a setup may depend on. The components are stored
+with the snapshot, so that a later miss can name the changed ones.
+
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -12,29 +14,29 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 SCHEMA = "bootseer.request-key/2"
-"""Goes first into every digest: other rules, other keys. 1 took requirement files by their bytes."""
+"""First part of every digest, so that new rules give new keys. Version 1 hashed requirement files as bytes."""
 _SHOWN = 72
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """What a setup asks for. Equal digests may share a snapshot."""
+    """What a setup requests. Equal digests may share a snapshot."""
 
     digest: str
     """64 hex digits."""
     components: Mapping[str, str]
-    """Name to value or digest, in a fixed order. Never a secret."""
+    """Name to value or digest, in a fixed order. Never contains secrets."""
     details: Mapping[str, tuple[str, ...]]
-    """What is in a component, lines for people. Never a secret; not part of the key."""
+    """Readable lines on the content of a component. Never contains secrets; not part of the key."""
     accounted: tuple[str, ...]
-    """Files and folders whose content is in the key, absolute and sorted."""
+    """Files and folders whose content is part of the key, absolute and sorted."""
     unpinned: tuple[str, ...]
-    """What the setup takes from elsewhere in whatever version it finds: reasons for an age limit."""
+    """Inputs without a fixed version, for which snapshots have an age limit."""
     problems: tuple[str, ...]
-    """Why no snapshot may be used for this setup, each with what to do. Empty for nearly all."""
+    """Reasons why no snapshot may be used for this setup, each with a remedy. Mostly empty."""
     platform: Mapping[str, Any]
-    """Of this node, for `gate.check`."""
+    """Facts on this node for `gate.check`."""
 
 
 class Row(NamedTuple):
@@ -46,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A component that is not what it was. `old` or `new` is empty where it was not there."""
+    """A changed component. `old` or `new` is empty if it did not exist."""
 
     name: str
     old: str
@@ -55,32 +57,32 @@ class Difference(NamedTuple):
 
 
 def framed(parts: Iterable[str | bytes]) -> bytes:
-    """The parts as one string of bytes that no other parts give: each one with its length before it."""
+    """The parts as unambiguous bytes: each is preceded by its length."""
     encoded = (part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
     return b"".join([len(data).to_bytes(8, "big") + data for data in encoded])
 
 
 def digest_of(parts: Iterable[str | bytes]) -> str:
-    """SHA-256 of the framed parts, as hex digits."""
+    """SHA-256 of the framed parts as hex digits."""
     return hashlib.sha256(framed(parts)).hexdigest()
 
 
 def key_digest(components: Mapping[str, str]) -> str:
-    """The key's digest. The order of the components does not matter."""
+    """The key's digest, independent of the order of the components."""
     return digest_of([SCHEMA, *(part for name in sorted(components) for part in (name, components[name]))])
 
 
 def explain(key: RequestKey) -> list[Row]:
-    """All components, in order, with what is in them."""
+    """All components, in order, with their details."""
     return [Row(name, _short(value), tuple(key.details.get(name, ()))) for name, value in key.components.items()]
 
 
 def difference(
     old: Mapping[str, str], key: RequestKey, old_details: Mapping[str, Sequence[str]] | None = None
 ) -> list[Difference]:
-    """What is different from the key that had the components `old`, in the order of the names.
+    """Components that differ from those of an old key, sorted by name.
 
-    With the old key's details the words also name the changed entries of a component that has many.
+    With the old key's details, changed entries of a component are named as well.
     """
     found = []
     for name in dict.fromkeys((*key.components, *old)):
@@ -98,7 +100,7 @@ def difference(
 
 
 def _inside(old: Sequence[str], new: Sequence[str]) -> str:
-    """Which lines came, went and changed. The first word of a line names its entry."""
+    """Added, removed and changed lines. The first word of a line identifies its entry."""
     if not old or not new:
         return ""
     before, now = ({line.partition(" ")[0]: line for line in lines} for lines in (old, new))

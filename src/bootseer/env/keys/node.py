@@ -1,13 +1,12 @@
-"""What this node is: the job's Python, the processor, C library and GPUs, and a fingerprint of what is installed.
+"""Facts on this node: the job's Python, processor, C library and GPUs, and a fingerprint of installed packages.
 
-The interpreter is asked once for version, ABI, prefix and folders; the answer is kept as long as it is the same file.
-A shim or wrapper script is asked each time: what it starts depends on more than itself. That there is no GPU is a fact
-like any other: a resolver without a GPU may choose other wheels.
+The interpreter is asked once for version, ABI, prefix and folders; the answer is cached while its file is unchanged.
+Shims and wrapper scripts are asked every time: their target depends on more than the file. The absence of a GPU is a
+fact as well: a resolver without a GPU may choose other wheels.
 
-The fingerprint is of the system that a setup in host mode starts from: its distribution, packages, and the
-distributions of the job's Python. It changes when a package does, and by nothing else: no access time, log, cache or
-host name is in it. A job that ran leaves it as it was, since what a setup writes goes into a snapshot, not onto the
-node. Budget: 50 ms.
+The fingerprint covers the system that a setup in host mode starts from: its distribution, packages, and the
+distributions of the job's Python. It changes only with packages: access times, logs, caches and host names are not in
+it. Jobs do not change it, since a setup writes into a snapshot, not onto the node. Budget: 50 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bootseer.env.keys.files import Facts, NodeFiles, is_settled, stamp_of
+from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.settings import search_path
 from bootseer.errors import BootseerError, PermanentError
@@ -37,21 +36,21 @@ _DATABASES = (
 )  # fmt: skip
 _MAX_DATABASE_BYTES = 64 << 20
 _MAX_RECORD_BYTES = 64 << 20
-_BESIDE = ("/usr/local/bin", "/usr/local/sbin", "/usr/local/lib")
+_LOCAL_FOLDERS = ("/usr/local/bin", "/usr/local/sbin", "/usr/local/lib")
 _TOOLKITS = ("/usr/local/cuda/version.json", "/usr/local/cuda/version.txt")
 _DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth", ".egg")
 _MAX_LINES = 2000
 
 
 class Part(NamedTuple):
-    """A part of the fingerprint: a digest, and what is in it."""
+    """A part of the fingerprint: a digest, and readable lines."""
 
     digest: str
     lines: tuple[str, ...]
 
 
-def system(files: NodeFiles, facts: Facts) -> Part:
-    """Distribution and packages of the system, and what lies beside them without a package."""
+def system(files: NodeFiles, facts: FactCache) -> Part:
+    """Distribution and packages of the system, and local files that no package owns."""
     parts: list[str] = []
     lines: list[str] = []
     for path in ("/etc/os-release", "/usr/lib/os-release"):
@@ -67,8 +66,8 @@ def system(files: NodeFiles, facts: Facts) -> Part:
         if files.kind(path) == "file":
             parts += (path, files.digest(path)[0])
             lines.append(f"database {path}")
-    for folder in _BESIDE:
-        found = [f"{folder}/{entry}" for entry in _listed(folder)]
+    for folder in _LOCAL_FOLDERS:
+        found = [f"{folder}/{entry}" for entry in _list_entries(folder)]
         parts += (folder, *found)
         lines += found[:_MAX_LINES]
     for path in _TOOLKITS:
@@ -77,8 +76,8 @@ def system(files: NodeFiles, facts: Facts) -> Part:
     return Part(digest_of(parts), tuple(lines))
 
 
-def distributions(folders: Iterable[str], facts: Facts) -> Part:
-    """What is installed in folders of distributions: names, versions, and what their records say of their files."""
+def distributions(folders: Iterable[str], facts: FactCache) -> Part:
+    """Distributions installed in these folders: names, versions, and digests of their records."""
     parts: list[str] = []
     lines: list[str] = []
     for folder in dict.fromkeys(folders):
@@ -87,7 +86,7 @@ def distributions(folders: Iterable[str], facts: Facts) -> Part:
         except OSError:
             continue
         names = [name for name in names if name.endswith(_DISTRIBUTIONS) and not name.startswith("~")]
-        if names:  # an empty folder is as good as none
+        if names:  # an empty folder counts as none
             parts.append(folder)
         for name in names:
             record = _record(f"{folder}/{name}", facts)
@@ -96,8 +95,8 @@ def distributions(folders: Iterable[str], facts: Facts) -> Part:
     return Part(digest_of(parts), tuple(lines[:_MAX_LINES]))
 
 
-def environment(prefix: str, files: NodeFiles, facts: Facts) -> Part:
-    """A Python environment that a setup names: its configuration and its distributions."""
+def environment(prefix: str, files: NodeFiles, facts: FactCache) -> Part:
+    """A Python environment named by a setup: its configuration and its distributions."""
     parts = [files.digest(f"{prefix}/pyvenv.cfg")[0]] if files.kind(f"{prefix}/pyvenv.cfg") == "file" else []
     libraries = [
         f"{prefix}/lib/{name}/site-packages" for name in files.names(f"{prefix}/lib") if name.startswith("python")
@@ -107,8 +106,8 @@ def environment(prefix: str, files: NodeFiles, facts: Facts) -> Part:
     return Part(digest_of([*parts, found.digest, *conda]), (*found.lines, *conda))
 
 
-def _dpkg(facts: Facts) -> Sequence[str]:
-    """The installed packages, sorted; nothing where there is no dpkg."""
+def _dpkg(facts: FactCache) -> Sequence[str]:
+    """The installed packages, sorted; empty without dpkg."""
     try:
         with open(_DPKG, "rb") as file:  # noqa: PTH123 - bounded
             status = os.fstat(file.fileno())
@@ -129,15 +128,15 @@ def _dpkg(facts: Facts) -> Sequence[str]:
 
 
 def dpkg_packages(data: bytes) -> Iterator[str]:
-    """`name:architecture version` of each package that a status file of dpkg calls installed."""
+    """`name:architecture version` of each installed package of a dpkg status file."""
     for stanza in data.split(b"\n\n"):
         found = {name: value.decode("utf-8", "replace") for name, value in _FIELD.findall(stanza)}
         if b"Package" in found and found.get(b"Status", "").endswith(" installed"):
             yield f"{found[b'Package']}:{found.get(b'Architecture', '')} {found.get(b'Version', '')}"
 
 
-def _record(path: str, facts: Facts) -> str:
-    """A digest of what a distribution says of its files. Bytecode is left out: its last writer does not matter."""
+def _record(path: str, facts: FactCache) -> str:
+    """A digest of a distribution's RECORD. Bytecode is left out: it may be written anew at any time."""
     for name in ("RECORD", "METADATA", "PKG-INFO", "SOURCES.txt", ""):
         whole = f"{path}/{name}" if name else path
         with contextlib.suppress(OSError, ValueError):
@@ -164,8 +163,8 @@ def _record(path: str, facts: Facts) -> str:
     return digest
 
 
-def _listed(folder: str) -> Iterator[str]:
-    """Files and links right in a folder, with size or target: not the time, which a copy changes."""
+def _list_entries(folder: str) -> Iterator[str]:
+    """Direct entries that are files or links, with size or target; without times, which copies change."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -182,7 +181,7 @@ def _listed(folder: str) -> Iterator[str]:
 
 
 def tool(path: str | None, files: NodeFiles) -> str:
-    """A digest of a program that the setup uses, empty when there is none."""
+    """A digest of a program used by the setup; empty if it does not exist."""
     if path is None:
         return ""
     try:
@@ -207,18 +206,18 @@ print("bootseer:" + json.dumps({
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python."""
+    """A Python interpreter."""
 
     path: str
-    """As found on PATH, links not followed: a virtual environment is known by its link."""
+    """As found on PATH, links not followed: a virtual environment is identified by its link."""
     implementation: str
     version: str
     abi: str
-    """The suffix of extension modules, which names version, flags and C library."""
+    """The suffix of extension modules: version, flags and C library."""
     prefix: str
     base_prefix: str
     folders: Sequence[str]
-    """`site-packages` and `dist-packages` of the installation, without the user's."""
+    """`site-packages` and `dist-packages` of the installation, without the user's own."""
 
     @property
     def name(self) -> str:
@@ -227,18 +226,18 @@ class Interpreter:
 
 
 def find_python(env: Mapping[str, str], python: str | None) -> str | None:
-    """The interpreter that the setup's `python3` is; None when there is none."""
+    """The interpreter that `python3` in the setup means; None without one."""
     if python is not None:
         return shutil.which(python, path=env.get("PATH"))
     return shutil.which("python3", path=env.get("PATH")) or shutil.which("python", path=env.get("PATH"))
 
 
-def ask_python(path: str, env: Mapping[str, str], facts: Facts) -> Interpreter:
-    """Its answer. Raises `PermanentError` when it gives none in time."""
+def ask_python(path: str, env: Mapping[str, str], facts: FactCache) -> Interpreter:
+    """Ask an interpreter about itself. Raises `PermanentError` if it does not answer in time."""
     stamp = _stamp(path)
     known = facts.get("python", path, stamp) if stamp else None
     if known is None:
-        known = _run(path, env)
+        known = _ask(path, env)
         if stamp:
             facts.put("python", path, stamp, known)
     try:
@@ -247,8 +246,8 @@ def ask_python(path: str, env: Mapping[str, str], facts: Facts) -> Interpreter:
         raise PermanentError(f"{path}: gives no usable answer about itself") from error
 
 
-def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
-    # -I: nothing of the user's or of the working folder may change the answer, which is kept.
+def _ask(path: str, env: Mapping[str, str]) -> dict[str, object]:
+    # -I: the cached answer must not depend on the user or the working folder.
     clean = {**env, "PYTHONPATH": search_path(env.get("PYTHONPATH", ""))}
     answer = child.run([path, "-I", "-c", _ASK], deadline_s=_PYTHON_DEADLINE_S, env=clean)
     for line in answer.output.splitlines():
@@ -265,7 +264,7 @@ def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
 
 
 def _stamp(path: str) -> list[object]:
-    """What the answer depends on; empty when that is not known."""
+    """Values that the answer depends on; empty if unknown."""
     try:
         real = os.path.realpath(path)
         status = Path(real).stat()
@@ -294,13 +293,13 @@ _LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """NVIDIA's GPUs of this node. Empty fields: there are none, or the driver does not answer."""
+    """NVIDIA GPUs of this node. All fields are empty without GPUs or if the driver does not answer."""
 
     gpus: tuple[str, ...] = ()
-    """Compute capabilities, each once, sorted."""
+    """Distinct compute capabilities, sorted."""
     driver: str = ""
     cuda: str = ""
-    """The newest CUDA that the driver can do."""
+    """The newest CUDA version supported by the driver."""
 
 
 def architecture() -> str:
@@ -309,7 +308,7 @@ def architecture() -> str:
 
 
 def cpu_level() -> str:
-    """The level of the x86-64 ABI that this processor reaches; elsewhere the name of the architecture."""
+    """The x86-64 ABI level of this processor, elsewhere the name of the architecture."""
     machine = architecture()
     if machine != "x86_64":
         return machine
@@ -318,7 +317,7 @@ def cpu_level() -> str:
 
 
 def level_of(flags: object) -> str:
-    """The level for the names of /proc/cpuinfo."""
+    """The level for flags of /proc/cpuinfo."""
     have, level = set(flags if isinstance(flags, list | tuple) else ()), "x86-64-v1"
     for name, needed in _LEVELS:
         if not needed <= have:
@@ -337,7 +336,7 @@ def libc() -> str:
 
 
 def accelerators(env: Mapping[str, str]) -> Accelerators:
-    """What NVIDIA's driver says. Costs a program's start only where there is a driver."""
+    """Ask NVIDIA's driver. Starts a program only if there is a driver."""
     version = _head("/proc/driver/nvidia/version", 4096)
     program = shutil.which("nvidia-smi", path=env.get("PATH")) if version or Path("/dev/nvidiactl").exists() else None
     driver = re.search(r"Kernel Module\D*\s(\d+\.\d[\d.]*)", version)
@@ -354,7 +353,7 @@ def accelerators(env: Mapping[str, str]) -> Accelerators:
 
 
 def read_accelerators(rows: str, cuda: str, driver: str) -> Accelerators:
-    """The answer of `nvidia-smi` as facts. GPUs that are hidden from this job count: another job gets those."""
+    """Parse the output of `nvidia-smi`. GPUs hidden from this job count: another job may get them."""
     found = re.findall(r"^\s*(\d+\.\d+)\s*,\s*(\d[\d.]*)\s*$", rows, re.MULTILINE)
     return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver, cuda)
 

@@ -1,7 +1,7 @@
-"""What is known of the programs that setup scripts call: which files they read and write, whether the folder matters in
-which they run, and which of them bring whatever version there is. `pip install` and `uv pip install` are read whole.
+"""Programs that setup scripts call: which files they read and write, whether their working folder matters, and which
+install unpinned versions.
 
-Decides and touches nothing; words come as the script has them.
+`pip install` and `uv pip install` are parsed completely. Does no I/O; words are taken as written in the script.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _VALUE_OPTIONS = frozenset(
 
 @dataclass(slots=True)
 class Install:
-    """What one command asks for."""
+    """The inputs of one `pip install`."""
 
     action: str
     no_deps: bool
     files: list[tuple[str, bool]] = field(default_factory=list)
-    """Requirement files, with whether they only constrain."""
+    """Requirement files; True for constraint files."""
     wanted: list[tuple[str, bool]] = field(default_factory=list)
-    """Requirements, with whether they are installed in place."""
+    """Requirements; True for editable ones."""
     settings: list[tuple[str, str]] = field(default_factory=list)
     """Options and values, in order."""
     places: list[str] = field(default_factory=list)
-    """Folders that it installs into."""
+    """Target folders."""
 
 
 def read_install(words: Sequence[str]) -> Install | None:
-    """Read the words behind `pip`; None for what installs nothing."""
+    """Parse the words after `pip`; None if the command installs nothing."""
     found = _positional(words)
     action = next(found, "")
     if action not in ACTIONS:
@@ -93,7 +93,7 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def _positional(words: Sequence[str]) -> Iterator[str]:
-    """The words that are neither options nor their values."""
+    """The words that are neither options nor values of options."""
     skip = False
     for word in words:
         if skip:
@@ -125,14 +125,14 @@ NAMES_FOLDERS = (
     | _CHANGERS
     | _ENVIRONMENTS
 )
-"""They name folders without reading what is in them."""
+"""Programs that name folders without reading their content."""
 PROJECTS = {
     "make": "Makefile", "cmake": "CMakeLists.txt", "ninja": "build.ninja", "meson": "meson.build",
     "uv": "pyproject.toml", "poetry": "pyproject.toml", "pdm": "pyproject.toml", "hatch": "pyproject.toml",
     "pixi": "pixi.toml", "go": "go.mod",
     "npm": "package.json", "yarn": "package.json", "pnpm": "package.json", "cargo": "Cargo.toml",
 }  # fmt: skip
-"""Programs that work on a whole project, and the file by which it is known."""
+"""Programs that work on a project, and the file that marks one."""
 _PACKAGES = {
     "apt-get": "apt-get", "apt": "apt-get", "yum": "yum", "dnf": "yum", "microdnf": "yum", "apk": "apk", "gem": "gem",
     "conda": "conda", "mamba": "conda", "micromamba": "conda", "npm": "npm", "yarn": "npm", "pnpm": "npm",
@@ -144,7 +144,7 @@ _MODE_OR_OWNER = re.compile(r"[0-7]{3,4}|[\w.-]*:[\w.-]*|[ugoa]*[+=-]\w+")
 
 
 def outputs(command: Command) -> list[str]:
-    """Words for what the command writes."""
+    """Words for paths that the command writes."""
     words = command.words
     program, rest = command.program, _plain(words[1:])
     made = list(command.outputs)
@@ -169,15 +169,15 @@ def outputs(command: Command) -> list[str]:
 
 
 def _checkout(names: Sequence[str]) -> list[str]:
-    """The folder that `git clone` makes."""
+    """The folder that `git clone` creates."""
     for index, word in enumerate(names):
         if "://" in word or "/" in word or ":" in word:
             return list(names[index + 1 : index + 2]) or [posixpath.basename(word.rstrip("/")).removesuffix(".git")]
     return []
 
 
-def open_packages(program: str, words: Sequence[str]) -> str:
-    """Packages that a package manager brings in whatever version it finds; empty for none."""
+def unpinned_packages(program: str, words: Sequence[str]) -> str:
+    """Packages that a package manager installs in any version; empty if none."""
     rest = _plain(words[1:])
     if program not in _PACKAGES or not rest or rest[0] not in _BRINGS:
         return ""
@@ -185,10 +185,10 @@ def open_packages(program: str, words: Sequence[str]) -> str:
     return f"{_PACKAGES[program]} {' '.join(names)}".strip() if names or len(rest) == 1 else ""
 
 
-def writes_here(program: str, words: Sequence[str], is_absolute: Callable[[str], bool]) -> str:
-    """Why the folder in which the command runs may matter, in a few words; empty when it does not."""
+def cwd_dependence(program: str, words: Sequence[str], is_absolute: Callable[[str], bool]) -> str:
+    """A short reason why the working folder of the command may matter; empty if it does not."""
     rest = _plain(words[1:])
-    if program in _NEUTRAL or program in _DOWNLOADERS:  # `outputs` says where they write
+    if program in _NEUTRAL or program in _DOWNLOADERS:  # `outputs` has what they write
         return ""
     if program in _WRITERS or program in _CHANGERS or program in _ENVIRONMENTS:
         written = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]

@@ -1,6 +1,6 @@
-"""The request key of a setup: everything it depends on, looked up on this node.
+"""Compute the request key of a setup: everything it depends on, looked up on this node.
 
-One call collects the components; docs/adr/0013-request-key.md says what is in and what is not.
+docs/adr/0013-request-key.md describes what is part of the key and what is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import gate, node, settings
-from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.key import RequestKey, digest_of, key_digest
 from bootseer.env.keys.script import Inputs, gather
 from bootseer.env.keys.sources import commits_of, read_tree
@@ -35,14 +35,14 @@ class Base:
 
     kind: Literal["image", "host"]
     digest: str = ""
-    """Of the image's manifest; for a host it is computed."""
+    """Digest of the image's manifest; computed for a host."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The image's configuration; it belongs to the digest."""
+    """The image's configuration, covered by the digest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A setup that is about to run."""
+class KeyRequest:
+    """A setup to be run."""
 
     setup: str | None
     """The script, relative to `cwd` or absolute."""
@@ -50,26 +50,27 @@ class Ask:
     cwd: str
     """Absolute."""
     env: Mapping[str, str]
-    """As the setup will find it."""
+    """The setup's environment."""
     base: Base
     inputs: tuple[str, ...] = ()
-    """Files and folders that the user declares."""
+    """Files and folders declared by the user."""
     kept: tuple[str, ...] = ()
-    """What the owner says of paths that snapshots keep or leave out."""
+    """The owner's options for paths that snapshots keep or leave out."""
     tenant: str = ""
     salt: str = ""
     variables: tuple[str, ...] = ()
-    """Variables that the user declares."""
+    """Variables declared by the user."""
     python: str | None = None
     """The job's interpreter on the host; None: the first python3 or python on PATH."""
 
 
-def request_key(ask: Ask, *, facts_folder: Path | None = None) -> RequestKey:
-    """Compute the key. What prevents one is among its `problems`; nothing is raised for what the setup names.
+def request_key(ask: KeyRequest, *, facts_folder: Path | None = None) -> RequestKey:
+    """Compute the key.
 
-    `facts_folder` is where facts about unchanged files are kept between starts, see `facts_folder_of`.
+    Obstacles become `problems`; no exception is raised for what the setup names. `facts_folder` caches facts about
+    unchanged files between starts, see `facts_folder_of`.
     """
-    began, facts = time.monotonic(), Facts(facts_folder)
+    began, facts = time.monotonic(), FactCache(facts_folder)
     collector = _Collector(ask, NodeFiles(facts, _visible(ask)), facts)
     key = collector.key()
     facts.save()
@@ -82,12 +83,12 @@ def request_key(ask: Ask, *, facts_folder: Path | None = None) -> RequestKey:
 
 
 def facts_folder_of(cache_root: Path) -> Path:
-    """Where below the node's cache facts are kept."""
+    """The folder for facts in the node's cache."""
     return cache_root / "environments" / "facts"
 
 
-def _visible(ask: Ask) -> Callable[[str], bool]:
-    """What the setup can see of this node: inside an image only the working folder and what was declared."""
+def _visible(ask: KeyRequest) -> Callable[[str], bool]:
+    """A predicate for paths that the setup can see: in an image only the working folder and declared paths."""
     if ask.base.kind == "host":
         return lambda path: True
     shown = [ask.cwd, *(posixpath.join(ask.cwd, path) for path in (*ask.inputs, *ask.requirements))]
@@ -98,9 +99,9 @@ def _visible(ask: Ask) -> Callable[[str], bool]:
 
 
 class _Collector:
-    """Collects the components of one key, each with its words."""
+    """Collects the components of one key with their details."""
 
-    def __init__(self, ask: Ask, files: NodeFiles, facts: Facts) -> None:
+    def __init__(self, ask: KeyRequest, files: NodeFiles, facts: FactCache) -> None:
         self._ask = ask
         self._files = files
         self._facts = facts
@@ -121,8 +122,8 @@ class _Collector:
         self._declared()
         self._settings(inputs, prefix)
         self._variables(inputs)
-        if inputs.place:
-            self._add("working folder", ask.cwd, [inputs.place])
+        if inputs.cwd_reason:
+            self._add("working folder", ask.cwd, [inputs.cwd_reason])
         if ask.kept:
             self._add("kept", f"sha256:{digest_of(sorted(ask.kept))}", ask.kept)
         for name, value in (("tenant", ask.tenant), ("salt", ask.salt)):
@@ -145,17 +146,18 @@ class _Collector:
         if found := tuple(lines):
             self._details[name] = found
 
-    def _try(self, work: Callable[[], None]) -> None:
-        """A component that cannot be had makes the setup one without a snapshot, not one that fails."""
+    def _collect(self, work: Callable[[], None]) -> None:
+        """A component that cannot be computed prevents a snapshot, not the setup."""
         try:
             work()
         except BootseerError as error:
             self._problems[str(error)] = None
 
-    # -- where the setup runs ------------------------------------------------------------------------------------------
+    # -- base
+    # --------------------------------------------------------------------------------------------------------------
 
     def _base(self) -> str:
-        """What it starts from; returns the prefix of the job's Python where that is known."""
+        """Add the base; returns the prefix of the job's Python if it is known."""
         base = self._ask.base
         if base.kind == "image":
             self._add("base", f"image {base.digest}")
@@ -177,7 +179,7 @@ class _Collector:
                 self._add("prefix", prefix)
                 self._platform |= {"python": python.name, "prefix": prefix}
                 folders = [*python.folders, *self._more_folders(python)]
-        self._try(partial(self._fingerprint, folders))
+        self._collect(partial(self._fingerprint, folders))
         self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
         return prefix
 
@@ -206,31 +208,35 @@ class _Collector:
         for name, value in facts.items():
             self._add(name, value)
         self._add("gpus", ", ".join(gpus.gpus) or "none")
-        # The branch decides what code can run; its last numbers differ between nodes that are alike. The gate asks.
+        # The branch decides which code can run; its minor versions differ between equal nodes and are checked by the
+        # gate.
         self._add("driver", gpus.driver.partition(".")[0] or "none")
         self._add("cuda", gpus.cuda or "none")
         self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver, "cuda": gpus.cuda}
         self._platform |= {f"{kind}_ranges": node.id_ranges(kind) for kind in ("uid", "gid")}
 
-    # -- what it reads -------------------------------------------------------------------------------------------------
+    # -- inputs
+    # ------------------------------------------------------------------------------------------------------------
 
     def _inputs(self, inputs: Inputs) -> None:
         asked = inputs.requirements
         setup = self._absolute(self._ask.setup) if self._ask.setup is not None else ""
         if setup:
-            self._try(partial(self._file, "setup", setup, ""))
+            self._collect(partial(self._file, "setup", setup, ""))
         for path, lines in asked.files.items():
-            if lines and path not in inputs.files:  # the script may do more with it than install
+            if lines and path not in inputs.files:  # the script may do more with it than install it
                 self._add(
-                    f"requirements {self._called(path)}", f"sha256:{digest_of(lines)} {len(lines):,} lines", [path]
+                    f"requirements {self._display_name(path)}",
+                    f"sha256:{digest_of(lines)} {len(lines):,} lines",
+                    [path],
                 )
                 self._accounted.add(path)
             else:
-                self._try(partial(self._file, "requirements", path))
+                self._collect(partial(self._file, "requirements", path))
         self._accounted.update(path for path in (*inputs.files, *inputs.folders) if self._is_secret(path))
         for path in inputs.files:
             if path != setup and path not in asked.files and not self._is_secret(path):
-                self._try(partial(self._file, "file", path))
+                self._collect(partial(self._file, "file", path))
         for local in asked.locals.values():
             self._place("package", local.path, [f"{'editable, ' if local.editable else ''}installed from here"])
         for path in dict.fromkeys(inputs.folders):
@@ -239,19 +245,20 @@ class _Collector:
         for path in dict.fromkeys(asked.find_links):
             self._place("find-links", path)
         for path in inputs.environments:
-            self._try(partial(self._environment, path))
+            self._collect(partial(self._environment, path))
         self._repositories(inputs)
 
     def _is_secret(self, path: str) -> bool:
-        """Whether these are credentials: they do not decide what is installed, and a digest of one could be guessed."""
-        rule = self._secrets.why(path)
+        """Whether these are credentials: they do not decide what is installed, and a digest could be used to guess
+        them."""
+        rule = self._secrets.rule_on_path(path)
         return rule is not None and rule.secret
 
     def _absolute(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self._ask.cwd, path))
 
-    def _called(self, path: str) -> str:
-        """A name that is the same wherever the job's files lie."""
+    def _display_name(self, path: str) -> str:
+        """A name that does not depend on where the job's files lie."""
         folders = [(self._ask.cwd, "")]
         if self._ask.setup is not None:
             folders.append((posixpath.dirname(self._absolute(self._ask.setup)), "beside the setup: "))
@@ -262,13 +269,14 @@ class _Collector:
 
     def _file(self, kind: str, path: str, called: str | None = None) -> None:
         digest, size = self._files.digest(path)
-        name = f"{kind} {self._called(path) if called is None else called}".rstrip()
+        name = f"{kind} {self._display_name(path) if called is None else called}".rstrip()
         program = ", executable" if self._files.is_program(path) else ""
         self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path])
         self._accounted.add(path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
-        """A file or folder; a folder's own path counts, since what is installed from it remembers where it was."""
+        """Add a file or folder. A folder's own path is part of the key, since distributions installed from it record
+        it."""
 
         def read() -> None:
             if self._files.kind(path) == "file":
@@ -276,10 +284,10 @@ class _Collector:
                 return
             tree = read_tree(path, self._files)
             value = f"sha256:{tree.digest} {tree.num_files:,} files"
-            self._add(f"{kind} {path if kind == 'package' else self._called(path)}", value, (*lines, *tree.lines))
+            self._add(f"{kind} {path if kind == 'package' else self._display_name(path)}", value, (*lines, *tree.lines))
             self._accounted.add(path)
 
-        self._try(read)
+        self._collect(read)
 
     def _environment(self, path: str) -> None:
         part = node.environment(path, self._files, self._facts)
@@ -296,7 +304,7 @@ class _Collector:
             if commit is None:
                 self._unpinned[f"{item.words} (no commit could be told)"] = None
             elif address.startswith("git+file://"):
-                # The commit identifies what git reads of it.
+                # The commit identifies the content.
                 place = address.removeprefix("git+file://")
                 self._accounted.add(f"{place}/.git" if self._files.kind(f"{place}/.git") else place)
 
@@ -308,7 +316,8 @@ class _Collector:
             else:
                 self._problems[f"{path}: a declared input that does not exist or is not a file or folder"] = None
 
-    # -- what decides beside it ----------------------------------------------------------------------------------------
+    # -- variables and tools
+    # -----------------------------------------------------------------------------------------------
 
     def _settings(self, inputs: Inputs, prefix: str) -> None:
         found = settings.configuration(self._ask.env, self._ask.cwd, prefix, self._files)
@@ -323,7 +332,7 @@ class _Collector:
 
     def _variables(self, inputs: Inputs) -> None:
         env = self._ask.env
-        if self._ask.setup is None:  # installers find and write the same in all languages
+        if self._ask.setup is None:  # installers behave the same in all languages
             language = settings.LANGUAGE.difference(inputs.variables, self._ask.variables)
             env = {name: value for name, value in env.items() if name not in language}
         chosen = settings.choose_variables(

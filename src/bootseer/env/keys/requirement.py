@@ -6,7 +6,7 @@
     environment.yml    what conda is to install
 
 Files are not read here for what they ask for: uv and conda do that (`installing.choose`). Nothing is said about which
-versions exist. Decides and touches nothing.
+versions exist. Does no I/O.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _MAX_SHOWN = 100
 
 
 class Requirement(NamedTuple):
-    """What one requirement names."""
+    """One parsed requirement."""
 
     kind: Kind
     name: str
-    """Normalised name of the distribution; empty when only the place is known."""
+    """Normalised name of the distribution; empty if only the location is known."""
     target: str
-    """Of a `path` as written, `file:` taken off; of `vcs` and `url` the address without credentials; of a `name` the
-    specifier."""
+    """For a `path`: as written, without `file:`; for `vcs` and `url`: the address without credentials; for a `name`:
+    the specifier."""
     reference: str = ""
     """`vcs`: branch, tag or commit; empty for the default branch."""
     editable: bool = False
     hashed: bool = False
-    """With `--hash`, or an address that ends in a digest."""
+    """Has `--hash`, or an address that ends in a digest."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it is one certain version by itself; a branch is not, and what a path holds is hashed elsewhere."""
+        """Whether it determines one version by itself. Branches do not; the content of paths is hashed elsewhere."""
         if self.kind == "name":
             return self.hashed or bool(_EXACT.fullmatch(self.target))
         if self.kind == "vcs":
@@ -59,18 +59,18 @@ class Requirement(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How to call it in one short line."""
+        """A short description, on one line."""
         text = f"{self.name}{self.target}" if self.kind == "name" else (self.name or self.target)
         return " ".join(text.split())[:_MAX_SHOWN]
 
 
 def normalised(name: str) -> str:
-    """The name as PEP 503 compares it."""
+    """The name normalised as in PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Requirement | None:
-    """Read one requirement, without options; None for an invalid one."""
+    """Parse one requirement without options; None if it is invalid."""
     text = text.strip().strip("'\"")
     if not text:
         return None
@@ -89,7 +89,7 @@ def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Require
 
 
 def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
-    # A marker behind an address needs a blank before it; before a blank nothing of the address can stand.
+    # A marker after an address is preceded by a blank; addresses contain none.
     place = re.split(r"\s;|\s", place.strip(), maxsplit=1)[0]
     if _VCS.match(place):
         address, reference = _revision(place.partition("#")[0])
@@ -105,7 +105,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
 
 
 def _revision(address: str) -> tuple[str, str]:
-    """Address and what stands behind the last `@` of its path."""
+    """Address and the revision after the last `@` of its path."""
     scheme, _, rest = address.partition("://")
     host, slash, path = rest.partition("/")
     path, at, reference = path.rpartition("@")
@@ -113,7 +113,7 @@ def _revision(address: str) -> tuple[str, str]:
 
 
 def _decoded(path: str) -> str:
-    """The path of an address, `%20` and the like as the bytes they stand for."""
+    """The path of an address with `%20` and the like decoded."""
     data = re.sub(
         rb"%([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), path.encode("utf-8", "replace")
     )
@@ -150,7 +150,7 @@ _OF_PROJECT = ("dependencies", "optional-dependencies", "requires-python", "dyna
 
 
 def kind_of(path: str, data: bytes) -> FileKind:
-    """What a file of `--requirements` is, by its name and its content. Raises `UsageError` for what cannot be used."""
+    """The kind of a file given by `--requirements`, by its name and content. Raises `UsageError` for unusable ones."""
     name = posixpath.basename(path)
     if name in _OTHERS:
         raise UsageError(f"{path}: files of this kind cannot be installed from", hint=_OTHERS[name])
@@ -191,8 +191,8 @@ def _check_project(path: str, table: dict[str, Any]) -> None:
         raise UsageError(f"{path}: depends on members of its workspace", hint="uv lock, and give uv.lock")
 
 
-def counted(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
-    """The parts of a pyproject.toml that decide what is installed; nothing where all bytes count."""
+def relevant_parts(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
+    """The parts of a pyproject.toml that decide what is installed; empty if all bytes count."""
     if kind != "pyproject":
         return ()
     table = _table(path, data)
@@ -203,8 +203,8 @@ def counted(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
     return tuple(f"{name} {json.dumps(part, sort_keys=True, default=str)}" for name, part in parts.items() if part)
 
 
-def asked(kind: FileKind, path: str, data: bytes) -> Iterator[Requirement]:
-    """What it takes from this machine or from repositories, and holds no digest of."""
+def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Requirement]:
+    """Its inputs from this machine or from repositories that have no digest in the file."""
     if kind == "conda":
         return
     table = _table(path, data)
@@ -220,15 +220,13 @@ def asked(kind: FileKind, path: str, data: bytes) -> Iterator[Requirement]:
 
 
 def lines_of_pip(data: bytes) -> str:
-    """What an environment for conda names besides packages: files and folders for pip, one a line."""
+    """The files and folders for pip that a conda environment names, one a line."""
     return "\n".join(_OF_PIP.findall(data.decode("utf-8", "replace")))
 
 
 def grouped(files: Sequence[tuple[str, bytes]]) -> list[tuple[FileKind, list[str]]]:
-    """What is installed one after the other: conda's first, each lock by itself, all else at once.
-
-    Raises `UsageError` as `kind_of`.
-    """
+    """Files installed together, in order: conda's first, each lock by itself, all others at once. Raises `UsageError`
+    as `kind_of`."""
     found: list[tuple[FileKind, list[str]]] = [(kind_of(path, data), [path]) for path, data in files]
     alone = sorted(
         (one for one in found if one[0] in ("conda", "uv.lock", "pylock")), key=lambda one: one[0] != "conda"
@@ -250,7 +248,7 @@ def _table_at(table: Any, *names: str) -> dict[str, Any]:
 
 
 def _local_places(value: Any) -> Iterator[Requirement]:
-    """Every local file or folder that is named without a digest."""
+    """Every local file or folder named without a digest."""
     if isinstance(value, dict):
         editable = value.get("editable")
         if isinstance(value.get("path"), str) and not value.keys() & {"hash", "hashes"}:

@@ -2,7 +2,7 @@
 what gets installed, and what is left open.
 
 pip takes a local path as relative to the working folder, uv as relative to the file: what exists of the two counts.
-Nested files are relative to the file that names them, with both. Decides and touches nothing: `NodeFiles` reads.
+Nested files are relative to the file that names them, with both. Does no I/O: `NodeFiles` reads files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SETTINGS = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A distribution of this machine: a wheel, an archive, or a source tree."""
+    """A local distribution: a wheel, an archive, or a source tree."""
 
     path: str
     editable: bool
@@ -54,32 +54,32 @@ class Local:
 
 @dataclass(slots=True)
 class Requirements:
-    """What the files ask for, in the order in which it was found. Later files add to it."""
+    """The requirements of the files, in the order found; filled by `add_files`."""
 
     files: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """With what counts of each (`counted`); nothing: all of its bytes."""
+    """With their relevant lines (`relevant_lines`); all bytes count if empty."""
     locals: dict[str, Local] = field(default_factory=dict)
     repositories: dict[tuple[str, str], Requirement] = field(default_factory=dict)
     """By address and reference."""
     settings: list[str] = field(default_factory=list)
-    """Index addresses and what else decides where things come from, in order, without credentials."""
+    """Index addresses and other options for where distributions come from, in order, without credentials."""
     find_links: list[str] = field(default_factory=list)
-    """Local folders that are searched for distributions."""
+    """Local folders searched for distributions."""
     variables: set[str] = field(default_factory=set)
     unpinned: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
-    """Files of `--requirements` itself, which may be others than pip's."""
+    """The files of `--requirements`, which may have other formats than pip's."""
     uses_cwd: bool = False
     """Whether something is installed relative to the working folder."""
 
     _named: dict[str, Requirement] = field(default_factory=dict)
     _pins: set[str] = field(default_factory=set)
-    _covered: bool = False
-    """A lock says what everything depends on."""
+    _is_locked: bool = False
+    """A lock file determines all dependencies."""
 
     def add_files(self, paths: Iterable[tuple[str, bool]], files: NodeFiles, cwd: str) -> None:
-        """Read the files, and what they include. Each comes with whether it is a constraint file."""
+        """Read requirement files and everything they include. The flag marks constraint files."""
         waiting = list(paths)
         seen = set(self.files)
         while waiting:
@@ -105,7 +105,7 @@ class Requirements:
     def add(
         self, wanted: Requirement | None, files: NodeFiles, folders: Sequence[str], *, no_deps: bool = False
     ) -> None:
-        """Take in one requirement; `folders` are what a path may be relative to."""
+        """Add one requirement; a path may be relative to any of `folders`."""
         if wanted is None:
             return
         if wanted.kind == "path":
@@ -113,7 +113,7 @@ class Requirements:
             return
         if wanted.kind == "vcs":
             self.repositories[wanted.target, wanted.reference] = wanted
-            # Such a checkout lies in ./src, unless there is a virtual environment.
+            # pip puts the checkout of an editable requirement in ./src, unless there is a virtual environment.
             self.uses_cwd |= wanted.editable
         if wanted.kind == "url" and not wanted.hashed:
             self.unpinned[f"{wanted.words} (an address without a digest)"] = None
@@ -123,13 +123,13 @@ class Requirements:
             self._dependencies(wanted.words)
 
     def close(self) -> None:
-        """All files are read: settle what is open after all of them."""
+        """Called after the last file: resolve what depends on all files."""
         self.settings.sort(key=_group)
         for name, wanted in self._named.items():
             if name not in self._pins:
                 self.unpinned[wanted.words] = None
         self._named.clear()
-        if self._covered:
+        if self._is_locked:
             for words in [words for words in self.unpinned if words.startswith(_DEPENDENCIES)]:
                 del self.unpinned[words]
 
@@ -144,7 +144,7 @@ class Requirements:
                 self.problems.append(str(error))
                 return []
         if name in LOCKS or _LOCK_NAME.fullmatch(name):
-            self._covered = True
+            self._is_locked = True
             return []
         if name in _PROJECTS:
             self._project(path, data)
@@ -153,8 +153,8 @@ class Requirements:
             self.problems.append(f"{path}: not a text file")
             return []
         text = data.decode("utf-8-sig", "replace")
-        self.files[path] = counted(data)
-        self._covered |= bool(_COMPILED.search(text[:4000]))
+        self.files[path] = relevant_lines(data)
+        self._is_locked |= bool(_COMPILED.search(text[:4000]))
         return self._text(text, posixpath.dirname(path), constraint, files, cwd)
 
     def _text(self, text: str, folder: str, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
@@ -181,16 +181,16 @@ class Requirements:
         return found
 
     def _other(self, kind: requirement.FileKind, path: str, data: bytes, files: NodeFiles) -> list[tuple[str, bool]]:
-        """A file of `--requirements` in another form than that of pip."""
+        """Add a file of `--requirements` in another format than pip's."""
         folder = posixpath.dirname(path)
-        self.files[path] = requirement.counted(kind, path, data)
-        for wanted in requirement.asked(kind, path, data):
+        self.files[path] = requirement.relevant_parts(kind, path, data)
+        for wanted in requirement.unhashed_sources(kind, path, data):
             self.add(wanted, files, (folder,))
         beside = posixpath.join(folder, "pyproject.toml")
         if kind == "uv.lock" and files.kind(beside) == "file":
-            self.files[beside] = requirement.counted("pyproject", beside, files.read(beside))
+            self.files[beside] = requirement.relevant_parts("pyproject", beside, files.read(beside))
         if kind in ("uv.lock", "pylock"):
-            self._covered = True
+            self._is_locked = True
         else:
             self._dependencies(posixpath.basename(path))
         return self._text(requirement.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
@@ -203,7 +203,7 @@ class Requirements:
     def _local(self, wanted: Requirement, files: NodeFiles, folders: Sequence[str], no_deps: bool) -> None:
         places = [path for path in _places(wanted.target, folders) if files.kind(path)]
         if not places:
-            # The setup itself may make it; then what it is made from counts.
+            # The setup itself may create it; its sources are inputs of their own.
             self.unpinned[f"{wanted.target} (not there before the setup)"] = None
             return
         for path in places:
@@ -216,7 +216,7 @@ class Requirements:
         self.unpinned[f"{_DEPENDENCIES} {words}"] = None
 
     def _project(self, path: str, data: bytes) -> None:
-        """A project's description: what it asks for is open, unless a lock lies beside it (`close`)."""
+        """Add the description of a project: its dependencies are unpinned unless a lock lies beside it (`close`)."""
         name = posixpath.basename(path)
         if name == "pyproject.toml":
             try:
@@ -232,7 +232,7 @@ _DEPENDENCIES = "dependencies of"
 
 
 def is_requirements_name(path: str) -> bool:
-    """Whether a file of this name is most likely read by an installer."""
+    """Whether an installer most likely reads a file of this name."""
     name = posixpath.basename(path)
     return (
         name in LOCKS
@@ -242,23 +242,23 @@ def is_requirements_name(path: str) -> bool:
     )
 
 
-def counted(data: bytes) -> tuple[str, ...]:
-    """What installers take from a requirement file: its lines without comments, blank lines and space at their ends.
+def relevant_lines(data: bytes) -> tuple[str, ...]:
+    """The lines of a requirement file that installers use, without comments and blank lines.
 
-    Options stand before requirements, each kind in its own order, and hashes are sorted, unless files are included:
-    where these stand may matter. Nothing for a file that is not certain to mean only that.
+    Options come first, each kind in its own order, and hashes are sorted, unless files are included: then the order may
+    matter. Empty for a file whose meaning is not certain.
     """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return ()
     if any(_CODING.match(line) for line in text.split("\n", 2)[:2]) or _ODD_ENDS.search(text):
-        return ()  # pip reads it in another encoding, or ends lines here, uv does not
+        return ()  # pip and uv decode it or end lines differently
     lines = []
     for line in logical_lines(text, between="\\\n"):
         if any(part.count(quote) % 2 for part in line.split("\\\n")[:-1] for quote in "'\""):
             return ()
-        # pip joins the two halves of a word that is cut, uv does not.
+        # pip joins the halves of a word cut by a backslash, uv does not.
         body, *hashes = re.sub(r"\s+\\\n\s*|\\\n\s+", " ", line).split(" --hash")
         lines.append(" --hash".join([body.rstrip(), *sorted(word.strip() for word in hashes)]))
     if not any(_WITH_VALUE.get(line[:2], line).startswith(("--requirement", "--constraint")) for line in lines):
@@ -267,7 +267,7 @@ def counted(data: bytes) -> tuple[str, ...]:
 
 
 def _group(line: str) -> str:
-    """Lines of other groups may stand before or behind it, those of its own keep their order."""
+    """The group of a line: lines keep their order only within a group."""
     if not line.startswith("-") or line.startswith(("-e", "--editable")):
         return "requirement"
     option = re.split(r"[\s=]", _WITH_VALUE.get(line[:2], line), maxsplit=1)[0]
@@ -275,7 +275,7 @@ def _group(line: str) -> str:
 
 
 def logical_lines(text: str, *, between: str = " ") -> Iterator[str]:
-    """Logical lines, without comments: a backslash at the end joins lines, with `between` in its place."""
+    """Logical lines without comments: a backslash at the end joins lines, with `between` in its place."""
     whole = ""
     for line in text.splitlines():
         if line.endswith("\\") and not line.lstrip().startswith("#"):
@@ -290,7 +290,8 @@ def logical_lines(text: str, *, between: str = " ") -> Iterator[str]:
 
 
 def _options(line: str) -> Iterator[tuple[str, str]]:
-    """The options of a line that say where things come from, by their long names; nothing for a requirement's own."""
+    """The options of a line that say where distributions come from, by their long names; not those of a single
+    requirement."""
     if not line.startswith("-"):
         return
     try:
@@ -301,7 +302,7 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 
 
 def installer_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Options and values among the words of an installer's command or of a line: those that decide the outcome."""
+    """Options and values in an installer's command or a line of a file, if they affect the result."""
     index = 0
     while index < len(words):
         word = words[index]
@@ -324,7 +325,7 @@ def installer_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _body(line: str) -> tuple[str, bool]:
-    """The requirement without its own options, and whether it names a hash."""
+    """The requirement without its options, and whether it has a hash."""
     body, *options = re.split(r"\s--(?=[a-z])", line) if not line.startswith("--") else [line]
     return body.strip(), any(option.startswith("hash") for option in options)
 

@@ -1,10 +1,11 @@
-"""What a setup depends on, as far as texts tell: scripts and requirement files that its script runs, files and folders
-that it names, variables that it reads, and what it fetches without naming a version. Followed to the end: scripts that
-run scripts, requirement files that include others.
+"""What a setup depends on according to its texts: scripts and requirement files that its script runs, files and folders
+that it names, variables that it reads, and what it fetches without a version.
 
-Rather too much than too little: a file too many costs a start that does not find its snapshot, one that is missing
-would bring yesterday's environment. What no text can tell (a program that reads its own configuration) is found when
-the setup runs and its reads are watched. Decides and touches nothing: `NodeFiles` does.
+Scripts run by scripts and included requirement files are followed. In doubt an input is added: one too many costs a
+start that misses its snapshot, a missing one would bring an outdated environment. Inputs that no text names (a
+program's own configuration) are found by watching the setup's reads.
+
+Does no I/O itself: `NodeFiles` does.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _SYSTEM = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run", "/sbin", "/sys",
     "/tmp", "/usr", "/var",  # noqa: S108 - nothing is written there
 )  # fmt: skip
-"""Folders whose content is the base's, or temporary: naming one does not make it an input. A file there does count,
-unless a package brought it."""
+"""Folders of the base, and temporary ones: naming one does not make it an input. A file there is an input unless a
+package owns it."""
 _PACKAGED = (
     "/dev", "/proc", "/sys", "/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin",
 )  # fmt: skip
@@ -45,27 +46,27 @@ class Paths:
     """The paths of one script."""
 
     def __init__(self, cwd: str, folder: str, look: NodeFiles) -> None:
-        """`cwd` is where the script runs, `folder` where it lies."""
+        """`cwd` is where the script runs, `folder` contains it."""
         self.bases = list(dict.fromkeys((cwd, folder)))
         """Folders that relative words may start from, the likeliest first."""
         self.values: Mapping[str, str] = {}
-        """Variables, as far as they are known."""
+        """Known variables."""
         self._folder = folder
         self._look = look
 
     def expand(self, word: str) -> str:
-        """The word with what is known put in."""
-        word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expanded(word, self.values))
+        """The word with known variables expanded."""
+        word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expand(word, self.values))
         if word == "~" or word.startswith("~/"):
             word = self.values.get("HOME", "~") + word[1:]
         return word.removeprefix("file://")
 
     def is_absolute(self, word: str) -> bool:
-        """Whether it does not matter where the script runs."""
+        """Whether the word does not depend on the working folder."""
         return self.expand(word).startswith("/")
 
-    def places(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean. A variable at its beginning that is not known stands for some folder."""
+    def candidates(self, word: str) -> list[str]:
+        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders."""
         word = self.expand(word)
         while "$" in word.partition("/")[0] and "/" in word:
             word = word.partition("/")[2]
@@ -80,9 +81,9 @@ class Paths:
         return list(dict.fromkeys(posixpath.normpath(posixpath.join(base, word)) for base in self.bases))
 
     def existing(self, word: str) -> list[str]:
-        """Those of them that are there; a pattern means all that match."""
+        """The candidates that exist; a pattern means all matches."""
         found = []
-        for path in self.places(word):
+        for path in self.candidates(word):
             folder, _, last = path.rpartition("/")
             if any(letter in last for letter in "*?["):
                 found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
@@ -92,12 +93,12 @@ class Paths:
 
 
 def is_of_system(folder: str) -> bool:
-    """Whether a folder is the base's, or temporary."""
+    """Whether a folder belongs to the base or is temporary."""
     return lies_in(folder, _SYSTEM)
 
 
 def is_packaged(path: str) -> bool:
-    """Whether a package most likely brought the file."""
+    """Whether a package most likely owns the file."""
     return lies_in(path, _PACKAGED)
 
 
@@ -109,27 +110,27 @@ _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 @dataclass(slots=True)
 class Inputs:
-    """What scripts and requirement files were found to depend on. Absolute paths."""
+    """Inputs found in scripts and requirement files, as absolute paths."""
 
     requirements: Requirements = field(default_factory=Requirements)
     requirement_files: dict[str, bool] = field(default_factory=dict)
-    """To be read; with whether it is a constraint file."""
+    """Requirement files to read; True for constraint files."""
     files: dict[str, bool] = field(default_factory=dict)
-    """With whether a shell reads it as a script."""
+    """Files; True if a shell runs it."""
     folders: dict[str, None] = field(default_factory=dict)
     environments: dict[str, None] = field(default_factory=dict)
     """Python environments that the setup uses or changes."""
     outputs: set[str] = field(default_factory=set)
-    """What the setup writes: what lies there from an earlier start is not an input."""
+    """Paths that the setup writes: what an earlier start left there is not an input."""
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
-    place: str = ""
-    """Why the working folder matters, in a few words; empty when it does not."""
+    cwd_reason: str = ""
+    """A short reason why the working folder matters; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text and where it runs."""
+    """A script's text and its folders."""
 
     text: str
     path: str
@@ -138,22 +139,23 @@ class Script:
 
 
 def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """Add to `inputs` what this script names. What it runs is added for the caller to read."""
+    """Add the inputs of a shell script. Scripts that it runs are added, for the caller to read."""
     _Reader(script, look, inputs).read(script.text)
 
 
 def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """The same for a program in another language: quoted words that are files, and variables by their usual idioms."""
+    """Add the inputs of a program in another language: quoted words that are files, and variables read by common
+    idioms."""
     reader = _Reader(script, look, inputs)
     for found in re.finditer(r"(?:environ(?:\.get)?\s*[\[(]|getenv\s*\()\s*['\"](\w+)['\"]", script.text):
         inputs.variables.add(found[1])
     for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", script.text):
-        reader.candidate(found[1], folders=False)
-    inputs.place = inputs.place or f"{posixpath.basename(script.path)} may write to it"
+        reader.add_candidate(found[1], folders=False)
+    inputs.cwd_reason = inputs.cwd_reason or f"{posixpath.basename(script.path)} may write to it"
 
 
 class _Reader:
-    """Reads one script. Relative words are looked for in each folder that the script may be in."""
+    """Reads one script. Relative words are tried in each folder that the script may be in."""
 
     def __init__(self, script: Script, look: NodeFiles, inputs: Inputs) -> None:
         self._script = script
@@ -166,26 +168,26 @@ class _Reader:
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
         self._inputs.variables |= parsed.variables
-        self._inputs.assigned |= parsed.given
+        self._inputs.assigned |= parsed.assigned
         env = self._script.env
         names = ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX", *parsed.variables)
         known = {name: env[name] for name in names if name in env}
         values = {**known, **self._paths.values, **parsed.assignments, "PWD": self._script.cwd}
-        # What a secret is worth must not get into an address, a file name or a message.
+        # Values of secrets must not get into addresses, file names or messages.
         self._paths.values = {name: value for name, value in values.items() if not looks_secret(name) or name == "PWD"}
-        # Outputs first: a file may be named before the text says that the script makes it.
+        # Outputs first: a file may be named before the command that writes it.
         for command in parsed.commands:
             for word in programs.outputs(command):
-                self._inputs.outputs.update(self._paths.places(word))
+                self._inputs.outputs.update(self._paths.candidates(word))
                 if not self._paths.is_absolute(word):
-                    self._runs_here(f"`{command.program or 'a redirection'}` writes to it")
+                    self._depends_on_cwd(f"`{command.program or 'a redirection'}` writes to it")
         for command in parsed.commands:
             self._command(command)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
-        """A word that may name an input. `script`: a shell reads it."""
+    def add_candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
+        """Add a word that may name an input. `script`: a shell reads it."""
         inputs = self._inputs
         for path in self._paths.existing(word):
             if path in inputs.outputs or self._environment(path):
@@ -196,11 +198,11 @@ class _Reader:
                 inputs.files[path] = inputs.files.get(path, False) or script
                 if is_requirements_name(path):
                     inputs.requirement_files.setdefault(path, False)
-            elif kind == "folder" and folders and self._counts(path, inside):
+            elif kind == "folder" and folders and self._is_input_folder(path, inside):
                 inputs.folders[path] = None
 
-    def _counts(self, folder: str, inside: bool) -> bool:
-        """Whether a folder that is named is an input: not the system's, and not all that the user has."""
+    def _is_input_folder(self, folder: str, inside: bool) -> bool:
+        """Whether a named folder is an input: not one of the system, and not the whole home."""
         return (inside or not is_of_system(folder)) and folder not in (
             "/",
             self._paths.values.get("HOME"),
@@ -208,7 +210,7 @@ class _Reader:
         )
 
     def _environment(self, path: str) -> bool:
-        """Note the Python environment that the path lies in; the base's own is not asked for."""
+        """Note the Python environment that the path lies in, except the base's own."""
         folder = path
         for _ in range(8):
             if self._look.kind(f"{folder}/pyvenv.cfg") == "file" or self._look.kind(f"{folder}/conda-meta") == "folder":
@@ -219,29 +221,29 @@ class _Reader:
                 break
         return False
 
-    def _runs_here(self, reason: str) -> None:
-        self._inputs.place = self._inputs.place or reason
+    def _depends_on_cwd(self, reason: str) -> None:
+        self._inputs.cwd_reason = self._inputs.cwd_reason or reason
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def _command(self, command: Command) -> None:
         for word in command.inputs:
-            self.candidate(word, folders=False)
+            self.add_candidate(word, folders=False)
         words, program = list(command.words), command.program
         if _PYTHON.fullmatch(program) and len(words) > 2 and "-m" in words[1:4]:
-            self.candidate(words[0], folders=False)
+            self.add_candidate(words[0], folders=False)
             words = words[words.index("-m") + 1 :]
             program = words[0] if words else ""
         elif program == "uv" and len(words) > 2 and words[1] in ("pip", "venv"):
             words = words[1:]
             program = words[0]
         if _PIP.fullmatch(program):
-            self.candidate(command.words[0], folders=False)
+            self.add_candidate(command.words[0], folders=False)
             self._pip(words)
         elif program in ("cd", "pushd"):
             self._change_folder(words)
         elif program in ("source", "."):
-            self.candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
+            self.add_candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
         elif _SHELL.fullmatch(program):
             self._shell(words)
         elif words:
@@ -260,7 +262,7 @@ class _Reader:
                         self.read(inner)
                 return
         for word in words[1:]:
-            self.candidate(word, folders=False, script=True)
+            self.add_candidate(word, folders=False, script=True)
 
     def _pip(self, words: Sequence[str]) -> None:
         install = read_install(words[1:])
@@ -277,7 +279,7 @@ class _Reader:
             self._wanted(word, editable=editable, no_deps=install.no_deps)
         for place in install.places:
             if not self._paths.is_absolute(place):
-                self._runs_here(f"`pip {install.action}` writes to {place} in it")
+                self._depends_on_cwd(f"`pip {install.action}` writes to {place} in it")
 
     def _requirement_file(self, word: str, constraint: bool) -> None:
         text, asked = self._paths.expand(word), self._inputs.requirements
@@ -296,17 +298,17 @@ class _Reader:
             found = self._paths.existing(wanted.target)
             for path in self._projects(found) or found:
                 asked.add(wanted._replace(target=path), self._look, ("/",), no_deps=no_deps)
-            if not found and not self._inputs.outputs.intersection(self._paths.places(wanted.target)):
+            if not found and not self._inputs.outputs.intersection(self._paths.candidates(wanted.target)):
                 asked.add(wanted, self._look, (), no_deps=no_deps)
         elif wanted is None or "$" in text:
             asked.unpinned[f"{word} (known when the setup runs)"] = None
         else:
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
             if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._script.env:
-                self._runs_here("a checkout that is installed in place lies in it")
+                self._depends_on_cwd("a checkout that is installed in place lies in it")
 
     def _projects(self, paths: Sequence[str]) -> list[str]:
-        """Of folders that a relative word may mean, those that something can be installed from; files stay."""
+        """Of the folders that a relative word may mean, those that something can be installed from; files are kept."""
         look = self._look
         return [
             path
@@ -315,7 +317,7 @@ class _Reader:
         ]
 
     def _other(self, program: str, words: Sequence[str]) -> None:
-        """Any other program: its words are candidates; what it fetches is open; what it writes is not known."""
+        """Any other program: its words are candidates, its downloads are unpinned, its outputs are unknown."""
         self._fetched(program, words)
         called = next((word for word in words[:2] if posixpath.basename(word) == "setup.py"), "")
         for path in self._paths.existing(called) if called else ():
@@ -333,15 +335,15 @@ class _Reader:
         for index, word in enumerate(words):
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 if part not in ("", ".", "./", ".."):
-                    self.candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
-        # `python setup.py` and the like is identified by its program; its project is in the key.
-        if not called and (reason := programs.writes_here(program, words, self._paths.is_absolute)):
-            self._runs_here(reason)
+                    self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
+        # `python setup.py` and the like are identified by their program; the project is in the key.
+        if not called and (reason := programs.cwd_dependence(program, words, self._paths.is_absolute)):
+            self._depends_on_cwd(reason)
 
     def _fetched(self, program: str, words: Sequence[str]) -> None:
-        """Things that come in whatever version there is."""
+        """Downloads without a fixed version."""
         asked = self._inputs.requirements
-        if packages := programs.open_packages(program, words):
+        if packages := programs.unpinned_packages(program, words):
             asked.unpinned[packages[:80]] = None
         if program == "git" and "clone" in words:
             self._clone(words[words.index("clone") + 1 :])
@@ -366,7 +368,7 @@ class _Reader:
 _MAX_SCRIPTS = 500
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-\S+\s+)*)?\S*?(?:ba|da|z|k|a)?sh\b")
 _PROGRAM_LINE = re.compile(rb"#!.*(python|perl|ruby|node)")
-# Variables by which pip and uv are given files, and whether those only constrain.
+# Variables that give files to pip and uv; True for constraint files.
 _FILE_VARIABLES = {
     "PIP_REQUIREMENT": False,
     "PIP_CONSTRAINT": True,
@@ -380,7 +382,7 @@ _FILE_VARIABLES = {
 def gather(
     setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str], files: NodeFiles
 ) -> Inputs:
-    """What the script and the files depend on. What cannot be read is among its problems, never an exception."""
+    """The inputs of a script and of files. Unreadable files become problems, never exceptions."""
     inputs = Inputs()
     for path in requirements:
         inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False
@@ -390,10 +392,10 @@ def gather(
             inputs.requirement_files.setdefault(posixpath.normpath(posixpath.join(cwd, word)), constraint)
     for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_SRC"):
         if env.get(name) and not env[name].startswith("/"):
-            inputs.place = f"{name} is relative to it"
+            inputs.cwd_reason = f"{name} is relative to it"
     if setup is not None:
         path = posixpath.normpath(posixpath.join(cwd, setup))
-        # Without the right to execute it is given to a shell, whatever its first line says.
+        # A file without execute permission is run by a shell, whatever its first line says.
         inputs.files[path] = not files.may_execute(path)
     read: set[str] = set()
     while waiting := [path for path in inputs.files if path not in read]:
@@ -409,18 +411,18 @@ def gather(
     inputs.requirements.close()
     inputs.variables |= inputs.requirements.variables
     if inputs.requirements.uses_cwd and "VIRTUAL_ENV" not in env:
-        inputs.place = inputs.place or "a checkout that is installed in place lies in it"
+        inputs.cwd_reason = inputs.cwd_reason or "a checkout that is installed in place lies in it"
     return inputs
 
 
 def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, inputs: Inputs) -> None:
-    """Look into a file that the setup names, if it is one that names others."""
+    """Read a named file that may name others."""
     if path in inputs.requirement_files:
         return
     try:
         head = files.read(path)
     except BootseerError:
-        return  # too large or unreadable: its digest, if it has one, is all; the caller takes it
+        return  # too large or unreadable: the caller adds its digest if there is one
     if b"\0" in head[:8192]:
         return
     script = Script(head.decode("utf-8", "replace"), path, cwd, env)

@@ -1,9 +1,11 @@
-"""Which settings are in the key: environment variables, and what the configuration files of pip, uv and conda say.
+"""Settings in the key: environment variables, and configuration files of pip, uv and conda.
 
-In are those that change what an installer does and those the setup names. Everything that tells one rank, node or
-attempt from another stays out, even when the script names it: with them in the key no start would ever find a
-snapshot. Secrets stay out too: of a secret variable and of `.netrc` (where an index is set) only the presence counts,
-addresses lose their passwords. Decides and touches nothing.
+The key has settings that change what an installer does, and variables named by the setup. Variables that differ between
+ranks, nodes or attempts stay out, even if the script names them: with them no start would ever find a snapshot. Secrets
+stay out as well: for a secret variable and for `.netrc` (if an index is set) only its presence counts, and addresses
+lose their passwords.
+
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ALLOWED = frozenset(
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 LANGUAGE = frozenset({"LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"})
-"""How programs talk and sort: of those that are allowed, what matters to scripts alone."""
+"""Language and sort order: of the allowed variables, these matter only to scripts."""
 ALLOWED_PREFIXES = tuple(
     """
     PIP_ UV_ CONDA_ MAMBA_ POETRY_ PDM_ PIXI_ PYTHON CUDA_ CUDNN_ NVTE_ TORCH_CUDA_ FLASH_ATTENTION_ FLASH_ATTN_
@@ -57,8 +59,8 @@ _IDENTITY = frozenset(
     CMAKE_BUILD_PARALLEL_LEVEL
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
-"""Who runs this, and where it shows."""
-_MANNERS = frozenset(
+"""Identity of user, terminal and session."""
+_INSTALLER_BEHAVIOUR = frozenset(
     """
     PIP_CACHE_DIR PIP_NO_CACHE_DIR PIP_DISABLE_PIP_VERSION_CHECK PIP_DEFAULT_TIMEOUT PIP_TIMEOUT PIP_RETRIES
     PIP_PROGRESS_BAR PIP_LOG PIP_QUIET PIP_VERBOSE PIP_NO_COLOR PIP_NO_INPUT PIP_ROOT_USER_ACTION PIP_CERT
@@ -72,7 +74,7 @@ _MANNERS = frozenset(
     CONDA_PROMPT_MODIFIER CONDA_CHANGEPS1 CONDA_PKGS_DIRS CONDA_PREFIX_1 CONDA_REPORT_ERRORS CONDA_QUIET
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
-"""How an installer talks, waits and caches."""
+"""Output, waiting and caching of installers."""
 _IRRELEVANT_PREFIXES = tuple(
     """
     SLURM_ SLURMD_ PMI_ PMIX_ OMPI_ PRTE_ HYDRA_ MPI_ PBS_ LSB_ SGE_ FLUX_ PALS_ PET_ TORCHELASTIC_ TORCHX_
@@ -94,27 +96,30 @@ _HOOK = "/hook/path"
 
 
 class Variables(NamedTuple):
-    """`values` go into the key by name; `notes` are words about what was left out."""
+    """`values` go into the key by name; `notes` describe what was left out."""
 
     values: dict[str, str]
     notes: tuple[str, ...]
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable of this name is taken for a secret."""
-    called = name.upper().replace("TOKENIZER", "")  # those make other tokens
+    """Whether a variable of this name is treated as a secret."""
+    called = name.upper().replace("TOKENIZER", "")  # its tokens are no secrets
     return bool(_SECRET_WORDS.intersection(called.split("_"))) or "TOKEN" in called or "PASSWORD" in called
 
 
 def is_irrelevant(name: str) -> bool:
-    """Whether it tells ranks, nodes and attempts apart, or only how an installer talks."""
+    """Whether a variable differs between ranks, nodes and attempts, or only affects an installer's output."""
     return (
-        name in _IDENTITY or name in _MANNERS or name.startswith(_IRRELEVANT_PREFIXES) or bool(_NUMBERED.search(name))
+        name in _IDENTITY
+        or name in _INSTALLER_BEHAVIOUR
+        or name.startswith(_IRRELEVANT_PREFIXES)
+        or bool(_NUMBERED.search(name))
     )
 
 
 def is_allowed(name: str) -> bool:
-    """Whether it is in every key, named by the setup or not."""
+    """Whether a variable is in every key, named by the setup or not."""
     return (name in ALLOWED or name.startswith(ALLOWED_PREFIXES)) and not is_irrelevant(name)
 
 
@@ -125,13 +130,13 @@ def choose_variables(
     declared: Iterable[str] = (),
     assigned: Iterable[str] = (),
 ) -> Variables:
-    """The variables of `env` that are in the key.
+    """The variables of `env` that are part of the key.
 
-    `referenced` are those the script names, `declared` those the user names (they count whatever they are called);
-    `assigned` are set by the script before it could read them.
+    `referenced` are named by the script, `declared` by the user (these always count); `assigned` are set by the script
+    before it could read them.
     """
     declared, referenced, assigned = set(declared), set(referenced), set(assigned)
-    # A list with nothing but our hook in it is not there in a start without the hook.
+    # A list with only our hook is not set in a start without the hook.
     env = {name: value for name, value in env.items() if name not in _LISTS or search_path(value)}
     wanted = {name for name in env if is_allowed(name)} | declared | (referenced - assigned)
     values: dict[str, str] = {}
@@ -140,7 +145,7 @@ def choose_variables(
         if name not in declared and is_irrelevant(name):
             left_out.append(name)
         elif name not in env:
-            # That it is not set is a value: `${CUDA:-12.4}` depends on it.
+            # Being unset is a value: `${CUDA:-12.4}` depends on it.
             values[name] = "not set"
         elif looks_secret(name):
             values[name] = "set, a secret"
@@ -156,7 +161,7 @@ def choose_variables(
 
 
 def search_path(value: str) -> str:
-    """A list of folders without BootSeer's own hook, which is not there in every start."""
+    """A list of folders without BootSeer's hook, which is not in every start."""
     return ":".join(word for word in value.split(":") if not (word.rstrip("/").endswith(_HOOK) and "bootseer" in word))
 
 
@@ -165,7 +170,7 @@ def _value(name: str, value: str, *, known: bool) -> str:
     text = without_credentials(text)
     if known:
         return f"={text}"
-    # A name that is not known to be harmless: the key needs to see a change, but must not show the value.
+    # An unknown name may be a secret: the key must change with its value without showing it.
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
 
@@ -173,18 +178,19 @@ _MAX_LINES = 500
 
 
 class Configuration(NamedTuple):
-    """`lines` are in the key, in order; `files` were read for them, also those that say nothing about installers: of a
-    `pyproject.toml` above the working folder uv and pip read no more than we do."""
+    """`lines` are part of the key, in order. `files` were read for them, including those without settings for
+    installers: of a `pyproject.toml` above the working folder, uv and pip read no more than we do."""
 
     lines: tuple[str, ...]
     files: tuple[str, ...]
     find_links: tuple[str, ...]
-    """Local folders that are searched for distributions."""
+    """Local folders searched for distributions."""
     problems: tuple[str, ...]
 
 
 def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFiles) -> Configuration:
-    """What the configuration files of this user and node say. `prefix` is the job's Python's, or empty."""
+    """The relevant settings in configuration files of this user and node. `prefix` is that of the job's Python, or
+    empty."""
     home = env.get("HOME", "")
     lines: list[str] = []
     read: list[str] = []
@@ -208,14 +214,14 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     netrc = env.get("NETRC") or f"{home}/.netrc"
     names = [name.lower().replace("_", "-") for name, value in env.items() if value]
     indexes = any("index" in words and "no-index" not in words for words in (*(line.lower() for line in lines), *names))
-    if indexes and files.kind(netrc) == "file":  # without it, an index may answer that it has no such package
+    if indexes and files.kind(netrc) == "file":  # without it, an index may report that a package does not exist
         lines.append("netrc is there")
     folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))
     return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(problems))
 
 
 def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Configuration files and which program reads them; for pip a later one outranks those before."""
+    """Configuration files and the program that reads them; for pip, later ones take precedence."""
     own = env.get("PIP_CONFIG_FILE")
     config = env.get("XDG_CONFIG_HOME") or f"{home}/.config"
     if own != "/dev/null":
@@ -236,7 +242,7 @@ def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterato
             yield "/etc/uv/uv.toml", _uv
             yield f"{config}/uv/uv.toml", _uv
             folder = cwd
-            for _ in range(40):  # uv takes the first that it meets on the way up
+            for _ in range(40):  # uv takes the first one on the way up
                 yield f"{folder}/uv.toml", _uv
                 yield f"{folder}/pyproject.toml", _uv
                 if folder == "/":
@@ -292,7 +298,7 @@ def _flat(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _conda(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
-    """Its lines as they are, but comments: YAML, whose order is the channels' order."""
+    """Its lines without comments: YAML in which the order of channels matters."""
     for line in data.decode("utf-8", "replace").splitlines():
         text = line.partition(" #")[0].rstrip()
         if text and not text.startswith("#"):

@@ -1,8 +1,8 @@
 """A shell script as commands and words, as far as they are known without running it.
 
-Not a shell: control flow is cut away, substitutions are seen as commands of their own, and what cannot be told stays in
-the word as `$`. Never fails: a quote without an end closes at the end of its line. Heredocs are not commands, unless a
-shell reads them. Decides and touches nothing.
+This is no shell: control flow is dropped, substitutions become separate commands, and unknown parts of a word are
+written as `$`. Parsing never fails: an unterminated quote ends with its line. Heredocs are not commands unless a shell
+reads them. Does no I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRAPPERS = frozenset(
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)([A-Za-z_][A-Za-z0-9_]*)")
 _REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
-_GIVES = re.compile(
+_ASSIGNS = re.compile(
     r"(?:^|[;&|(]|\b(?:export|local|declare|readonly|then|do|else))\s*([A-Za-z_]\w*)=(?:\"[^\"]*\"|[^\s;]*)"
 )
 _LOOPS = re.compile(r"\b(?:for|select)\s+([A-Za-z_]\w*)\s+in\b|\bread\s+(?:-\w+\s+)*([A-Za-z_]\w*)")
@@ -43,35 +43,35 @@ class Command:
 
     words: tuple[str, ...]
     outputs: tuple[str, ...] = ()
-    """Files that its output is written to."""
+    """Files that receive its output."""
     inputs: tuple[str, ...] = ()
     """Files that it reads from (`< file`)."""
 
     @property
     def program(self) -> str:
-        """The last part of the program's path."""
+        """The last component of the program's path."""
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
 @dataclass(slots=True)
 class Shell:
-    """What was found in a script."""
+    """The commands and variables of a script."""
 
     commands: list[Command] = field(default_factory=list)
     assignments: dict[str, str] = field(default_factory=dict)
-    """Last value by name, quotes taken off."""
+    """Last value by name, without quotes."""
     variables: set[str] = field(default_factory=set)
-    """Names that are read before the script has given them a value."""
+    """Names that are read before the script assigns them."""
     complete: bool = True
-    """False when it is nested too deeply to be read to the end."""
-    room: int = 1 << 22
-    """Characters that may be read more than once."""
-    given: set[str] = field(default_factory=set)
-    """Names that the script gives a value, in whatever way."""
+    """False if the script is nested too deeply to be parsed completely."""
+    budget: int = 1 << 22
+    """Characters that may be scanned more than once."""
+    assigned: set[str] = field(default_factory=set)
+    """Names that the script assigns in any way."""
 
 
 def parse(text: str) -> Shell:
-    """Take a script apart."""
+    """Parse a script."""
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
     shell = Shell()
     text = _without_heredocs(text, shell)
@@ -80,8 +80,8 @@ def parse(text: str) -> Shell:
     return shell
 
 
-def expanded(word: str, values: Mapping[str, str]) -> str:
-    """The word with `$NAME`, `${NAME}` and `${NAME:-default}` replaced where the value is known."""
+def expand(word: str, values: Mapping[str, str]) -> str:
+    """The word with `$NAME`, `${NAME}` and `${NAME:-default}` replaced by known values."""
 
     def value(found: re.Match[str]) -> str:
         known = values.get(found["braced"] or found["bare"])
@@ -89,7 +89,7 @@ def expanded(word: str, values: Mapping[str, str]) -> str:
             return found["default"]
         return found[0] if known is None else known
 
-    for _ in range(4):  # a value may name others
+    for _ in range(4):  # values may contain further variables
         after = _EXPANDED.sub(value, word)
         if after == word or len(after) > 8192:
             break
@@ -98,7 +98,7 @@ def expanded(word: str, values: Mapping[str, str]) -> str:
 
 
 def _without_heredocs(text: str, shell: Shell) -> str:
-    """The text without the lines of heredocs; those that a shell reads are taken apart as scripts."""
+    """The text without the lines of heredocs; heredocs read by a shell are parsed as scripts."""
     out: list[str] = []
     lines = iter(text.split("\n"))
     for line in lines:
@@ -119,24 +119,24 @@ def _without_heredocs(text: str, shell: Shell) -> str:
 
 
 def _note_variables(text: str, shell: Shell) -> None:
-    """Which variables the text reads before it has set them: a default of `${X:-1}` reads the caller's."""
+    """Note variables that the text reads before assigning them: the default in `${X:-1}` reads the caller's."""
     for whole in text.split("\n"):
         if whole.lstrip().startswith("#"):
             continue
         line = _QUOTED.sub(lambda found: found[0] if found[0][0] == '"' else "''", whole)
-        # (position, name): an assignment counts behind its own word, `PATH=/x:$PATH` reads first.
-        given = [(found.end(), found[1]) for found in _GIVES.finditer(line)]
-        given += [(found.end(), name) for found in _LOOPS.finditer(line) for name in found.groups() if name]
+        # (position, name): an assignment takes effect after its own word, `PATH=/x:$PATH` reads first.
+        assigned = [(found.end(), found[1]) for found in _ASSIGNS.finditer(line)]
+        assigned += [(found.end(), name) for found in _LOOPS.finditer(line) for name in found.groups() if name]
         for found in _REFERENCE.finditer(line):
             name = found[1] or found[2]
-            earlier = any(end <= found.start() and name == other for end, other in given[:_MAX_GIVEN])
-            if name not in shell.given and not earlier:
+            earlier = any(end <= found.start() and name == other for end, other in assigned[:_MAX_GIVEN])
+            if name not in shell.assigned and not earlier:
                 shell.variables.add(name)
-        shell.given.update(name for _, name in given)
+        shell.assigned.update(name for _, name in assigned)
 
 
 class _Scanner:
-    """One pass over the characters. What is inside of others is read again, as deep and as often as is bounded."""
+    """One pass over the characters. Nested parts are scanned again, with bounded depth and budget."""
 
     def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
         self._text = text
@@ -151,7 +151,7 @@ class _Scanner:
     def run(self) -> None:
         text = self._text
         while self._at < len(text):
-            if self._shell.room < 0:
+            if self._shell.budget < 0:
                 self._shell.complete = False
                 return
             letter = text[self._at]
@@ -171,7 +171,7 @@ class _Scanner:
         self._end_command()
 
     def _word(self) -> str:
-        """The word that begins here; command substitutions in it are scanned as commands of their own."""
+        """The word that begins here; command substitutions in it become commands."""
         text, out = self._text, []
         while self._at < len(text):
             letter = text[self._at]
@@ -209,8 +209,8 @@ class _Scanner:
             out.append(text[self._at : self._at + 1])
             self._at += 1
         if self._at >= len(text):
-            # No closing quote: what follows the line is not part of it, and is read again.
-            self._shell.room -= len(text) - start
+            # No closing quote: the rest after the line's end is not part of it and is scanned again.
+            self._shell.budget -= len(text) - start
             end = text.find("\n", start)
             self._at = len(text) if end < 0 else end
             return text[start : self._at]
@@ -218,7 +218,7 @@ class _Scanner:
         return "".join(out)
 
     def _substitution(self) -> str:
-        """`$(...)`: its commands are noted; for the word it is `$`, or the script's own folder where it is that."""
+        """`$(...)`: its commands are noted; in the word it is `$`, or the script's own folder if that is its value."""
         text, start, depth = self._text, self._at + 2, 1
         at = start
         while at < len(text) and depth:
@@ -241,8 +241,8 @@ class _Scanner:
         return "$"
 
     def _inner(self, text: str) -> None:
-        self._shell.room -= len(text)
-        if self._depth >= _MAX_DEPTH or self._shell.room < 0:
+        self._shell.budget -= len(text)
+        if self._depth >= _MAX_DEPTH or self._shell.budget < 0:
             self._shell.complete = False
         else:
             _Scanner(text, self._shell, self._depth + 1).run()
@@ -278,7 +278,7 @@ class _Scanner:
 
 
 def _unwrapped(words: list[str]) -> list[str]:
-    """`sudo -E env A=1 pip ...` without what stands before the program."""
+    """`sudo -E env A=1 pip ...` without the words before the program."""
     rest = words[1:]
     while rest and (
         rest[0].startswith("-") or _ASSIGNMENT.fullmatch(rest[0]) or re.fullmatch(r"[\d.]+[smh]?", rest[0])

@@ -1,11 +1,11 @@
-"""What a setup takes from folders and repositories: a folder's content as one digest, the commit of a branch or tag.
+"""Inputs from folders and repositories: a folder's content as one digest, the commit of a branch or tag.
 
-Of a folder count names, kinds, execute bits, link targets, bytes: not times, owners and other modes, which differ
-from one checkout to the next. Left out is what tools leave behind in a source tree and no build reads: version
-control's own files, bytecode, caches of tools, what an installation from the tree builds in it, virtual environments.
-Otherwise a setup would change its own key by its first run.
+For folders, names, kinds, execute bits, link targets and bytes count, but not times, owners and other modes, which
+differ between checkouts. Excluded are files that tools leave in a source tree and no build reads: version control's own
+files, bytecode, caches, build results, virtual environments. Otherwise the first run of a setup would change its own
+key.
 
-A moved branch is another key: `git ls-remote` is asked, with a deadline, never for a password.
+A moved branch gives another key: `git ls-remote` is called, with a deadline and without password prompts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _JUNK_FOLDERS = frozenset(
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 _JUNK = re.compile(r".*\.(pyc|pyo|swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
-# What setuptools, scikit-build and meson-python make in folders of these names; what else is in them counts.
+# Build folders of setuptools, scikit-build and meson-python; other content of such folders counts.
 _BUILT = {
     "build": re.compile(r"(lib|temp|bdist|scripts)([.-].*)?|__editable__\..*|(cp|pp|py)\d.*"),
     "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
 }
 _BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
-"""By one of these a folder is known that was made from something else."""
+"""A folder with one of these entries was built from something else."""
 _MAX_LINES = 500
 _VERSIONED = re.compile(
     rb"setuptools[_-]scm|hatch-vcs|versioneer|\bpbr\b|vcs-versioning|dunamai|versioningit|git describe|rev-parse"
@@ -56,7 +56,7 @@ class Tree(NamedTuple):
 
 
 def read_tree(path: str, files: NodeFiles) -> Tree:
-    """The digest of a folder. Raises `PermanentError` when it is too large or cannot be read."""
+    """The digest of a folder. Raises `PermanentError` if it is too large or unreadable."""
     parts: list[str] = []
     lines: list[str] = []
     num_files = size_bytes = 0
@@ -79,7 +79,7 @@ def read_tree(path: str, files: NodeFiles) -> Tree:
 
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name below the folder, kind with what else counts, and path of each entry, in one fixed order."""
+    """Relative name, kind with relevant attributes, and path of each entry, in a fixed order."""
     try:
         status = os.stat(folder)  # noqa: PTH116 - many calls, no object for each
         own = (status.st_dev, status.st_ino)
@@ -88,14 +88,14 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
     except OSError as error:
         raise PermanentError(f"{folder}: {os.strerror(error.errno or 0)}") from error
     if own in above or len(above) > 100:
-        return  # a link that leads back up
+        return  # a link to a folder above
     below = os.path.basename(prefix.rstrip("/"))  # noqa: PTH119 - a string; empty for the tree itself, whose name is nothing
     for entry in entries:
         name = f"{prefix}{entry.name}"
         try:
             mode = entry.stat(follow_symlinks=False).st_mode
             target = os.readlink(entry.path) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - the text, not a path
-            # What a link leads to ends up in a build as the thing itself.
+            # A build takes the target of a link for the link itself.
             mode = entry.stat().st_mode if target and os.path.exists(entry.path) else mode  # noqa: PTH110
         except OSError as error:
             raise PermanentError(f"{entry.path}: {os.strerror(error.errno or 0)}") from error
@@ -118,19 +118,19 @@ def _is_junk(folder: str, name: str, path: str) -> bool:
     if any(os.path.lexists(f"{path}/{mark}") for mark in _BUILD_FOLDER):
         return True
     if name in _BUILT:
-        with contextlib.suppress(OSError):  # the walk says it
+        with contextlib.suppress(OSError):  # found by the walk
             return all(_is_built(name, child) for child in os.listdir(path))  # noqa: PTH208 - names
     return False
 
 
 def _is_built(folder: str, name: str) -> bool:
-    """Whether it is something built, by the name of the folder that it is in."""
+    """Whether an entry is a build result, judged by the name of its folder."""
     built = _BUILT.get(folder)
     return built is not None and built.fullmatch(name) is not None
 
 
 def _version_control(path: str, files: NodeFiles) -> str:
-    """Commit and tags, when the project takes its version from them; they say nothing about the content else."""
+    """Commit and tags if the project takes its version from them; otherwise they do not affect the content."""
     build = b"".join(
         files.read(f"{path}/{name}")
         for name in ("pyproject.toml", "setup.py", "setup.cfg")
@@ -163,7 +163,7 @@ _COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\t(\S+)")
 
 
 def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """The commit for each address and reference; those that could not be found are missing."""
+    """The commit for each address and reference; those not found are missing."""
     asked = list(wanted)
     found = {(item.target, item.reference): item.reference for item in asked if item.pinned}
     open_ones = [item for item in asked if not item.pinned and item.target.startswith("git+")][:_MAX_ASKED]
@@ -184,7 +184,7 @@ def _ask(program: str, item: Requirement, env: Mapping[str, str]) -> str:
     address, reference = item.target.removeprefix("git+"), item.reference or "HEAD"
     if address.startswith("-") or reference.startswith("-"):
         return ""
-    # The patterns are matched against ends of names: `main` would also find `feature/main`.
+    # The patterns match suffixes of names: `main` would also find `feature/main`.
     answer = child.run(
         [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=env
     )

@@ -1,9 +1,9 @@
 """The snapshots of one store, by their request keys.
 
-environments/<key>/document         see `env.document`; immutable content, replaced only when that is wanted
-environments/<key>/lease            which node builds it (`election`)
-environments/<key>/quarantine       why it is suspected (`quarantine`)
-environments/trash/...              removed snapshots whose objects are still there (`artifact.prune`)
+environments/<key>/document         see `env.document`; replaced only on purpose
+environments/<key>/lease            the node that builds it (`election`)
+environments/<key>/quarantine       jobs that failed with it (`quarantine`)
+environments/trash/...              removed snapshots whose objects still exist (`artifact.prune`)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = "environments/"
 TRASH = "environments/trash/"
 TOMBSTONE_SCHEMA = "bootseer.environment-tombstone/1"
 _STALE_LEASE_S = 7 * 24 * 3600.0
-"""No setup takes so long: no start will ever take this lease over."""
+"""Age after which a lease is deleted: no setup takes that long."""
 
 
 def _check_key(key: str) -> None:
@@ -64,7 +64,7 @@ class Catalog(artifacts.Catalog[EnvironmentDocument]):
         super().__init__(ENVIRONMENTS, store, say, signatures)
 
     def keys_with(self, last: str) -> set[str]:
-        """The request keys of which the store has this: a `lease` or `quarantine`."""
+        """The request keys that have a `lease` or `quarantine` (`last`) in the store."""
         return {key for stored in self.store.list(FOLDER) if (key := _key_in(stored.name, last))}
 
 
@@ -76,13 +76,13 @@ def prune(
     in_use: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, and snapshots past their age, quarantines without a snapshot, leases of the long dead.
+    """`artifact.prune.prune`, with expired snapshots, quarantines without a snapshot, and old leases.
 
     `in_use` are identities of block files that are mounted here (`MountState.layers`, `kept.kept`).
     """
 
     def is_expired(document: EnvironmentDocument) -> bool:
-        # A document from the future is not old: perhaps it is our clock that is wrong.
+        # A document from the future is not expired: this node's clock may be wrong.
         return document.max_age_s is not None and now_s - document.built_s > document.max_age_s
 
     def delete_leftovers(listing: Listing[EnvironmentDocument], done: Pruned) -> None:

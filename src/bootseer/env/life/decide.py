@@ -1,14 +1,14 @@
-"""What a start does about its environment, and why: the table of all outcomes. Decides and touches nothing.
+"""Decide what a start does about its environment, and why. Does no I/O.
 
-A start asks up to four times, and goes on with what the last answer says:
+A start decides up to four times:
 
-    decide      after the look into the store: mount it, do not use any, or build it?
-    elected     after it asked for the lease: build, wait for the builder, or install without sharing?
-    waited      after it waited: the builder's snapshot, the builder's place, or its own installation
-    fell_back   when a snapshot could not be used after all
+    decide          after the lookup in the store: restore, install, or build?
+    after_election  after asking for the lease: build, wait for the builder, or install without publishing?
+    after_wait      after waiting: restore the builder's snapshot, build in its place, or install?
+    fall_back       when the snapshot could not be used after all
 
-Whatever goes wrong here ends as `INSTALL`: the start is slower and right. Only `require` turns it into `FAIL`, before
-anything was installed. `REASONS` says what each code means; codes are stable and stand in events and reports.
+All problems lead to `INSTALL`, which is slower and correct; only mode `require` turns it into `FAIL`, before anything
+was installed. `REASONS` has the meaning of each code; codes are stable, as they appear in events and reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import UsageError
 
 Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long", "no-lease"]
-"""How waiting ends."""
+"""How a wait for the builder ends."""
 _REFUSED = "refused:"
 _MAX_PATHS = 3
 _NO_KEY = "a new one must be signed, and there is no key for that"
@@ -37,13 +37,13 @@ class Action(Enum):
     RESTORE = "restore"
     """Use the snapshot, skip the setup."""
     BUILD = "build"
-    """Run the setup inside a capture and publish; before that, ask for the lease if `elected` was not asked yet."""
+    """Run the setup in a capture and publish; the result of `decide` first needs the lease (`after_election`)."""
     WAIT = "wait"
-    """Another one builds it: wait for the document, until the deadline."""
+    """Another start builds it: wait for its document, until the deadline."""
     INSTALL = "install"
-    """Run the setup as if there were no BootSeer."""
+    """Run the setup without publishing."""
     FAIL = "fail"
-    """Do not start: `require` was asked for."""
+    """Do not start: mode `require`."""
 
 
 REASONS: Mapping[str, str] = MappingProxyType(
@@ -78,15 +78,15 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "failed": "an error of BootSeer",
     }
 )
-"""What each code means, for people. `refused:<code>` stands for all codes of the gate (`keys.gate`)."""
+"""Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.gate`)."""
 FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "daemons", "not-root", "failed")
-"""Codes that `fell_back` takes, besides those of `refused`."""
+"""Codes for `fall_back`, besides those of `refused`."""
 
 
 Lookup = kind.Lookup[EnvironmentDocument]
-"""What a look for the snapshot found."""
+"""The result of a lookup."""
 NOT_LOOKED = Lookup("none")
-"""The store was not asked, because nothing that could be found would be used."""
+"""The store was not asked, as no snapshot would be used."""
 
 
 DOCUMENTS = ("document", "replaces")
@@ -95,26 +95,26 @@ DOCUMENTS = ("document", "replaces")
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer."""
+    """What to do, and why."""
 
     action: Action
     code: str
     """One of `REASONS`, or `refused:` and a code of the gate."""
-    words: str
-    """The reason for people, one line."""
+    reason: str
+    """The reason as text, one line."""
     document: EnvironmentDocument | None = None
-    """The snapshot to use, with `RESTORE`."""
+    """With `RESTORE`: the snapshot to use."""
     replaces: EnvironmentDocument | None = None
-    """With `BUILD` and `WAIT`: the snapshot that is there and cannot be used; the new one takes its place."""
+    """With `BUILD` and `WAIT`: the existing, unusable snapshot that the new one replaces."""
     replace: bool = False
-    """With `BUILD`: whether a document that is there may be replaced (also one that could not be read)."""
+    """With `BUILD`: whether an existing document may be replaced, including an unreadable one."""
     mode: Mode = "auto"
 
     def check(self) -> None:
         """Raises `UsageError` (exit code 1) for `FAIL`."""
         if self.action is Action.FAIL:
             raise UsageError(
-                f"no environment snapshot: {self.words} ({self.code})",
+                f"no environment snapshot: {self.reason} ({self.code})",
                 hint="start it once without --env require, or look at bootseer env key",
                 exit_code=1,
             )
@@ -130,32 +130,33 @@ def decide(
     quarantined: str = "",
     may_publish: bool = True,
 ) -> Decision:
-    """The first answer.
+    """The first decision.
 
-    `found` may be `NOT_LOOKED` with `bypass` and where there are problems; `problems` are the key's
-    (`RequestKey.problems`), `refusal` is code and message of the gate for the document that was found, `quarantined`
-    says why the document is suspected (`quarantine.Quarantine.why`), empty when it is not. Without `may_publish`
-    signatures are required and there is no key: what is built could not be used, and would be in the way of others.
+    `found` may be `NOT_LOOKED` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
+    `refusal` is code and message of the gate for the document; `quarantined` is the reason why the document is suspect
+    (`Quarantine.reason`), empty if it is not. Without `may_publish` signatures are required and this start has no key:
+    its snapshot would be unusable, and would prevent others from publishing one.
     """
     decision = _first(mode, found, now_s, problems, refusal, quarantined)
     if decision.action is Action.BUILD and not may_publish:
         if decision.code == "unsigned":
-            decision = Decision(Action.INSTALL, decision.code, decision.words, mode=mode)
+            decision = Decision(Action.INSTALL, decision.code, decision.reason, mode=mode)
         else:
-            decision = Decision(Action.INSTALL, "no-key", f"{decision.words}; {_NO_KEY}", mode=mode)
-    return _required(decision, mode)
+            decision = Decision(Action.INSTALL, "no-key", f"{decision.reason}; {_NO_KEY}", mode=mode)
+    return _with_required_mode(decision, mode)
 
 
-def elected(decision: Decision, lease: Literal["ours", "held", "unavailable"], words: str = "") -> Decision:
-    """The answer to a `BUILD` once the lease was asked for; `words` name its holder, or say why it cannot be had."""
+def after_election(decision: Decision, lease: Literal["ours", "held", "unavailable"], words: str = "") -> Decision:
+    """The decision after `BUILD`, with the result of asking for the lease; `words`: its holder, or why there is
+    none."""
     if decision.action is not Action.BUILD or lease == "ours":
         return decision
     if lease == "held":
-        return _of(decision, Action.WAIT, "another-builds", words)
-    return _of(decision, Action.INSTALL, "no-lease", words)
+        return _follow_up(decision, Action.WAIT, "another-builds", words)
+    return _follow_up(decision, Action.INSTALL, "no-lease", words)
 
 
-def waited(
+def after_wait(
     decision: Decision,
     ended: Ended,
     *,
@@ -165,25 +166,24 @@ def waited(
     ours: bool = False,
     words: str = "",
 ) -> Decision:
-    """The answer to a `WAIT` that has ended (`lease.Waited`).
+    """The decision after `WAIT`, with the result of the wait (`election.WaitResult`).
 
-    `document` is what was published, `refusal` the gate's opinion of it; `ours` tells that the lease is now this
-    start's, so that it builds.
+    `document` is what was published, `refusal` the gate's refusal of it; `ours`: whether this start now has the lease.
     """
     if ours:
-        return _of(decision, Action.BUILD, ended, words)
+        return _follow_up(decision, Action.BUILD, ended, words)
     if ended != "published":
-        return _of(decision, Action.INSTALL, ended, words)
+        return _follow_up(decision, Action.INSTALL, ended, words)
     again = decide("auto", Lookup("found", document), now_s=now_s, refusal=refusal)
     if again.action is Action.RESTORE:
-        return Decision(Action.RESTORE, "hit-after-wait", again.words, document, mode=decision.mode)
-    # It has just been built: building it again would give the same.
-    return Decision(Action.INSTALL, again.code, again.words, mode=decision.mode)
+        return Decision(Action.RESTORE, "hit-after-wait", again.reason, document, mode=decision.mode)
+    # It has just been built: a rebuild would give the same.
+    return Decision(Action.INSTALL, again.code, again.reason, mode=decision.mode)
 
 
-def fell_back(decision: Decision, code: str, words: str) -> Decision:
-    """The answer when the snapshot could not be used, or the setup not be captured: one of `FALLBACKS`."""
-    return _required(_of(decision, Action.INSTALL, code, words), decision.mode)
+def fall_back(decision: Decision, code: str, words: str) -> Decision:
+    """The decision after the snapshot could not be used, or the setup not be captured; `code` is one of `FALLBACKS`."""
+    return _with_required_mode(_follow_up(decision, Action.INSTALL, code, words), decision.mode)
 
 
 def _first(
@@ -194,9 +194,9 @@ def _first(
     refusal: tuple[str, str] | None,
     quarantined: str,
 ) -> Decision:
-    useless = _useless(mode, found, problems)
-    if useless is not None:
-        return Decision(Action.INSTALL, *useless, mode=mode)
+    reason = _not_applicable(mode, found, problems)
+    if reason is not None:
+        return Decision(Action.INSTALL, *reason, mode=mode)
     document = found.document
     if mode == "refresh":
         return Decision(Action.BUILD, mode, REASONS[mode], replaces=document, replace=True, mode=mode)
@@ -204,11 +204,11 @@ def _first(
         return Decision(Action.BUILD, found.kind, found.why or REASONS[found.kind], replace=True, mode=mode)
     if document is None:
         return Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"], mode=mode)
-    return _judged(mode, document, found, now_s, refusal, quarantined)
+    return _by_document(mode, document, found, now_s, refusal, quarantined)
 
 
-def _useless(mode: Mode, found: Lookup, problems: tuple[str, ...]) -> tuple[str, str] | None:
-    """Code and words where neither an old snapshot nor a new one can help."""
+def _not_applicable(mode: Mode, found: Lookup, problems: tuple[str, ...]) -> tuple[str, str] | None:
+    """Code and reason if neither an existing nor a new snapshot can be used."""
     if mode == "bypass":
         return mode, REASONS[mode]
     if problems:
@@ -216,12 +216,12 @@ def _useless(mode: Mode, found: Lookup, problems: tuple[str, ...]) -> tuple[str,
     if found.kind == "unreachable" and (found.document is None or mode == "refresh"):
         return "store-down", found.why or REASONS["store-down"]
     if found.kind == "other-version":
-        # It may be what newer starts use: it is left alone, and nothing can be built beside it.
+        # Left for starts with that version; there is one snapshot for a key.
         return found.kind, found.why or REASONS[found.kind]
     return None
 
 
-def _judged(
+def _by_document(
     mode: Mode,
     document: EnvironmentDocument,
     found: Lookup,
@@ -234,7 +234,7 @@ def _judged(
         words = f"{REASONS['untrusted']}: {paths}" if paths else REASONS["untrusted"]
         return Decision(Action.INSTALL, "untrusted", words, mode=mode)
     if refusal is not None:
-        # Built here, it would be refused where it is used now, and so on in turns.
+        # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
         return Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1], mode=mode)
     stale = "quarantined" if quarantined else "expired" if document.expired(now_s) else ""
     if not stale:
@@ -244,17 +244,17 @@ def _judged(
         return Decision(Action.RESTORE, "hit", REASONS["hit"], document, mode=mode)
     words = quarantined or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
     if found.kind == "unreachable":
-        return Decision(Action.INSTALL, stale, words, mode=mode)  # what is built now could not be published
+        return Decision(Action.INSTALL, stale, words, mode=mode)  # a new one could not be published now
     return Decision(Action.BUILD, stale, words, replaces=document, replace=True, mode=mode)
 
 
-def _required(decision: Decision, mode: Mode) -> Decision:
+def _with_required_mode(decision: Decision, mode: Mode) -> Decision:
     if mode != "require" or decision.action is Action.RESTORE:
         return decision
-    return Decision(Action.FAIL, decision.code, decision.words, mode=mode)
+    return Decision(Action.FAIL, decision.code, decision.reason, mode=mode)
 
 
-def _of(decision: Decision, action: Action, code: str, words: str) -> Decision:
+def _follow_up(decision: Decision, action: Action, code: str, words: str) -> Decision:
     building = action in (Action.BUILD, Action.WAIT)
     return Decision(
         action,

@@ -1,7 +1,7 @@
-"""One builder per request key: election by a lease in the store, and waiting for the builder.
+"""One builder for each request key: election by a lease in the store, and waiting for the builder.
 
-Without a lease there is no waiting: whatever the store refuses, the start installs for itself. Everything has a
-deadline; clock, sleep and chance are arguments.
+If the store does not grant leases, a start does not wait but installs for itself. All waits have deadlines; clock,
+sleep and random numbers are arguments.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from bootseer.env.life.decide import Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
-    """How the waiting ended: the arguments of `decide.waited`."""
+class WaitResult:
+    """The result of a wait: arguments of `decide.after_wait`."""
 
     ended: Ended
     document: EnvironmentDocument | None = None
     lease: Lease | None = None
-    """It is this start's turn to build."""
+    """Set if this start is the builder now."""
     words: str = ""
 
 
 def lease_name(key: str) -> str:
-    """Where a store keeps the lease of a request key."""
+    """Name of the lease of a request key in a store."""
     ENVIRONMENTS.check_key(key)
     return f"environments/{key}/lease"
 
@@ -44,14 +44,14 @@ def elect(
     ttl_s: float = TTL_S,
     clock: Callable[[], float] = time.time,
 ) -> Lease | Held | NoLease | EnvironmentDocument:
-    """Ask to be the builder of a snapshot that is not there, or of one in place of `replaces`.
+    """Ask for the builder's lease, for a new snapshot or one that replaces `replaces`.
 
-    Returns the lease; its holder; why there is none; or the snapshot that was published meanwhile.
+    Returns the lease, its holder, why there is none, or the snapshot that was published meanwhile.
     """
     lease = acquire(catalog.store, lease_name(key), node, ttl_s=ttl_s, clock=clock)
     if isinstance(lease, Lease):
-        # Between our first look and the lease, another one may have built and given it back.
-        document = fresh(catalog, key, replaces)
+        # Another start may have published and released the lease since the lookup.
+        document = new_document(catalog, key, replaces)
         if document is not None:
             lease.release()
             return document
@@ -69,10 +69,11 @@ def wait(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
-) -> Waited:
-    """Wait for the builder, at most `timeout_s`: until there is a snapshot other than `replaces`, or it ends.
+) -> WaitResult:
+    """Wait for the builder, at most `timeout_s`, until it has published a snapshot other than `replaces` or has ended.
 
-    Only the lease is looked at on the way: a builder publishes first and releases then.
+    Only the lease is polled, which a builder releases after publishing. If the holder stops sending heartbeats, this
+    start takes the lease over and builds. It does not wait for a second builder after one that gave up.
     """
     rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
     store, name = catalog.store, lease_name(key)
@@ -83,31 +84,31 @@ def wait(
         if step is Next.LOOK:
             sleep(watch.pause_s(clock(), rng.random()))
             continue
-        document = fresh(catalog, key, replaces)
+        document = new_document(catalog, key, replaces)
         if document is not None:
-            return Waited("published", document)
+            return WaitResult("published", document)
         if step is Next.LEFT:
-            return Waited("builder-gave-up")  # the next one may give up, too: a start does not wait for a second
+            return WaitResult("builder-gave-up")
         if step is Next.OVER:
-            return Waited("waited-too-long", words=seen.why)
+            return WaitResult("waited-too-long", words=seen.why)
         if step is Next.FREE:
             lease = acquire(store, name, node, ttl_s=ttl_s)
-            return Waited("builder-gave-up", lease=lease if isinstance(lease, Lease) else None)
+            return WaitResult("builder-gave-up", lease=lease if isinstance(lease, Lease) else None)
         taken = take_over(store, name, node, seen, ttl_s=ttl_s, rng=rng, sleep=sleep)
         if isinstance(taken, Lease):
-            return Waited("builder-died", lease=taken)
+            return WaitResult("builder-died", lease=taken)
         if isinstance(taken, NoLease):
-            return Waited("no-lease", words=taken.why)
+            return WaitResult("no-lease", words=taken.why)
 
 
-def fresh(catalog: Catalog, key: str, replaces: EnvironmentDocument | None) -> EnvironmentDocument | None:
-    """The snapshot that is there now, unless it is the one that shall be replaced."""
+def new_document(catalog: Catalog, key: str, replaces: EnvironmentDocument | None) -> EnvironmentDocument | None:
+    """The published snapshot, unless it is the one that is to be replaced."""
     document = catalog.look(key).document
-    if document is None or (replaces is not None and _made(document) == _made(replaces)):
+    if document is None or (replaces is not None and _build_id(document) == _build_id(replaces)):
         return None
     return document
 
 
-def _made(document: EnvironmentDocument) -> tuple[str, str, float]:
-    """What tells two snapshots of one key apart, also where a start shortens the age limit of what it found."""
+def _build_id(document: EnvironmentDocument) -> tuple[str, str, float]:
+    """Distinguishes two builds of one key; independent of the age limit, which a start may shorten."""
     return document.digest, document.builder, document.built_s

@@ -1,7 +1,7 @@
-"""Snapshots that are suspected: kept beside their documents in the store, and on the node where the store refuses.
+"""Quarantines of suspect snapshots, stored beside their documents, or on the node if the store refuses writes.
 
-A quarantine is only advice (`quarantine_state` has the rules): a store that does not answer costs a line, a state that
-cannot be read counts as none, and of two nodes that write at once one may be lost, to be told again by the next job.
+A quarantine is only advice (`quarantine_state` has the rules): an unreachable store causes a message, an unreadable
+state counts as none, and of two concurrent writes one may be lost, until the next failing job.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _WRITE_S = 10.0
 
 
 class Quarantine:
-    """What is held against the snapshots of one store."""
+    """The quarantines of one store."""
 
     def __init__(self, store: Store | None, here: Store, say: Callable[[str], None]) -> None:
-        """`here` is a store on this node (`local.Local.store`), `say` gets one line for what went wrong.
+        """`here` is a store on this node (`NodeCatalog.store`), `say` gets a line for each error.
 
-        With `store` None only this node is asked: for a store that did not answer the question before either.
+        With `store` None only this node is asked, for a store that has not answered before.
         """
         self._store = store
         self._here = here
         self._say = say
 
     def state(self, key: str) -> State:
-        """What store and node know."""
+        """The state of store and node, merged."""
         known = State(key)
         for store in (self._here, self._store):
             if store is not None:
-                known = known.united(self._read(store, key))
+                known = known.merged(self._read(store, key))
         return known
 
-    def why(self, document: EnvironmentDocument) -> str:
-        """Why a snapshot must not be used, for people; empty when it may."""
+    def reason(self, document: EnvironmentDocument) -> str:
+        """Why a snapshot must not be used; empty if it may be."""
         suspect = self.state(document.key).suspect(document.digest)
         if suspect is None:
             return ""
@@ -48,18 +48,18 @@ class Quarantine:
         return f"{jobs} died while importing with it, the last on {suspect.node}: {suspect.why}"
 
     def mark(self, document: EnvironmentDocument, node: str, reason: str, now_s: float) -> bool:
-        """A job that got this snapshot died while it imported: whether the snapshot is suspected now."""
-        state = self._change(document.key, lambda state: state.marked(document.digest, node, reason, now_s))
+        """Record that a job with this snapshot failed at an import; whether the snapshot is suspect now."""
+        state = self._change(document.key, lambda state: state.with_failure(document.digest, node, reason, now_s))
         return state.suspect(document.digest) is not None
 
     def rebuilt(self, document: EnvironmentDocument, replaced: EnvironmentDocument) -> bool:
-        """A snapshot was built in place of another: whether that cleared it, being the same as a suspect."""
+        """Record that a suspect snapshot was rebuilt; whether that has cleared it, as the new one is identical."""
         before = self.state(document.key)
         after = self._change(document.key, lambda state: state.rebuilt(document.digest, replaced.digest))
         return after.suspect(document.digest) is None and before.suspect(document.digest) is not None
 
     def _change(self, key: str, change: Callable[[State], State]) -> State:
-        """Change the state in the store, or on this node where the store refuses."""
+        """Change the state in the store, or on this node if the store refuses."""
         known = self.state(key)
         changed = change(known)
         if changed == known:
@@ -68,13 +68,13 @@ class Quarantine:
             try:
                 put(self._store, quarantine_name(key), changed.encode(), timeout_s=_WRITE_S)
             except BootseerError as error:
-                self._say(f"the quarantine of environment {key[:12]} is known to this node alone: {error}")
+                self._say(f"the quarantine of environment {key[:12]} is stored on this node only: {error}")
             else:
-                # Kept here, it would outlive what a user clears in the store.
+                # A copy here would persist when a user clears the quarantine in the store.
                 with contextlib.suppress(BootseerError):
                     self._here.delete(quarantine_name(key))
                 return changed
-        with contextlib.suppress(BootseerError):  # a full disk: the next job that fails records it again
+        with contextlib.suppress(BootseerError):  # a full disk: the next failing job records it again
             put(self._here, quarantine_name(key), changed.encode(), timeout_s=_WRITE_S)
         return changed
 
@@ -84,12 +84,12 @@ class Quarantine:
         except NotFoundError:
             pass
         except CorruptError:
-            pass  # the next change writes a good one
+            pass  # overwritten by the next change
         except BootseerError as error:
-            self._say(f"whether environment {key[:12]} is under quarantine is not known: {error}")
+            self._say(f"the quarantine of environment {key[:12]} cannot be read: {error}")
         return State(key)
 
 
 def quarantine_name(key: str) -> str:
-    """Where the quarantine of a request key is kept."""
+    """Name of the quarantine of a request key in a store."""
     return f"environments/{key}/quarantine"

@@ -1,13 +1,13 @@
-"""When a snapshot is suspected, and when it is cleared: a state per request key. Decides and touches nothing.
+"""Rules for when a snapshot is suspect and when it is cleared: one state for each request key. Decides and touches
+nothing.
 
-A job that dies while it imports, right after it got a snapshot, makes that snapshot a suspect. The next start builds
-anew instead of using it:
+A job that fails at an import, soon after a restore, makes its snapshot suspect. The next start rebuilds it:
 
-    the new snapshot is the same, to the digest     the snapshot was not at fault: cleared, for ever
-    it is another one                               that one is used; it may become a suspect in its turn
-    built anew `MAX_REBUILDS` times in vain         setups that never give the same twice: no more suspects here
+    the digest is the same               the snapshot was not at fault: cleared permanently
+    the digest differs                   the new snapshot is used; it may become suspect, too
+    `MAX_REBUILDS` different rebuilds    the setup is not reproducible: no snapshot of this key is suspect any more
 
-so that a job which always dies costs a few installations and no loop. `quarantine` keeps the state.
+So a job that always fails causes a few installations and no endless loop. `quarantine` stores the state.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MAX_DIGESTS = 32
 _MAX_COUNT = 1000
 _MAX_TEXT = 500
 _Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-_COUNTED = 8
-"""From here on one more job that died changes no decision."""
+_MAX_COUNTED = 8
+"""Further failures are not counted: they change no decision."""
 
 
 class Suspect(Struct, frozen=True, array_like=True):
-    """A snapshot with which jobs died."""
+    """A snapshot with which jobs failed."""
 
     digest: _Digest
     count: Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
-    """Jobs that died; at least so many."""
+    """Lower bound of the number of failed jobs."""
     node: str
-    """The last one."""
+    """Of the last failure."""
     why: str
     at_s: Annotated[float, Meta(ge=0, lt=1e11)]
     """Seconds since 1970."""
@@ -47,35 +47,35 @@ class Suspect(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that is known for one request key."""
+    """The state of one request key."""
 
     key: str
     suspects: Annotated[tuple[Suspect, ...], Meta(max_length=_MAX_DIGESTS)] = ()
     cleared: Annotated[tuple[_Digest, ...], Meta(max_length=_MAX_DIGESTS)] = ()
-    """Digests that will never be suspects again."""
+    """Digests that are never suspect again."""
     rebuilds: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     settled: bool = False
-    """No snapshot of this key is suspected any more."""
+    """Whether no snapshot of this key is suspect any more."""
 
     def suspect(self, digest: str) -> Suspect | None:
-        """What is held against a snapshot; None for one that may be used."""
+        """The failures of a snapshot; None for one that may be used."""
         if self.settled or digest in self.cleared:
             return None
         return next((each for each in self.suspects if each.digest == digest), None)
 
-    def marked(self, digest: str, node: str, reason: str, now_s: float) -> State:
-        """After a job died with this snapshot. The same state where that changes nothing."""
+    def with_failure(self, digest: str, node: str, reason: str, now_s: float) -> State:
+        """The state after a job failed with this snapshot; unchanged if the failure does not count."""
         if self.settled or digest in self.cleared:
             return self
         known = self.suspect(digest)
-        if known is not None and known.count >= _COUNTED:
+        if known is not None and known.count >= _MAX_COUNTED:
             return self
         new = Suspect(digest, (known.count if known else 0) + 1, _text(node), _text(reason), now_s)
         others = [each for each in self.suspects if each.digest != digest]
         return replace(self, suspects=(*others, new)[-_MAX_DIGESTS:])
 
     def rebuilt(self, digest: str, replaced: str) -> State:
-        """After a snapshot was built in place of the suspect `replaced`."""
+        """The state after the suspect `replaced` was rebuilt as `digest`."""
         if self.suspect(replaced) is None:
             return self
         rebuilds = self.rebuilds + 1
@@ -85,8 +85,8 @@ class State:
         suspects = tuple(each for each in state.suspects if each.digest != digest)
         return replace(state, suspects=suspects, cleared=(*state.cleared, digest)[-_MAX_DIGESTS:])
 
-    def united(self, other: State) -> State:
-        """With what another place knows."""
+    def merged(self, other: State) -> State:
+        """The state merged with that of another place."""
         cleared = tuple(sorted({*self.cleared, *other.cleared}))[:_MAX_DIGESTS]
         suspects: dict[str, Suspect] = {}
         for each in sorted((*self.suspects, *other.suspects), key=lambda suspect: (suspect.count, suspect.at_s)):
@@ -106,7 +106,7 @@ class State:
 
     @classmethod
     def parse(cls, data: bytes, key: str) -> State:
-        """Read a state. Raises `CorruptError`, also for that of another key."""
+        """Read a state. Raises `CorruptError`, also for the state of another key."""
         state = decode(data, cls, "quarantine", limit=MAX_BYTES, schema=SCHEMA, other_version=CorruptError)
         if state.key != key or not is_key(key):
             raise CorruptError("the quarantine of another environment")

@@ -1,10 +1,10 @@
-"""Show a snapshot on the host: its roots as overlays over the real folders, for the job alone.
+"""Mount a snapshot on the host: its roots as overlays over the machine's folders, in a mount namespace of the job.
 
-The job gets mounts of its own in which each root shows the snapshot's files over what the machine has there; all else
-is the machine as it is. What the job changes in a root goes into a layer of this run (`private`), so that the snapshot
-and the next job stay clean. After a capture the layer is what the setup has just written, and everything is the same.
+In each root the snapshot's files appear over the machine's; the rest of the machine is unchanged. The job's changes in
+a root go into a private layer of this run (`private_layer`), so that snapshot and machine stay clean. After a capture
+the lower layer is what the setup has just written, and the rest is the same.
 
-Each root takes a few system calls, whatever lies in it.
+A root costs a few system calls, whatever its size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.artifact.progress import Say
-from bootseer.env.restoring import private
-from bootseer.env.restoring.points import Points
-from bootseer.env.restoring.private import PrivateFolder
+from bootseer.env.restoring import private_layer
+from bootseer.env.restoring.mount_points import MountPoints
+from bootseer.env.restoring.private_layer import PrivateFolder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
@@ -29,19 +29,19 @@ from bootseer.mounts.layers import copy_attributes
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
 from bootseer.mounts.user_namespace import is_host
 
-Where = Callable[[str], Path]
+SourceOf = Callable[[str], Path]
 _MEMORY = "memory"
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
-_OF_THE_MACHINE = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
-"""What a machine knows of itself: no snapshot has it, and a setup's own version would not do elsewhere."""
-_FORBIDDEN = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
-"""What holds for a folder's files holds for those that are shown over them; the numbers are those of mounts."""
+_MACHINE_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
+"""Files that belong to the machine, whose own versions are shown in a root."""
+_RESTRICTIONS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
+"""Mount flags of a folder that its overlay must have, too; statvfs and mounts use the same numbers."""
 
 
 class HostView:
-    """A snapshot on the host, for processes that `enter` it."""
+    """A mounted snapshot, for processes that `enter` it."""
 
-    def __init__(self, namespace: Namespace, folder: PrivateFolder, points: Points, say: Say) -> None:
+    def __init__(self, namespace: Namespace, folder: PrivateFolder, points: MountPoints, say: Say) -> None:
         self._namespace = namespace
         self._private = folder
         self._points = points
@@ -54,11 +54,11 @@ class HostView:
 
     @property
     def root(self) -> Path:
-        """The view's `/`, for others to look into."""
+        """A path to the root of the view, for other processes."""
         return self._namespace.root
 
     def close(self) -> None:
-        """Take it away, when the job has ended; tell of what it wrote and where that is kept."""
+        """Unmount when the job has ended; reports its changes and where they are kept."""
         if self._closed:
             return
         self._closed = True
@@ -67,93 +67,92 @@ class HostView:
             self._private.close(self._say, self._namespace.folder(_MEMORY) if in_memory else None)
         finally:
             self._namespace.close()
-            self._points.take_away()
+            self._points.remove_unused()
 
 
 def show_on_host(
-    where: Where, roots: Sequence[str], *, changes: Path, user: bool = False, say: Say = lambda line: None
+    source_of: SourceOf, roots: Sequence[str], *, changes: Path, user: bool = False, say: Say = lambda line: None
 ) -> HostView:
-    """Show the roots of the tree in which `where` finds the snapshot's version of a path.
+    """Mount the roots of a snapshot; `source_of` returns where its version of a path can be read.
 
-    `changes` is the folder for what jobs change, of all runs of this user; where its disk takes no overlay the changes
-    stay in memory. `user`: without root, in a user namespace.
-    Call it while this process has one thread. Raises `BootseerError` where the roots cannot be shown: nothing of it is
-    left then.
+    `changes` is the folder for changes of all jobs of this user; if its disk cannot hold an upper layer, changes are
+    kept in memory. `user`: without root, in a user namespace.
+    Forks: call it while this process has one thread. Raises `BootseerError`, with nothing left behind.
     """
-    private.clean(changes, say)
+    private_layer.settle_abandoned(changes, say)
     folder = PrivateFolder(changes, roots)
-    points = Points(folder.path.parent)
+    points = MountPoints(folder.path.parent)
     try:
         with points.locked():
-            ours = {root: points.make(root, where) for root in roots}
-            build = _Building(where, ours, folder, userxattr=user or not is_host())
+            placeholders = {root: points.ensure(root, source_of) for root in roots}
+            build = _MountBuilder(source_of, placeholders, folder, userxattr=user or not is_host())
             namespace = Namespace.create(build, user=user)
     except BaseException as error:
         folder.close(lambda line: None)
-        points.take_away()
+        points.remove_unused()
         if isinstance(error, OSError):
             raise PermanentError(f"{error.filename or changes}: {error.strerror}") from error
         raise
-    folder.also(namespace.facts["roots"])
+    folder.set_roots(namespace.facts["roots"])
     for note in namespace.facts["notes"]:
         say(note)
     return HostView(namespace, folder, points, say)
 
 
 @dataclass(frozen=True, slots=True)
-class _Building:
-    """Makes the mounts, in the namespace."""
+class _MountBuilder:
+    """Makes the mounts; called in the namespace."""
 
-    where: Where
-    ours: Mapping[str, bool]
-    """The roots; whether the folder there is a place for the mount and nothing else."""
+    source_of: SourceOf
+    placeholders: Mapping[str, bool]
+    """By root: whether its folder was created only as a mount point."""
     folder: PrivateFolder
     userxattr: bool
 
     def __call__(self) -> Built:
         notes: list[str] = []
         memory: int | None = None
-        for root, ours in self.ours.items():
+        for root, is_placeholder in self.placeholders.items():
             try:
-                notes += self._show(root, memory, alone=ours)
+                notes += self._show(root, memory, is_placeholder=is_placeholder)
             except BootseerError as error:
-                # EINVAL: the disk of the changes cannot be an upper layer, as that of a container itself or NFS.
+                # EINVAL: the disk of the changes cannot hold an upper layer, such as an overlay or NFS.
                 if memory is not None or number_of(error) not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 kernel.attach(kernel.create_mount("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
                 memory = os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                notes.append(f"what the job changes in the environment is held in memory: {error}")
-                notes += self._show(root, memory, alone=ours)
+                notes.append(f"the job's changes in the environment are kept in memory: {error}")
+                notes += self._show(root, memory, is_placeholder=is_placeholder)
         folders = {} if memory is None else {_MEMORY: memory}
         return Built({"notes": notes, "roots": self.folder.roots, _MEMORY: memory is not None}, folders)
 
-    def _show(self, root: str, memory: int | None, *, alone: bool) -> list[str]:
-        """One root, and what the snapshot has below mounts that lie in it."""
-        machine = [(path, kernel.clone_mount(Path(path))) for path in _OF_THE_MACHINE if _is_file_in(path, root)]
+    def _show(self, root: str, memory: int | None, *, is_placeholder: bool) -> list[str]:
+        """Mount one root, and the snapshot's parts of other mounts that lie below it."""
+        machine = [(path, kernel.clone_mount(Path(path))) for path in _MACHINE_FILES if _is_file_in(path, root)]
         try:
-            notes = [*self._overlay(root, alone=alone)]
+            notes = [*self._overlay(root, is_placeholder=is_placeholder)]
             for path, mount in machine:
-                with contextlib.suppress(BootseerError):  # the setup deleted it; then it stays deleted
+                with contextlib.suppress(BootseerError):  # the setup has deleted it
                     kernel.attach(os.dup(mount), Path(path))
         finally:
             for _, mount in machine:
                 os.close(mount)
         for row in visible(mount_table()):
-            if is_below(row.path, root) and _is_folder(Path(row.path)) and _is_folder(self.where(row.path)):
-                notes += self._overlay(row.path, alone=False)
+            if is_below(row.path, root) and _is_folder(Path(row.path)) and _is_folder(self.source_of(row.path)):
+                notes += self._overlay(row.path, is_placeholder=False)
         return notes
 
-    def _overlay(self, place: str, *, alone: bool) -> tuple[str, ...]:
-        layer, real = self.where(place), Path(place)
+    def _overlay(self, place: str, *, is_placeholder: bool) -> tuple[str, ...]:
+        layer, real = self.source_of(place), Path(place)
         if not _is_folder(layer):
             raise PermanentError(f"{place}: the snapshot has no such folder")
         upper, work = self.folder.folders(place)
         copy_attributes(layer, upper)
-        lowers = [layer] if alone or _is_opaque(layer) else [real, layer]
-        forbidden = os.statvfs(real).f_flag & _FORBIDDEN
+        lowers = [layer] if is_placeholder or _is_opaque(layer) else [real, layer]
+        restrictions = os.statvfs(real).f_flag & _RESTRICTIONS
         notes = overlay_in_place(real, lowers, upper=upper, work=work, userxattr=self.userxattr)
-        if forbidden:
-            kernel.restrict(real, forbidden)
+        if restrictions:
+            kernel.restrict(real, restrictions)
         return notes
 
 
@@ -162,11 +161,11 @@ def _is_file_in(path: str, root: str) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    return os.path.isdir(path) and not path.is_symlink()  # noqa: PTH112 - no error for what is closed to us
+    return os.path.isdir(path) and not path.is_symlink()  # noqa: PTH112 - no error without permission
 
 
 def _is_opaque(layer: Path) -> bool:
-    """Whether the setup put a new folder in the place of the old one."""
+    """Whether the setup replaced the folder by a new one."""
     for name in _OPAQUE:
         with contextlib.suppress(OSError):
             if os.getxattr(layer, name) == b"y":

@@ -1,11 +1,11 @@
-"""LayerOptions a snapshot to this node and mount its files, read-only, somewhere: what `host` and images lay on top.
+"""Mount a snapshot's files read-only on this node, as the layer that `host` and images put on top.
 
-What is complete on this node is mounted once for all, and stays mounted for the next start. What is not is served by a
-daemon that fetches what readers need, then what earlier starts needed, then the rest. Without root a daemon serves the
-tree itself. Where neither can be mounted everything is fetched and written out. Which way was taken, and why, is in the
+A snapshot that is complete on this node is mounted once for all starts and stays mounted. Otherwise a daemon serves it,
+which fetches what readers need, then the hot set of earlier starts, then the rest. Without root the daemon serves the
+tree by FUSE. If neither can be mounted, everything is fetched and unpacked. The way, and the reason for it, are in the
 layer's `facts`.
 
-The mount ends with this process: when it was killed, the next start takes away what it left.
+The mount ends with this process; after a kill the next start cleans up.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ _POINT = "layer"
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions(MountOptions):
-    """How a snapshot is to come. Signatures are about hot sets: that of the document was verified when it was found."""
+    """Options of mounting a snapshot. Signatures are those of hot sets: the document's was verified at the lookup."""
 
-    lifeline: bool = True
-    """Whether a daemon ends with this process."""
     unpack: bool = False
-    """Whether the files are written out without any try to mount them: where nothing can be mounted over them."""
+    """Whether to unpack the files without trying to mount them."""
 
 
 class Layer(MountHandle):
-    """A snapshot's files on this node, seen by the process that brought them."""
+    """The mounted files of a snapshot."""
 
     def __init__(
         self,
@@ -64,31 +62,25 @@ class Layer(MountHandle):
         state: MountState,
         daemon: Daemon | None,
         say: Say,
-        *,
-        lifeline: bool,
     ) -> None:
-        super().__init__("the environment", facts, runtime, state, daemon, say, lifeline=lifeline)
+        super().__init__("the environment", facts, runtime, state, daemon, say, lifeline=True)
         self.path = path
-        """The root of its tree: deletions are devices 0/0 in it, as overlayfs wants them."""
+        """The root of its tree; deletions are devices 0/0 in it, as overlayfs requires."""
         self._closed = False
 
     def at(self, path: str) -> Path:
-        """Where a path of the snapshot lies."""
+        """Where a path of the snapshot can be read."""
         return self.path / path.lstrip("/")
 
     def close(self) -> None:
-        """Let go of it. Other starts may use its mount and its files.
-
-        A daemon that was to outlive this process ends with the last copy of the mount, and a later start takes away
-        what is left.
-        """
+        """Unmount it, unless other starts share the mount; files in the cache stay."""
         if self._closed:
             return
         self._closed = True
         if self._daemon is not None:
             # Lazily: a namespace that is just ending may have a copy of the mount.
             kernel.unmount(self._runtime.folder(self._state) / _POINT, lazy=True)
-            if self._daemon.process.alive and not self._daemon.detach(force=self._lifeline):
+            if self._daemon.process.alive and not self._daemon.detach(force=True):
                 return
         self._runtime.remove(self._state)
 
@@ -102,25 +94,25 @@ def mount_layer(
     say: Say = lambda line: None,
     show: Show = no_progress,
 ) -> Layer:
-    """Mount the snapshot of this document from `store`, which is not asked when everything is here.
+    """Mount the snapshot of this document; `store` is not used if everything is on this node.
 
-    Call it while this process has one thread. Raises `BootseerError` where no way helps.
+    Forks: call it while this process has one thread. Raises `BootseerError` if no way works.
     """
     own_folder(environments_folder(options.cache), private=True)
     mount = _LayerMount(document, store, options, stage=stage, say=say, show=show)
     state, facts = mount.run(store.uri)
     facts["key"] = document.key
     path = Path(state.target)
-    return Layer(path, facts, mount.runtime, state, mount.layers.daemon, say, lifeline=options.lifeline)
+    return Layer(path, facts, mount.runtime, state, mount.layers.daemon, say)
 
 
-def _is_root() -> bool:
-    """Whether the kernel mounts EROFS for this process."""
+def _kernel_mounts_erofs() -> bool:
+    """Whether this process may mount EROFS: not in user namespaces."""
     return user_namespace.may_mount() and user_namespace.is_host()
 
 
 class _LayerMount(LazyMount):
-    """One layer in the making."""
+    """Mounts one layer."""
 
     def __init__(
         self,
@@ -132,15 +124,15 @@ class _LayerMount(LazyMount):
         say: Say,
         show: Show,
     ) -> None:
-        super().__init__(options, lifeline=options.lifeline, stage=stage, say=say, show=show)
+        super().__init__(options, lifeline=True, stage=stage, say=say, show=show)
         self._document = document
         self._store = store
-        self._unpack = options.unpack
+        self._must_unpack = options.unpack
         self.details[ENVIRONMENT] = document.key
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         document, options = self._document, self.options
-        # A child must not use the client of its parent.
+        # A child process must not use its parent's client.
         store = open_store(self._store.uri, plain_http=options.plain_http) if in_child else self._store
         with nullcontext({}) if in_child else self.stage("index"):
             index = LocalObjects(environments_folder(options.cache), self.say).index(document.file, store)
@@ -151,21 +143,21 @@ class _LayerMount(LazyMount):
         return ProcessId.of(os.getpid())
 
     def mount_files(self) -> tuple[MountMethod, Path]:
-        if self._unpack:
-            return self._unpacked("nothing can be mounted over the files of this machine")
+        if self._must_unpack:
+            return self._unpack("nothing can be mounted over the files of this machine")
         try:
-            if _is_root():
-                return MountMethod.EROFS_FILE, self._mounted()
-            return MountMethod.FUSE_TREE, self._served()
+            if _kernel_mounts_erofs():
+                return MountMethod.EROFS_FILE, self._mount_erofs()
+            return MountMethod.FUSE_TREE, self._serve_by_fuse()
         except (BootseerError, OSError) as error:
             if isinstance(error, CacheFull):
                 raise
             self.unmount_files()
             self.layers.stop_daemon()
-            return self._unpacked(str(error))
+            return self._unpack(str(error))
 
-    def _mounted(self) -> Path:
-        """By the kernel, from the cache's file or the daemon's."""
+    def _mount_erofs(self) -> Path:
+        """Mount EROFS by the kernel, from the cache's file or the daemon's."""
         layers = self.layers
         layers.serve_lazily()
         if layers.daemon is not None:
@@ -188,20 +180,20 @@ class _LayerMount(LazyMount):
             mount_erofs(layers.folder / FILES / one.index.identity, point)
             return point
 
-    def _served(self) -> Path:
-        """By a daemon, file by file."""
+    def _serve_by_fuse(self) -> Path:
+        """Serve the tree by a FUSE daemon."""
         from bootseer.mounts.trees import layer_tree
 
         self.layers.serve_tree(layer_tree, None)
         return self.layers.folder / FILES
 
-    def _unpacked(self, reason: str) -> tuple[MountMethod, Path]:
+    def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
         from bootseer.env.restoring.unpack import unpack_layer
         from bootseer.erofs.reader import ErofsReader
 
         layers = self.layers
         (one,) = layers.stack
-        layers.say(f"the environment is written out: {reason}")
+        layers.say(f"the environment is unpacked: {reason}")
         layers.pull_all(reason)
 
         def write(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""Which folders of a snapshot are shown by mounting, and which paths are written to the node as the setup would.
+"""Divide a snapshot into roots, which are mounted, and loose paths, which are copied to the node.
 
-On a host everything that the job writes must stay where it wrote it. A folder that is mounted takes the job's changes
-into a layer of its own, so that only folders of installed software are: environments, package folders, the system's
-own. All the rest is loose: it is copied to its place. The rule, for each changed path, the first that fits:
+On a host, files that the job writes must stay where it wrote them. In a mounted folder they go into a private layer, so
+only folders of installed software are mounted: environments, package folders, system folders. All other paths are
+loose. The root of a changed path is given by the first rule that applies:
 
 1. The innermost environment around it (`Folders.environment`): a folder that is nothing else is a root. One that may
    hold other things as well (`~/.local`, a project folder with a `pyvenv.cfg`) has its `bin`, `include`, `lib` and
@@ -11,9 +11,9 @@ own. All the rest is loose: it is copied to its place. The rule, for each change
 3. `/usr`, `/etc`, and `/bin`, `/sbin`, `/lib` and the like where they are folders; `/var/lib/<name>`; below `/opt`
    the outermost folder that is new and holds software: an environment, or one with `bin` or `lib`.
 
-The folder that the job works in, and those around it, are roots only where they are a venv or a conda environment: a
-checkpoint must not end with the job. Of a folder of the system around it those beside it are. A root that lies in
-another root is not needed. Decides and touches nothing.
+The job's working folder and its parents are roots only if they are a venv or a conda environment: checkpoints written
+there must survive the job. If they lie in a system folder, its other subfolders are roots. A root inside another root
+is dropped. Does no I/O.
 """
 
 from __future__ import annotations
@@ -34,18 +34,27 @@ _ROOT = re.compile(rf"/(?:{_TOP_FOLDERS}|var/lib/[^/]+)", re.DOTALL)
 _PACKAGES = frozenset({"site-packages", "dist-packages", "node_modules"})
 _PARTS = frozenset({"bin", "include", "lib", "lib64"})
 _MORE_PARTS = _PARTS | {"etc", "man", "opt", "share"}
-"""Of an environment that was there before: in a new one they may be folders of the project."""
+"""For an environment that existed before the setup: in a new one these may be folders of the project."""
 _EDITED = ("/etc/", "/usr/local/")
 _GENERATED = frozenset({"/etc/ld.so.cache", "/etc/mtab"})
-_OF_AN_ENVIRONMENT = _PARTS | {"pyvenv.cfg", "conda-meta", "share", "etc", "man", ".gitignore", ".lock", "CACHEDIR.TAG"}
+_ENVIRONMENT_ENTRIES = _PARTS | {
+    "pyvenv.cfg",
+    "conda-meta",
+    "share",
+    "etc",
+    "man",
+    ".gitignore",
+    ".lock",
+    "CACHEDIR.TAG",
+}
 
 
 class Folders(Protocol):
-    """What is known of folders when the setup has ended."""
+    """Facts about folders after the setup."""
 
     @property
     def working_folder(self) -> str:
-        """Where the job will run, by its real name; empty where that does not matter."""
+        """The real path of the job's working folder; empty if it does not matter."""
 
     def environment(self, folder: str) -> Environment:
         """What kind of environment the folder is; empty for none."""
@@ -73,52 +82,52 @@ def is_system(path: str) -> bool:
 
 
 def may_be_edited(path: str) -> bool:
-    """Whether people edit such files by hand: then no list of packages tells what is in them."""
+    """Whether people edit such files by hand, so that the list of packages does not determine their content."""
     if path in _GENERATED or path.endswith(".pyc") or not _PACKAGES.isdisjoint(path.split("/")):
         return False
     return not is_system(path) or path.startswith(_EDITED)
 
 
 def is_checked(path: str, before: str) -> bool:
-    """Whether a mount over this path, which had `before` (`Change.before`), may hide what a user wrote on a machine.
+    """Whether a mount over this path might hide a user's file; `before` is `Change.before`.
 
-    Files that are new count in `/etc` alone: elsewhere they are programs. What a scan did not see is not known.
+    New files count only in `/etc`: elsewhere they are programs. `other`, the unknown state of a scan, does not count.
     """
     return may_be_edited(path) and before != "other" and (bool(before) or path.startswith("/etc/"))
 
 
 def divide(changes: Iterable[Change], folders: Folders) -> Division:
     """Divide what a setup changed."""
-    finding = _Finding(folders)
+    finder = _RootFinder(folders)
     for change in changes:
-        finding.add(change)
-    found = {path: finding.root(path) for path in finding.paths}
+        finder.add(change)
+    found = {path: finder.root(path) for path in finder.paths}
     roots: list[str] = []
-    # In this order a folder comes directly in front of what lies in it.
+    # In this order a folder comes right before the folders inside it.
     for root in sorted({root for root in found.values() if root}, key=lambda root: root.split("/")):
         if not (roots and lies_in(root, roots[-1:])):
             roots.append(root)
-    # A path without a root of its own may still lie in that of another one.
-    loose = [path for path, root in found.items() if not root and not _covered(path, set(roots))]
+    # A path without a root of its own may lie in the root of another path.
+    loose = [path for path, root in found.items() if not root and not _lies_in_root(path, set(roots))]
     return Division(tuple(sorted(roots)), tuple(sorted(loose)))
 
 
-def _covered(path: str, roots: set[str]) -> bool:
-    return any(folder in roots for folder in _folders(path))
+def _lies_in_root(path: str, roots: set[str]) -> bool:
+    return any(folder in roots for folder in _with_parents(path))
 
 
-def _folders(path: str) -> list[str]:
+def _with_parents(path: str) -> list[str]:
     """The folder and all above it but `/`, the outermost first."""
     ends = [place for place, letter in enumerate(path) if letter == "/"][1:]
     return [path[:end] for end in ends] + [path]
 
 
-class _Finding:
-    """Finds roots; what it finds out of a folder is asked for once."""
+class _RootFinder:
+    """Finds roots; queries about a folder are cached."""
 
     def __init__(self, folders: Folders) -> None:
         self.paths: dict[str, Action] = {}
-        self._job = frozenset(_folders(folders.working_folder) if folders.working_folder.strip("/") else ())
+        self._job = frozenset(_with_parents(folders.working_folder) if folders.working_folder.strip("/") else ())
         self._system_of_job = tuple(folder for folder in self._job if _ROOT.fullmatch(folder))
         self._folders = folders
         self._new: set[str] = set()
@@ -132,7 +141,7 @@ class _Finding:
         above, _, name = change.path.rpartition("/")
         if change.action is not Action.DELETED:
             self._inside.setdefault(above, set()).add(name)
-            # Nothing of what was in a folder before is left when it was replaced.
+            # A replaced folder is new, too.
             if change.action is Action.ADDED or change.opaque:
                 self._new.add(change.path)
 
@@ -146,7 +155,7 @@ class _Finding:
     def _of_folder(self, folder: str) -> str:
         found = self._roots.get(folder)
         if found is None:
-            found = self._roots[folder] = self._find(_folders(folder)) if folder else ""
+            found = self._roots[folder] = self._find(_with_parents(folder)) if folder else ""
         return found
 
     def _find(self, around: Sequence[str]) -> str:
@@ -170,11 +179,11 @@ class _Finding:
         return ""
 
     def _parts(self, folder: str, kind: Environment) -> frozenset[str]:
-        """What belongs to an environment alone in a folder that may hold other things as well."""
+        """Subfolders that belong to the environment in a folder that may have other content."""
         return _MORE_PARTS if kind in ("venv", "conda") and folder not in self._new else _PARTS
 
     def _is_software(self, folder: str) -> bool:
-        """Whether a folder is new and holds programs, not what jobs leave."""
+        """Whether a folder is new and contains programs."""
         if folder not in self._new:
             return False
         return any(self._folders.is_folder(f"{folder}/{name}") for name in ("bin", "lib", "lib64"))
@@ -186,9 +195,9 @@ class _Finding:
         return found
 
     def _is_whole(self, folder: str, kind: Environment) -> bool:
-        """Whether the folder holds nothing but the environment."""
+        """Whether the folder contains nothing but the environment."""
         if folder.rpartition("/")[2] == ".local":
             return False
         if kind == "conda" or is_system(folder) or folder.startswith("/opt/"):
             return True
-        return folder in self._new and self._inside.get(folder, set()) <= _OF_AN_ENVIRONMENT
+        return folder in self._new and self._inside.get(folder, set()) <= _ENVIRONMENT_ENTRIES

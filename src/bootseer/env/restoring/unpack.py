@@ -1,8 +1,8 @@
-"""Write a snapshot's layer out as files, as it is: deletions and opaque folders keep their marks for an overlay.
+"""Unpack a snapshot's layer into files, with overlayfs' marks of deletions and opaque folders.
 
-For machines that cannot mount it, but can mount an overlay over the result. As root everything is as in the snapshot;
-other users own all files, and their marks are those of overlays in user namespaces. The folder must be new: then no
-name in it leads elsewhere.
+For machines that cannot mount EROFS, but can mount an overlay over the result. As root all attributes are kept; for
+other users all files are theirs, with the marks of overlays in user namespaces. The folder must be new, so that it
+contains no symbolic links.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _BATCH = 64
 
 
 def unpack_layer(reader: ErofsReader, folder: Path, *, threads: int = 1) -> None:
-    """Write the layer's tree into `folder`, which is made. `reader` is used by several threads.
+    """Write the layer's tree into `folder`, which is created. `reader` is used by several threads.
 
-    Raises `PermanentError` for what this machine cannot store, and what reading raises. What was written stays then.
+    Raises `PermanentError` for files that cannot be stored here, and what reading raises; written files stay then.
     """
     try:
         folder.mkdir()
-        _Unpacking(reader, os.fsencode(folder)).run(threads)
+        _Unpacker(reader, os.fsencode(folder)).run(threads)
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename else folder
         raise PermanentError(f"{place}: {error.strerror}") from error
 
 
-class _Unpacking:
+class _Unpacker:
     def __init__(self, reader: ErofsReader, folder: bytes) -> None:
         self._reader = reader
         self._folder = folder
@@ -59,7 +59,7 @@ class _Unpacking:
                 pass
         for known, path in more:
             os.link(known, path, follow_symlinks=False)
-        # Writing into a folder moves its time, and may be forbidden.
+        # Attributes of folders last: writing into a folder changes its time, and may be forbidden by its mode.
         for path, inode in reversed(folders):
             self._set_attributes(path, inode)
 
@@ -71,7 +71,7 @@ class _Unpacking:
                 os.symlink(self._reader.readlink(inode), path)  # noqa: PTH211
             elif stat.S_ISFIFO(inode.mode):
                 os.mkfifo(path, 0o600)
-            else:  # deletions, which every user may make
+            else:  # whiteouts, which every user may create
                 os.mknod(path, inode.mode, os.makedev(*inode.rdev))
             if not stat.S_ISCHR(inode.mode):
                 self._set_attributes(path, inode)

@@ -1,17 +1,16 @@
-"""What becomes of times, and of the `.pyc` files that depend on them, in a snapshot. ADR 16 has the reasons.
+"""File times in a snapshot, and the `.pyc` headers that depend on them. ADR 16 has the reasons.
 
-*Times:* two runs of one setup give one snapshot, and nothing looks out of date. Times from before the setup come out of
-archives (dpkg, tar) and are the same in each run: they are kept. What the setup itself wrote gets one time, which is
-not older than any of those: `make` and `ninja` rebuild what is older than that from which it was made. Below a folder
-with ninja's log all times stay, because the log repeats them.
+*Times:* two runs of a setup must give the same snapshot, and nothing in it may look outdated. Times before the setup
+come from archives (dpkg, tar) and are the same in each run: they are kept. Files that the setup wrote get one common
+time, not older than any of the others, as `make` and `ninja` rebuild targets that are older than their sources. Below a
+folder with ninja's log all times are kept, as the log repeats them.
 
-*Bytecode* stays valid. Python believes a file in `__pycache__` when its header repeats time and size of the source, or
-a digest of it. A snapshot changes times, so the headers are changed with them; code is never touched. Bytecode of a
-source that lies in the snapshot names the time that the source has there: it is the same in each run of the setup, and
-Python still sees when a job changes the source. Bytecode of other sources, which may differ from node to node, gets a
-digest that Python compares (PEP 552). What Python would not believe is dropped.
+*Bytecode* stays valid. Python accepts a file in `__pycache__` if its header has the time and size of the source, or a
+digest of it. As a snapshot changes times, it rewrites these headers; code is not changed. Bytecode of a source in the
+snapshot gets the source's time there, so that Python notices when a job changes the source. Bytecode of other sources,
+which may differ between nodes, gets a checked digest (PEP 552). Bytecode that Python would reject is dropped.
 
-Decides and touches nothing.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from dataclasses import dataclass
 
 NS = 1_000_000_000
 EARLIEST_S = 1_735_689_600
-"""1 January 2025: what the setup wrote is not shown as older, so that it is newer than the headers of a base system."""
+"""1 January 2025: lower bound of the common time, so that it is newer than the headers of a base system."""
 _BUILD_LOG = b"/.ninja_log"
 
 
 class Times:
-    """The times of one snapshot. `began_s` is when the setup began; `files` are paths and times of all that is kept."""
+    """The times of one snapshot. `began_s` is when the setup began; `files` are paths and times of all its files."""
 
     def __init__(self, began_s: float, files: Iterable[tuple[bytes, int]]) -> None:
-        # File systems stamp with a clock that runs a few milliseconds behind.
+        # Timestamps of file systems are a few milliseconds behind the clock.
         self._began_ns = int((began_s - 1.0) * NS)
         newest = EARLIEST_S * NS
         build_folders = set()
@@ -42,11 +41,11 @@ class Times:
             if path.endswith(_BUILD_LOG):
                 build_folders.add(path.removesuffix(_BUILD_LOG))
         self.written_ns = -(-newest // NS) * NS
-        """What everything has that the setup wrote; a whole second."""
+        """The common time of files that the setup wrote; a whole second."""
         self._build_folders = frozenset(build_folders)
 
-    def of(self, path: bytes, mtime_ns: int) -> int:
-        """The time that a file with this time gets."""
+    def shown_ns(self, path: bytes, mtime_ns: int) -> int:
+        """The time in the snapshot of a file with this time."""
         if mtime_ns < self._began_ns or (self._build_folders and self._below_build(path)):
             return mtime_ns
         return self.written_ns
@@ -72,27 +71,27 @@ _CACHED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The `.py` file that a `.pyc` was made from."""
+    """The `.py` file of a `.pyc`."""
 
     mtime_ns: int
     size: int
     shown_ns: int | None
-    """Its time in the snapshot; None when it is not part of it."""
+    """Its time in the snapshot; None if it is not in it."""
     read: Callable[[], bytes]
-    """Its content. Called only where a digest of it is needed."""
+    """Returns its content; called only if a digest is needed."""
 
 
 def source_of(path: str) -> str | None:
-    """Where the source of a file in `__pycache__` is to be found. None for all other files.
+    """The path of the source of a file in `__pycache__`; None for other files.
 
-    A `.pyc` beside or without a source is loaded whatever its header says about one: it is not a cache.
+    A `.pyc` elsewhere is not a cache: Python loads it without checking a source.
     """
     found = _CACHED.fullmatch(path)
     return f"{found['folder']}{found['stem']}.py" if found else None
 
 
-def settled(data: bytes, source: Source | None) -> bytes | None:
-    """The content of a file in `__pycache__` as the snapshot has it; None when it is of no use."""
+def settle_header(data: bytes, source: Source | None) -> bytes | None:
+    """The content of a file in `__pycache__` in the snapshot, with its new header; None if Python would reject it."""
     if len(data) < HEADER_BYTES or source is None:
         return None
     magic, flags, stamp = _HEADER.unpack_from(data)
@@ -100,9 +99,9 @@ def settled(data: bytes, source: Source | None) -> bytes | None:
     if version < _OLDEST_MAGIC or magic[2:] != b"\r\n":
         return None
     if version < _OLDEST_DIGEST and flags in {_UNCHECKED, _CHECKED}:
-        return data  # Python compares it itself
-    if not _believed(magic, flags, stamp, source):
-        return data if flags == _UNCHECKED else None  # unchecked: Python would load it, right or not
+        return data  # of another digest algorithm; Python checks it itself
+    if not _is_valid(magic, flags, stamp, source):
+        return data if flags == _UNCHECKED else None  # unchecked: Python loads it in any case
     if source.shown_ns is not None:
         head = _HEADER.pack(magic, _TIMESTAMP, _stamp(source.shown_ns, source.size))
     elif version < _OLDEST_DIGEST:
@@ -112,8 +111,8 @@ def settled(data: bytes, source: Source | None) -> bytes | None:
     return head + data[HEADER_BYTES:]
 
 
-def _believed(magic: bytes, flags: int, stamp: bytes, source: Source) -> bool:
-    """Whether the header refers to this source."""
+def _is_valid(magic: bytes, flags: int, stamp: bytes, source: Source) -> bool:
+    """Whether the header matches this source."""
     if flags == _TIMESTAMP:
         return stamp == _stamp(source.mtime_ns, source.size)
     return flags in {_UNCHECKED, _CHECKED} and stamp == _digest(magic, source.read())

@@ -1,9 +1,9 @@
-"""What two installations of the same things may differ in, so that a comparison tells what matters.
+"""Irrelevant differences between two installations of the same packages, for `env verify --oracle`.
 
-For `env verify --oracle`, which compares a restored tree with a fresh one. A snapshot itself is written as it is, apart
-from times and the headers of bytecode. Each rule has its reason; what has no rule must be the same, byte for byte.
+Snapshots are not changed by these rules: they are written as they are, apart from times and headers of bytecode. Each
+rule has a reason; files without a rule must be the same, byte for byte.
 
-Decides and touches nothing.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _IGNORED: Sequence[tuple[re.Pattern[str], str]] = tuple(
 )
 
 
-def ignored(path: str) -> str:
-    """Why two installations may differ in this file; empty when they must not."""
+def ignored_reason(path: str) -> str:
+    """Why two installations may differ in this file; empty if they must not."""
     return next((reason for pattern, reason in _IGNORED if pattern.fullmatch(path)), "")
 
 
 def canonical(path: str, data: bytes) -> bytes:
-    """What must be equal of a file's content: the same bytes for what means the same."""
+    """The part of a file's content that must be equal, in a canonical form."""
     for pattern, rule in _RULES:
         if pattern.fullmatch(path):
             return rule(data)
@@ -50,30 +50,30 @@ def canonical(path: str, data: bytes) -> bytes:
 
 
 def _bytecode(data: bytes) -> bytes:
-    """The code alone: the header repeats the time of the source. Which objects are marked as shared in the code depends
-    on what the compiling process did before; the second version of the format has no such marks."""
+    """The code without the header, which has the time of the source. It is written in version 2 of the marshal format:
+    later versions mark shared objects, depending on what the compiling process had done before."""
     magic, body = data[:4], data[HEADER_BYTES:]
     if magic == MAGIC_NUMBER:
         try:
             return magic + marshal.dumps(marshal.loads(body), 2)  # noqa: S302 - code that a job runs anyway
         except (EOFError, ValueError, TypeError):
-            return data  # damaged: nothing about it may differ
+            return data  # damaged: compared as it is
     return magic + body
 
 
 def _record(data: bytes) -> bytes:
-    """The list of installed files in order, without bytecode (uv does not list it) and without what is ignored."""
+    """The sorted list of installed files, without bytecode (uv does not list it) and ignored files."""
     lines = data.splitlines()
     return b"\n".join(sorted(line for line in lines if not _UNCOMPARED.search(line)))
 
 
 def _paragraphs(data: bytes) -> bytes:
-    """Packages in the order of their text: dpkg keeps that of installation."""
+    """Packages sorted by their text: dpkg keeps the order of installation."""
     return b"\n\n".join(sorted(data.strip(b"\n").split(b"\n\n")))
 
 
 def _json(data: bytes) -> bytes:
-    """JSON whatever its spaces: pip and uv write them differently."""
+    """JSON in one format: pip and uv format it differently."""
     try:
         return json.dumps(json.loads(data), sort_keys=True).encode()
     except (ValueError, RecursionError):
@@ -81,8 +81,8 @@ def _json(data: bytes) -> bytes:
 
 
 def _elf(data: bytes) -> bytes:
-    """A program or library without debugging sections and build identity: they repeat the folder of the build, which
-    has a random name."""
+    """A program or library without debugging sections and build id: they depend on the random name of the build
+    folder."""
     try:
         return b"\0".join(_sections(data))
     except (struct.error, ValueError, IndexError):

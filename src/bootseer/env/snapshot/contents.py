@@ -1,8 +1,8 @@
-"""What a setup left behind: one item for each path that a snapshot keeps, and what each file holds.
+"""The items of a snapshot (one for each path) and their contents.
 
-Paths are looked at before any file is read. Most files are small, and what they cost is opening them: a few threads
-read ahead, as far as a bounded number of bytes. Large files are handed out piece by piece, without their holes. A file
-that changes while it is read is an error: what is published must be what the setup left.
+All paths are inspected before any file is read. Most files are small, and their cost is opening them: a few threads
+read ahead, bounded by bytes. Large files are read in pieces, without their holes. A file that changes meanwhile is an
+error: a snapshot must hold what the setup left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from bootseer.artifact.unpacked import data_extents
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.bytecode import Source, settled, source_of
+from bootseer.env.snapshot.bytecode import Source, settle_header, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
@@ -38,44 +38,44 @@ _KINDS: Mapping[int, Kind] = {
 _NOT_KEPT = {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _OVERLAY = (b"trusted.overlay.", b"user.overlay.")
 _INDIRECT = frozenset({b"redirect", b"metacopy"})
-# Labels and signatures of the machine where the setup ran: they mean nothing on another, or lock it out.
+# Labels and signatures that are valid only on the machine where the setup ran.
 _OF_THE_MACHINE = frozenset({b"security.selinux", b"security.ima", b"security.evm"})
 _NS = 1_000_000_000
 
 
 @dataclass(slots=True)
 class Item:
-    """One path of the snapshot, as it was found."""
+    """One path of the snapshot, with its attributes."""
 
     change: Change
     raw: bytes
-    """The path as the kernel has it."""
+    """The path in bytes."""
     kind: Kind
     mode: int = 0
-    """With the type, as `lstat` says it."""
+    """`st_mode`, with the file type."""
     uid: int = 0
     gid: int = 0
     size: int = 0
     mtime_ns: int = 0
     inode: tuple[int, int] = (0, 0)
-    """Device and inode number of what may have several names; zeros for what has one."""
+    """Device and inode number of a file with several names; zeros otherwise."""
     xattrs: Mapping[bytes, bytes] = field(default_factory=lambda: NO_XATTRS)
     target: bytes = b""
     python_source: str = ""
-    """For a file that Python keeps in `__pycache__`: the path of what it was made from."""
+    """For a file in `__pycache__`: the path of its source."""
 
 
-def look(changes: Iterable[Change], ended_s: float | None) -> tuple[list[Item], list[str]]:
-    """An item for each change, sorted by path; and a line for each path that is left out.
+def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[list[Item], list[str]]:
+    """An item for each change, sorted by path; and a message for each path that is left out.
 
-    Raises `PermanentError` for what cannot be read, was changed after `ended_s`, or is listed twice.
+    Raises `PermanentError` for files that are unreadable, were changed after `ended_s`, or are listed twice.
     """
     items: list[Item] = []
     left_out: list[str] = []
     for change in changes:
         raw = path_bytes(change.path)
         if change.path == "/":
-            continue  # the root directory of a snapshot always has its real attributes
+            continue  # its attributes are always those of the real root directory
         if change.action is Action.DELETED:
             items.append(Item(change, raw, "deleted"))
             continue
@@ -84,7 +84,7 @@ def look(changes: Iterable[Change], ended_s: float | None) -> tuple[list[Item], 
             left_out.append(f"{change.path}: {_NOT_KEPT[stat.S_IFMT(status.st_mode)]}")
             continue
         if ended_s is not None and status.st_ctime_ns > ended_s * _NS:
-            raise changed(change.path)
+            raise changed_error(change.path)
         items.append(_item(change, raw, status))
     items.sort(key=lambda item: item.raw)
     for earlier, later in pairwise(items):
@@ -94,7 +94,7 @@ def look(changes: Iterable[Change], ended_s: float | None) -> tuple[list[Item], 
 
 
 def entry_of(item: Item, *, size: int, digest: str = "", link: str = "", loose: bool = False) -> Entry:
-    """The manifest's entry for an item. `size` and `digest` are those of its content, which is not looked at here."""
+    """The manifest's entry for an item; `size` and `digest` are those of its content."""
     change = item.change
     if item.kind == "deleted":
         return Entry(change.path, "deleted", action=Action.DELETED, before=change.before, loose=loose)
@@ -117,13 +117,13 @@ def entry_of(item: Item, *, size: int, digest: str = "", link: str = "", loose: 
 
 
 def _status(change: Change) -> os.stat_result:
-    return mapped(change.path, lambda: os.lstat(change.source))
+    return with_path_error(change.path, lambda: os.lstat(change.source))
 
 
 def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
     kind = _KINDS[stat.S_IFMT(status.st_mode)]
     python_source = (source_of(change.path) or "") if kind == "file" else ""
-    # Bytecode refers to the one source beside it, whatever other names it has.
+    # Not for bytecode: each name refers to the source beside it.
     several = kind != "directory" and status.st_nlink > 1 and not python_source
     return Item(
         change,
@@ -135,8 +135,8 @@ def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
         status.st_size if kind == "file" else 0,
         status.st_mtime_ns,
         (status.st_dev, status.st_ino) if several else (0, 0),
-        mapped(change.path, lambda: xattrs_of(change.source)),
-        mapped(change.path, lambda: os.readlink(os.fsencode(change.source))) if kind == "symlink" else b"",  # noqa: PTH115
+        with_path_error(change.path, lambda: xattrs_of(change.source)),
+        with_path_error(change.path, lambda: os.readlink(os.fsencode(change.source))) if kind == "symlink" else b"",  # noqa: PTH115
         python_source,
     )
 
@@ -151,23 +151,23 @@ def xattrs_of(path: str) -> Mapping[bytes, bytes]:
     for name in map(os.fsencode, names):
         for prefix in _OVERLAY:
             if name.startswith(prefix) and name.removeprefix(prefix) in _INDIRECT:
-                raise PermanentError(f"{path}: only a part of a file, its content lies in the layer below")
+                raise PermanentError(f"{path}: an incomplete file, whose content lies in the layer below")
         if has_prefix(name) and not name.startswith(_OVERLAY) and name not in _OF_THE_MACHINE:
             found[name] = os.getxattr(path, name, follow_symlinks=False)
     return found
 
 
-def changed(path: str) -> PermanentError:
-    """What is raised for a file that did not stay as the setup left it."""
-    return PermanentError(f"{path} was changed after the setup had ended; this run gives no snapshot")
+def changed_error(path: str) -> PermanentError:
+    """The error for a file that was changed after the setup."""
+    return PermanentError(f"{path} was changed after the setup had ended; no snapshot is made")
 
 
-def mapped(path: str, ask: Callable[[], T]) -> T:
-    """The answer of the file system. Raises `PermanentError` that names the path for its errors."""
+def with_path_error(path: str, ask: Callable[[], T]) -> T:
+    """The result of `ask`; raises its `OSError` as a `PermanentError` that names the path."""
     try:
         return ask()
     except OSError as error:
-        raise PermanentError(f"{path}: {error.strerror}; this run gives no snapshot") from error
+        raise PermanentError(f"{path}: {error.strerror}; no snapshot is made") from error
 
 
 SMALL_BYTES = 1 << 20
@@ -180,16 +180,16 @@ _BATCHES_PER_THREAD = 3
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a small file holds: data and digest. None instead of data: bytecode that is of no use."""
+    """The content of a small file and its digest; no data: bytecode that Python would reject."""
 
     data: bytes | None
     digest: str
     secret: str = ""
-    """What was found in it that must not be published (`SecretCheck.content`)."""
+    """A secret that was found in it (`SecretCheck.check_content`)."""
 
 
 class Contents:
-    """Reads ahead in a few threads, as a context manager. `source_of` tells the source of a file in `__pycache__`."""
+    """Reads ahead in a few threads; a context manager. `source_of` returns the source of a file in `__pycache__`."""
 
     def __init__(
         self, items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
@@ -208,7 +208,7 @@ class Contents:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def small(self, item: Item) -> Content:
+    def next_small(self, item: Item) -> Content:
         """The content of `item`, the next small file. Raises `PermanentError`."""
         while not self._ready:
             while len(self._ahead) < self._max_ahead and (batch := next(self._batches, None)):
@@ -222,10 +222,10 @@ class Contents:
         return [(item, self._content(item)) for item in batch]
 
     def _content(self, item: Item) -> Content:
-        data: bytes | None = mapped(item.change.path, lambda: read_whole(item))
+        data: bytes | None = with_path_error(item.change.path, lambda: read_whole(item))
         if item.python_source:
-            data = mapped(item.change.path, lambda: settled(data or b"", self._source_of(item)))
-        secret = "" if item.python_source else self._check.content(item.change.path, data or b"")
+            data = with_path_error(item.change.path, lambda: settle_header(data or b"", self._source_of(item)))
+        secret = "" if item.python_source else self._check.check_content(item.change.path, data or b"")
         return Content(data, digest_of(data or b""), secret)
 
 
@@ -263,14 +263,14 @@ def digest_of_file(file: BinaryIO) -> str:
 
 
 def read_whole(item: Item) -> bytes:
-    """All bytes of a small file. Raises `OSError`, and `PermanentError` when it is not what was looked at."""
+    """The content of a small file. Raises `OSError`, and `PermanentError` if it has changed since its inspection."""
     descriptor = _open(item)
     try:
         data = os.read(descriptor, item.size + 1)
         while len(data) < item.size and (piece := os.read(descriptor, item.size - len(data))):
             data += piece
         if len(data) != item.size:
-            raise changed(item.change.path)
+            raise changed_error(item.change.path)
         _check_same(item, descriptor)
     finally:
         os.close(descriptor)
@@ -278,7 +278,8 @@ def read_whole(item: Item) -> bytes:
 
 
 def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Callable[[int], object]) -> str:
-    """Hand out a large file, holes as a number of zeros; its digest. Raises as `read_whole` does."""
+    """Pass a large file to `write` in pieces, and its holes to `write_zeros`; its digest. Raises as `read_whole`
+    does."""
     found = blake3()
     descriptor = _open(item)
     try:
@@ -290,7 +291,7 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
             while at < end:
                 piece = os.pread(descriptor, min(_PIECE, end - at), at)
                 if not piece:
-                    raise changed(item.change.path)
+                    raise changed_error(item.change.path)
                 found.update(piece)
                 write(piece)
                 at += len(piece)
@@ -303,7 +304,7 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
 
 
 def _open(item: Item) -> int:
-    # O_NONBLOCK: what was a file a moment ago may be a pipe now.
+    # O_NONBLOCK: the file may have been replaced by a pipe.
     descriptor = os.open(item.change.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_same(item, descriptor)
@@ -316,7 +317,7 @@ def _open(item: Item) -> int:
 def _check_same(item: Item, descriptor: int) -> None:
     status = os.fstat(descriptor)
     if (status.st_mode, status.st_size, status.st_mtime_ns) != (item.mode, item.size, item.mtime_ns):
-        raise changed(item.change.path)
+        raise changed_error(item.change.path)
 
 
 def _digest_zeros(digest: blake3, count: int) -> None:

@@ -1,8 +1,7 @@
-"""What a snapshot holds, path by path: the list that restores of single files and every verification go by.
+"""The manifest of a snapshot: its paths with attributes and digests, for restores of single files and verification.
 
-It is JSON lines in a zstd frame, docs/formats/environment.md, and lies in a store that others write to: nothing in it
-is believed before it was checked, and memory is bounded by what is parsed, not by what it says. Decides and touches
-nothing.
+JSON lines in a zstd frame (docs/formats/environment.md). It comes from a store that others may write to: all fields are
+checked, and memory is bounded by the parsed bytes, not by announced sizes. Does no I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WINDOW = 1 << 23
 _STEP = 1 << 10
 MAX_PATH_BYTES = 4095
 _MAX_NAME_BYTES = 255
-_MARKS = ("trusted.overlay.", "user.overlay.")  # overlayfs would obey them
+_MARKS = ("trusted.overlay.", "user.overlay.")  # overlayfs would interpret them
 
 
 Kind = Literal["file", "directory", "symlink", "fifo", "deleted"]
@@ -48,7 +47,7 @@ class Entry:
     """Absolute, as the setup saw it; bytes that are not UTF-8 are surrogate escapes."""
     kind: Kind
     mode: Annotated[int, Meta(ge=0, le=0o7777)] = 0
-    """Permission bits, set-user-id and the like included; 0 for what was deleted."""
+    """Permission bits with set-user-id and the like; 0 for a deletion."""
     uid: Annotated[int, Meta(ge=0, le=_MAX_OWNER)] = 0
     gid: Annotated[int, Meta(ge=0, le=_MAX_OWNER)] = 0
     size: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -56,17 +55,17 @@ class Entry:
     digest: Annotated[str, Meta(pattern=r"\A(blake3:[0-9a-f]{64})?\Z")] = ""
     """`blake3:<hex>` of a file's content as the snapshot has it."""
     target: str = ""
-    """What a symbolic link says."""
+    """Target of a symbolic link."""
     xattrs: Mapping[str, bytes] = field(default_factory=lambda: _NO_XATTRS)
     link: str = ""
-    """The first path of the same file, for a hard link. All else is repeated."""
+    """For a hard link: the first path of the file. All other fields are repeated."""
     opaque: bool = False
-    """A directory that hides the one below."""
+    """Whether a directory hides the one below."""
     action: Action = Action.ADDED
     before: Annotated[str, Meta(pattern=_BEFORE)] = ""
     """See `Change.before`."""
     loose: bool = False
-    """Not shown by a mount on a host, but written to the node's own file system."""
+    """Whether a restore on a host copies it instead of mounting it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """`sha256:<hex>` of what the snapshot holds: neither what was there before nor how it is shown counts."""
+        """`sha256:<hex>` of the snapshot's content, without previous states and the division into roots."""
         found = hashlib.sha256()
         for entry in self.entries:
             found.update(_line(_content(entry)))
@@ -102,7 +101,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Read a manifest. Raises `CorruptError`, or `PermanentError` for a version that is not known here."""
+        """Read a manifest. Raises `CorruptError`, or `PermanentError` for an unknown version."""
         lines = _lines(data)
         head = _object(next(lines, b""))
         schema = head.get("schema")
@@ -122,12 +121,12 @@ class Manifest:
 
 
 def path_bytes(path: str) -> bytes:
-    """A path as the kernel has it. Manifests are sorted by this."""
+    """A path in bytes, by which manifests are sorted."""
     return path.encode("utf-8", "surrogateescape")
 
 
 def _content(entry: Entry) -> dict[str, Any]:
-    """The part of an entry that the digest covers. What is usual is left out."""
+    """The part of an entry that the digest covers, without default values."""
     found: dict[str, Any] = {"path": entry.path, "kind": entry.kind, "mode": entry.mode}
     for name in ("uid", "gid", "size", "digest", "target", "link", "opaque"):
         value = getattr(entry, name)
@@ -162,7 +161,7 @@ def _lines(data: bytes) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
     view = memoryview(data)
     try:
-        # A little at a time: four bytes may say 128 KiB.
+        # In small steps: four bytes may decompress to 128 KiB.
         for at in range(0, len(data), _STEP):
             text = decompressor.decompress(view[at : at + _STEP])
             total += len(text)
@@ -197,18 +196,18 @@ def _entry(value: dict[str, Any]) -> Entry:
 
 
 class _Checks:
-    """What entries must be, each for itself and all together."""
+    """Checks of single entries and of their relations."""
 
     def __init__(self) -> None:
         self._last = b""
-        self._leaves: set[str] = set()  # what nothing can lie below
+        self._leaves: set[str] = set()  # paths that are not directories
         self._first: dict[str, Entry] = {}
 
     def checked(self, entry: Entry) -> Entry:
-        """The next entry, if it can be one. Raises `CorruptError`."""
+        """Check the next entry and return it. Raises `CorruptError`."""
         raw = _checked_path(entry.path)
         if raw <= self._last:
-            raise _wrong(entry.path, "a place where it does not belong, or twice")
+            raise _wrong(entry.path, "out of order, or twice")
         self._last = raw
         self._check_fields(entry)
         parent = entry.path.rpartition("/")[0]
@@ -223,7 +222,7 @@ class _Checks:
         if entry.link:
             first = self._first.get(entry.link)
             if first is None or (first.kind, first.digest) != (entry.kind, entry.digest) or entry.kind == "deleted":
-                raise _wrong(entry.path, "a hard link to what is not there")
+                raise _wrong(entry.path, "a hard link to a missing file")
         return entry
 
     def _check_fields(self, entry: Entry) -> None:
@@ -244,7 +243,7 @@ class _Checks:
 def _checked_path(path: str) -> bytes:
     raw = _name_bytes(path, path)
     names = raw.split(b"/")
-    # One path must have one spelling: escapes are for bytes that are not UTF-8 alone.
+    # Each path must have only one spelling: escapes are only for bytes that are not UTF-8.
     good = names[0] == b"" and len(raw) <= MAX_PATH_BYTES and raw.decode("utf-8", "surrogateescape") == path
     if (
         not good

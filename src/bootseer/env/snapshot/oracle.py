@@ -1,9 +1,8 @@
-"""The oracle: install once more, for real, and hold the restored snapshot against it, path by path.
+"""The oracle: compare a restored snapshot with a fresh installation, path by path.
 
-The installation runs in a capture of its own, which leaves the machine as it is. What the requirements leave open is
-pinned to the versions that the snapshot has: both come from the same lock, and every difference is one that a job could
-meet. All must be the same but what two installations of the same things may differ in (`snapshot.canonical`), and
-bytecode that only one of them has: which modules an installer imports on its way is chance.
+The installation runs in a capture, which leaves the machine unchanged. Unpinned requirements are pinned to the
+snapshot's versions, so that every difference is relevant. Differences that are ignored: those of `snapshot.canonical`,
+and bytecode that only one side has, as it is random which modules an installer imports.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.capturing.capture import Say, open_capture
+from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.walk import same_bytes
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.canonical import canonical, ignored
-from bootseer.env.snapshot.contents import Item, look
+from bootseer.env.snapshot.canonical import canonical, ignored_reason
+from bootseer.env.snapshot.contents import Item, inspect_changes
 from bootseer.env.snapshot.manifest import Entry, path_bytes
 from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference
 from bootseer.errors import PermanentError
@@ -31,28 +30,28 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came out of it."""
+    """The result."""
 
     differences: tuple[Difference, ...]
-    """Sorted by path, `MAX_DIFFERENCES` at most; empty: the two are the same."""
+    """Sorted by path, at most `MAX_DIFFERENCES`."""
     num_compared: int
-    """Paths that both have."""
+    """Number of compared paths."""
 
 
 def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root: str) -> Comparison:
-    """The snapshot's entries and the folder where its files lie, against the changes of a fresh installation.
+    """Compare the snapshot's entries, whose files lie in `tree`, with the changes of a fresh installation.
 
-    `root` is where the installation's own view can be read: what it found in place and left as it was is unchanged, but
-    must be what the snapshot has. Raises `PermanentError` when the installation's files cannot be read.
+    `root` is where the installation's view can be read: files that it found and did not change are compared, too.
+    Raises `PermanentError` for unreadable files of the installation.
     """
-    items, _ = look(changes, None)
+    items, _ = inspect_changes(changes, None)
     fresh = {item.change.path: item for item in items}
     pairs: list[tuple[Entry, Item | None]] = []
     for entry in entries:
-        item = fresh.pop(entry.path, None) or _standing(entry, root)
-        if not ignored(entry.path) and (item is not None or not _is_chance(entry.path)):
+        item = fresh.pop(entry.path, None) or _unchanged_item(entry, root)
+        if not ignored_reason(entry.path) and (item is not None or not _is_bytecode(entry.path)):
             pairs.append((entry, item))
-    more = [path for path in fresh if not ignored(path) and not _is_chance(path)]
+    more = [path for path in fresh if not ignored_reason(path) and not _is_bytecode(path)]
     differences = [Difference(path, "only in the fresh installation") for path in more]
     with Tasks("bootseer-compare", min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
         words = pool.map(lambda pair: "; ".join(_differences(pair[0], pair[1], tree)), pairs)
@@ -61,19 +60,19 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
     return Comparison(tuple(differences[:MAX_DIFFERENCES]), len(pairs))
 
 
-def _is_chance(path: str) -> bool:
-    """Bytecode in its folder, or the folder."""
+def _is_bytecode(path: str) -> bool:
+    """Whether it is a `__pycache__` folder, or lies in one."""
     return path.endswith("/__pycache__") or "/__pycache__/" in path
 
 
-def _standing(entry: Entry, root: str) -> Item | None:
-    """What the installation's view shows at a path that it did not change; None for nothing."""
+def _unchanged_item(entry: Entry, root: str) -> Item | None:
+    """The item at a path that the installation did not change; None if it does not exist."""
     source = f"{root.rstrip('/')}{entry.path}"
     try:
         Path(source).lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    items, _ = look([Change(entry.path, Action.MODIFIED, source)], None)
+    items, _ = inspect_changes([Change(entry.path, Action.MODIFIED, source)], None)
     return items[0] if items else None
 
 
@@ -132,22 +131,22 @@ def fresh_install_differs(
     folders: Iterable[Path | str] = (),
     say: Say = lambda line: None,
 ) -> Comparison:
-    """Install afresh and compare.
+    """Run a fresh installation and compare.
 
     `packages` are those of the snapshot's document, `entries` its manifest, `tree` is where its files can be read.
-    `folder` is one on a disk with room for another installation; the other arguments are `open_capture`'s. The
-    snapshot must not be shown where this process runs. Raises `PermanentError` when the setup fails now, or when it
-    could not be captured without changing this machine, and what the capture raises.
+    `folder` lies on a disk with room for another installation; the other arguments are `open_capture`'s. The snapshot
+    must not be mounted in this process's namespace. Raises `PermanentError` if the setup fails, or cannot be captured
+    without changing this machine.
     """
     pins = folder / _PINS
     pins.write_text(pinned(packages), encoding="utf-8")
     with open_capture(folder / "capture", say=say, env=env, own=own, folders=folders) as view:
         if view.way == "scan":
-            reason = "; ".join(view.refused.values())
+            reason = "; ".join(view.rejected.values())
             raise PermanentError(
                 f"a fresh installation would change this machine itself, as nothing can be laid over: {reason}"
             )
-        # pip and uv obey these wherever the setup calls them, with the user's own constraints.
+        # For pip and uv wherever the setup calls them, in addition to the user's constraints.
         pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
         code = install(view, {**env, **pinning})
         if code:
@@ -158,5 +157,5 @@ def fresh_install_differs(
 
 
 def pinned(packages: Iterable[str]) -> str:
-    """The text of a constraint file that allows exactly these versions; packages of the system are not pip's."""
+    """A constraint file for exactly these versions, without system packages."""
     return "".join(f"{package}\n" for package in packages if not package.startswith("deb:"))

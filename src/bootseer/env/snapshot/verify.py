@@ -1,7 +1,7 @@
-"""Compare files with what a manifest says of them.
+"""Compare files with a manifest.
 
-Two tiers: `quick` looks at each path, `full` reads all files, too. The tree is a snapshot's layer as it is mounted, or
-what a job sees: layers over one another, or files that were written to the node.
+Two tiers: `quick` compares attributes, `full` reads all files, too. The tree is a snapshot's mounted layer, or a job's
+view: mounted roots, or copied files.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MARK = b"trusted.overlay.opaque"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One path that is not what the manifest says."""
+    """A path that differs from the manifest."""
 
     path: str
     words: str
-    """What is wrong with it, for people: `mode 0644, not 0755`."""
+    """The difference as text: `mode 0644, not 0755`."""
 
 
 def verify(
@@ -46,16 +46,16 @@ def verify(
     threads: int | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Difference]:
-    """Where the tree below the folder `tree` differs from the entries, sorted by path, `MAX_DIFFERENCES` at most.
+    """The differences between the tree below `tree` and the entries, sorted by path, at most `MAX_DIFFERENCES`.
 
-    With `layer` it is a snapshot's own tree: it holds nothing else, deletions are whiteouts, hard links are links.
-    Otherwise what was deleted must not be there, and the tree may hold more. Without `owners` user and group are not
-    compared, as a mount of another user shows its own. `progress` gets the paths that are done, and how many there are.
+    With `layer` it is a snapshot's own tree: it has no other files, deletions are whiteouts, and hard links are
+    checked. Otherwise deleted paths must not exist, and there may be other files. Without `owners` user and group are
+    not compared, as mounts of a user without root show their own. `progress` gets the number of done and all paths.
 
-    What cannot be read is a difference; nothing is raised for it.
+    Unreadable files are differences; nothing is raised for them.
     """
     threads = threads or min(len(os.sched_getaffinity(0)), 8)
-    run = _Run(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full")
+    run = _Comparison(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full")
     waiting: deque[tuple[int, Future[list[Difference]]]] = deque()
     found: list[Difference] = []
     done = 0
@@ -78,7 +78,7 @@ def verify(
     return sorted(found, key=lambda difference: path_bytes(difference.path))[:MAX_DIFFERENCES]
 
 
-class _Run:
+class _Comparison:
     def __init__(self, tree: bytes, layer: bool, owners: bool, full: bool) -> None:
         self._tree = tree
         self._layer = layer
@@ -86,10 +86,10 @@ class _Run:
         self._full = full
 
     def compare(self, entries: Sequence[Entry]) -> list[Difference]:
-        return [Difference(entry.path, words) for entry in entries if (words := self._words(entry))]
+        return [Difference(entry.path, words) for entry in entries if (words := self._describe(entry))]
 
     def unknown(self, entries: Sequence[Entry]) -> list[Difference]:
-        """What the layer holds besides the entries and the directories on their way."""
+        """Paths of the layer that are neither entries nor their parent directories."""
         known = set()
         for entry in entries:
             path = path_bytes(entry.path)
@@ -104,7 +104,7 @@ class _Run:
                     break
         return found
 
-    def _words(self, entry: Entry) -> str:
+    def _describe(self, entry: Entry) -> str:
         path = self._tree + path_bytes(entry.path)
         try:
             status = os.lstat(path)
@@ -148,7 +148,7 @@ class _Run:
     def _xattrs(self, entry: Entry, path: bytes) -> Iterator[str]:
         found = {os.fsdecode(name): value for name, value in xattrs_of(os.fsdecode(path)).items()}
         for name in sorted(found.keys() | entry.xattrs.keys()):
-            # Only root can see those at all.
+            # Readable only by root.
             hidden = name.startswith("trusted.") and name not in found
             if not hidden and found.get(name) != entry.xattrs.get(name):
                 yield f"extended attribute {name} is not what it was"
@@ -165,7 +165,7 @@ class _Run:
 
 
 def _walk(tree: bytes) -> Iterator[bytes]:
-    """Everything below a folder, as paths from it on. Directories that cannot be read were reported already."""
+    """All paths below a folder, relative to it. Unreadable directories were reported before."""
     waiting = [b""]
     while waiting:
         folder = waiting.pop()

@@ -1,12 +1,12 @@
-"""Write what a setup left behind as a snapshot: one EROFS block file and one manifest, both canonical.
+"""Write a setup's changes as a snapshot: one EROFS block file and one manifest, both canonical.
 
-The same files give the same two objects, whenever, wherever and in whichever order the setup wrote them. Files are read
-and digested in a few threads, compressed in others, and stored by the caller's: nothing is kept on disk, and of the
-files no more in memory than what is on its way.
+The same files give the same two objects, independent of time, place and order of writing. Files are read and digested
+in a few threads, compressed in others, and stored by the caller's. Nothing is buffered on disk, and in memory only what
+is in flight.
 
-The tree has the form that overlayfs reads: a deletion becomes a whiteout, a directory that replaces one is marked
-opaque for both kinds of overlay mounts. A directory on the way that did not change itself shows in a mount as the
-uppermost one that there is: it gets what the real one has.
+The tree has overlayfs' form: a deletion becomes a whiteout, a directory that replaces one is marked opaque for both
+kinds of overlay mounts. Unchanged parent directories are in the tree, too, with the attributes of the real ones: an
+overlay shows the attributes of the uppermost directory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.roots import is_checked
 from bootseer.env.snapshot.bytecode import Source, Times
-from bootseer.env.snapshot.contents import Contents, Item, entry_of, is_small, look, mapped, read_pieces, xattrs_of
+from bootseer.env.snapshot.contents import (
+    Contents,
+    Item,
+    entry_of,
+    inspect_changes,
+    is_small,
+    read_pieces,
+    with_path_error,
+    xattrs_of,
+)
 from bootseer.env.snapshot.manifest import MAX_ENTRIES, Entry, Manifest, path_bytes
-from bootseer.env.snapshot.secret_check import SecretCheck, refuse
+from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
@@ -35,13 +44,13 @@ from bootseer.logs import logger
 from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
 
-# Root's mounts obey the first, mounts in a user namespace (`userxattr`) the second; each lets the other be.
+# Root's mounts use the first, mounts in a user namespace (`userxattr`) the second; each ignores the other.
 OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
 _NOTHING = Extent(0, 0)
 
 
 class SnapshotTree:
-    """The tree in `writer`. `root` is where all directories can be seen as they are now."""
+    """The tree in `writer`. `root` is where all directories can be read."""
 
     def __init__(self, writer: ErofsWriter, root: str, times: Times) -> None:
         self._tree = writer.tree
@@ -49,31 +58,33 @@ class SnapshotTree:
         self._times = times
         self._directories = {b"": ROOT}
         self._whiteout: int | None = None  # one inode with many names
-        self._tree.update(ROOT, self._seen(b""))
+        self._tree.update(ROOT, self._directory_attributes(b""))
 
     def add(self, item: Item, extent: Extent = _NOTHING) -> int:
-        """A path whose data, if any, was written to `extent`; its inode. A directory comes before what is in it."""
+        """Add a path whose data, if any, was written to `extent`; its inode. Directories come before their entries."""
         if item.kind == "deleted":
-            return self.hide(item)
+            return self.add_whiteout(item)
         xattrs = item.xattrs
         if item.change.opaque:
             xattrs = {**xattrs, **OPAQUE_XATTRS}
-        attributes = Attributes(item.mode, item.uid, item.gid, self._times.of(item.raw, item.mtime_ns), xattrs=xattrs)
+        attributes = Attributes(
+            item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
+        )
         inode = self._tree.add(attributes, size=extent.size, place=extent.block, target=item.target)
         self.link(item, inode)
         if item.kind == "directory":
             self._directories[item.raw] = inode
         return inode
 
-    def hide(self, item: Item) -> int:
-        """A whiteout in the place of the item."""
+    def add_whiteout(self, item: Item) -> int:
+        """Add a whiteout at the item's path; its inode."""
         if self._whiteout is None:
             self._whiteout = self._tree.add(Attributes(stat.S_IFCHR))
         self.link(item, self._whiteout)
         return self._whiteout
 
     def link(self, item: Item, inode: int) -> None:
-        """Give an inode the name of the item."""
+        """Link an inode at the item's path."""
         parent, _, name = item.raw.rpartition(b"/")
         self._tree.link(self._directory(parent), name, inode)
 
@@ -84,19 +95,19 @@ class SnapshotTree:
             holder = self._directory(parent)
             if self._tree.child(holder, name) is not None:
                 raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is not a directory")
-            found = self._directories[path] = self._tree.add(self._seen(path))
+            found = self._directories[path] = self._tree.add(self._directory_attributes(path))
             self._tree.link(holder, name, found)
         return found
 
-    def _seen(self, path: bytes) -> Attributes:
-        """What a directory is like in the tree that the setup left."""
+    def _directory_attributes(self, path: bytes) -> Attributes:
+        """The attributes of a directory, as the setup left it."""
         where = os.fsdecode(self._root + (path or b"/."))  # the root itself may be named through a link in /proc
         shown = os.fsdecode(path) or "/"
-        status = mapped(shown, lambda: os.lstat(where))
+        status = with_path_error(shown, lambda: os.lstat(where))
         if not stat.S_ISDIR(status.st_mode):
             raise PermanentError(f"{shown} holds changes of the setup and is not a directory")
-        mtime_ns = self._times.of(path, status.st_mtime_ns)
-        xattrs = mapped(shown, lambda: xattrs_of(where))
+        mtime_ns = self._times.shown_ns(path, status.st_mtime_ns)
+        xattrs = with_path_error(shown, lambda: xattrs_of(where))
         return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
 
 
@@ -119,7 +130,7 @@ def store_manifest(store: Store, manifest: Manifest) -> Stored:
 
 
 MAX_BYTES = 256 << 30
-"""Holes count, too: a sparse file of a terabyte takes minutes to digest."""
+"""Including holes: digesting a sparse file of a terabyte takes minutes."""
 _ALONE = (0, 0)
 _log = logger(__name__)
 _ATTEMPTS = 3
@@ -128,7 +139,7 @@ _DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A snapshot that lies in a store. No document leads to it yet."""
+    """A snapshot that was written to a store, without a document yet."""
 
     file: BlockFile
     manifest: Stored
@@ -137,11 +148,11 @@ class Written:
     entries: tuple[Entry, ...]
     num_files: int
     size_bytes: int
-    """Of all files; a file with several names counts once."""
+    """Of all files, counting hard links once."""
     left_out: tuple[str, ...]
-    """Paths that no snapshot can hold, each with the reason."""
+    """Paths of unsupported kinds, each with the reason."""
     loose: Stored | None = None
-    """A manifest of what a restore has to look at; None where that is nothing."""
+    """Manifest of the paths that a restore must check; None if there are none."""
 
 
 def write_snapshot(
@@ -155,18 +166,18 @@ def write_snapshot(
     is_loose: Callable[[str], bool] = lambda _: False,
     threads: int | None = None,
 ) -> Written:
-    """Store the snapshot of these changes.
+    """Write the snapshot of these changes to a store.
 
-    `began_s` and `ended_s` say when the setup ran, in seconds since 1970: a file that was changed later is an error.
-    `root` is a folder that shows the whole tree as the setup left it, for directories and Python sources that did not
-    change. `is_loose` says which paths are not mounted on a host. `check` judges all that is stored before it is:
-    nothing that looks secret leaves this process.
+    `began_s` and `ended_s` are the times of the setup, in seconds since 1970: a file that was changed later is an
+    error. `root` is a folder with the whole tree as the setup left it, for unchanged directories and Python sources.
+    `is_loose` returns whether a path is copied on a host instead of mounted. `check` checks everything before it is
+    stored, so that no secret leaves this process.
 
-    Raises `PermanentError` for what cannot be read, was changed since, is secret or too much, and what the store
-    raises. What is raised leaves nothing behind that a reader could take for a snapshot.
+    Raises `PermanentError` for files that are unreadable, changed, secret or too large, and what the store raises.
+    After an error there is nothing in the store that could be taken for a snapshot.
     """
     began = time.monotonic()
-    items, left_out = look(changes, ended_s)
+    items, left_out = inspect_changes(changes, ended_s)
     for line in left_out:
         _log.info("not in the snapshot: %s", line)
     items = [item for item in items if not (item.python_source and is_loose(item.change.path))]
@@ -179,12 +190,12 @@ def write_snapshot(
     _check_names(items, check)
     threads = threads or min(len(os.sched_getaffinity(0)), 8)
 
-    def once(_left_s: float) -> tuple[BlockFile, _Run]:
+    def once(_left_s: float) -> tuple[BlockFile, _SnapshotWriter]:
         with BlockWriter(store, head_bytes=BLOCK, threads=threads) as blocks:
-            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, check)
+            run = _SnapshotWriter(ErofsWriter(blocks), items, began_s, root, is_loose, check)
             return blocks.finish(run.write(threads)), run
 
-    # An upload cannot be taken up again in the middle; all of it can.
+    # A failed upload cannot be resumed, only repeated as a whole.
     file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
     manifest = Manifest(tuple(run.entries))
     loose = _loose_part(manifest.entries, is_loose)
@@ -205,27 +216,27 @@ def write_snapshot(
 
 
 def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
-    """Judge what is known before any file is read. Raises `PermanentError`."""
+    """Check paths, links and attributes, before any file is read. Raises `PermanentError`."""
     here = {item.change.path: item.change.source for item in items if item.kind == "file"}
     rows: list[tuple[str, PathKind, int]] = [
         (item.change.path, item.kind, item.size) for item in items if item.kind != "deleted"
     ]
-    refuse(check.paths(rows, lambda path: mapped(path, lambda: _read(here[path]))))
+    raise_if_secret(check.check_paths(rows, lambda path: with_path_error(path, lambda: _read(here[path]))))
     for item in items:
         words = (item.raw, item.target, *map(os.fsencode, item.xattrs), *item.xattrs.values())
         if item.target or item.xattrs:
-            refuse([found] if (found := check.text(item.change.path, b"\n".join(words))) else [])
+            raise_if_secret([found] if (found := check.check_text(item.change.path, b"\n".join(words))) else [])
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
-    """What a restore has to look at: loose paths, and those whose mount might hide what a user wrote on a machine.
-    A loose link to a file that is not among them is a file of its own."""
+    """The manifest of paths that a restore must check: loose paths, and those whose mount might hide a user's file.
+    A hard link to a file that is not among them becomes a file of its own."""
     part = [entry for entry in entries if is_loose(entry.path) or is_checked(entry.path, entry.before)]
     paths = {entry.path for entry in part}
     return Manifest(tuple(entry if entry.link in paths else replace(entry, link="") for entry in part))
 
 
-class _Run:
+class _SnapshotWriter:
     def __init__(
         self,
         writer: ErofsWriter,
@@ -244,14 +255,14 @@ class _Run:
         self._is_loose = is_loose
         self._check = check
         self._secrets: list[str] = []
-        """What must not be published: from the first one on nothing is written, and the rest is only looked at."""
+        """Secrets that were found: from the first one on files are only checked, and no longer written."""
         self._files = {item.raw: item for item in items}
         self._times = Times(began_s, ((item.raw, item.mtime_ns) for item in items if item.kind == "file"))
         self._tree = SnapshotTree(writer, root, self._times)
         self._first: dict[tuple[int, int], tuple[int, Entry]] = {}  # inode and entry of files with several names
 
     def write(self, threads: int) -> bytes:
-        """Everything; block 0 of the image."""
+        """Write everything; returns block 0 of the image."""
         reading, names = [], set()
         for item in self._items:
             if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
@@ -260,7 +271,7 @@ class _Run:
         with Contents(reading, self._source_of, self._check, threads) as contents:
             for item in self._items:
                 self._add(item, contents)
-        refuse(self._secrets)
+        raise_if_secret(self._secrets)
         return self._writer.finish()
 
     def _add(self, item: Item, contents: Contents) -> None:
@@ -273,15 +284,15 @@ class _Run:
         extent, digest = Extent(0, 0), ""
         if item.kind == "file":
             if is_small(item):
-                content = contents.small(item)
+                content = contents.next_small(item)
                 if content.data is None:
                     self._drop(item)
                     return
                 self._write(content.data, content.secret)
                 digest = content.digest
             elif not self._secrets:
-                judge = self._check.large(item.change.path, item.size)
-                digest = mapped(
+                judge = self._check.check_large(item.change.path, item.size)
+                digest = with_path_error(
                     item.change.path,
                     lambda: read_pieces(item, lambda piece: self._write(piece, judge(piece)), self._writer.write_zeros),
                 )
@@ -300,9 +311,9 @@ class _Run:
             self._writer.write(data)
 
     def _drop(self, item: Item) -> None:
-        """Leave out useless bytecode. What it replaced must not come back: Python might believe that."""
+        """Drop invalid bytecode. A file that it replaced is hidden by a whiteout, as Python might accept that one."""
         if item.change.action is Action.MODIFIED:
-            self._tree.hide(item)
+            self._tree.add_whiteout(item)
             self.entries.append(Entry(item.change.path, "deleted", action=Action.DELETED, before=item.change.before))
 
     def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
@@ -318,7 +329,7 @@ class _Run:
             return _source_below(self._root + item.python_source)
         if known.kind != "file":
             return None
-        shown_ns = self._times.of(known.raw, known.mtime_ns)
+        shown_ns = self._times.shown_ns(known.raw, known.mtime_ns)
         return Source(known.mtime_ns, known.size, shown_ns, lambda: _read(known.change.source))
 
 
@@ -327,7 +338,7 @@ def _source_below(path: str) -> Source | None:
         status = os.lstat(path)
     except OSError:
         return None
-    # A link may lead elsewhere on another node, and through `root` even here.
+    # Not through a link, which may lead elsewhere on another node, or outside of `root` here.
     if not stat.S_ISREG(status.st_mode):
         return None
     return Source(status.st_mtime_ns, status.st_size, None, lambda: _read(path))

@@ -76,7 +76,7 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import import_errors
 
-                import_errors.tell(error)
+                import_errors.report(error)
             except Exception:
                 pass
 

@@ -1,10 +1,10 @@
-"""What a setup left running: how long it took until ready, started again at a restore, ended with the job.
+"""Daemons that a setup left running: started again at a restore, ended with the job.
 
-    environment_setup.daemon      one of them, from its start until it listens and its pid files are there
+    environment_setup.daemon      one daemon, from its start until it listens and its pid files exist
 
-One process of ours (`background`) starts all of them at once and adopts what they fork, so that it can end them with
-the run however that ends. Nothing is started where an address is taken, a pid file is there or a user is another; one
-that ends while others are not ready may need them, and is started once more when they are.
+A helper process (`background`) starts all of them at once. As a subreaper it adopts what they fork, so that it can end
+them however the run ends. None is started if an address is taken, a pid file exists or a user differs. A daemon that
+exits while others are not ready yet may depend on them, and is started once more when they are.
 """
 
 from __future__ import annotations
@@ -23,88 +23,92 @@ from pathlib import Path
 from typing import NoReturn
 
 from bootseer.env.capturing import exports
-from bootseer.env.capturing.leftovers import PASSING
+from bootseer.env.capturing.leftovers import TRANSIENT
 from bootseer.env.document import Daemon
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.fuse.syscalls import libc
-from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.task import Task
-from bootseer.launch.environment.view import NotShown
+from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.trace.event import BEGIN, END, OK
 
 STAGE = "daemon"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_TICK_S = 0.02
+_POLL_S = 0.02
 _SETTLED_S = 0.1
-"""So long must one run that nothing else shows to be ready."""
+"""A daemon without sockets and pid files counts as ready after running this long."""
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 20.0, 600.0
 _GRACE_S = 3.0
 """Between SIGTERM and SIGKILL."""
 _END_S = 60.0
-"""For all of that on a busy node: without its keeper nothing would end them."""
-_MAX_WHY = 4096
+"""For ending all daemons on a busy node: if the helper were killed before, they would keep running."""
+_MAX_ERROR_BYTES = 4096
 _NOT_STARTED = 127
-# By Python or by `background`; a daemon finds them as the setup's did.
+# Ignored by Python or by `background`; daemons get the default action.
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class SocketWatch:
-    """Sees beside a setup when sockets begin to wait for others."""
+    """Records, while a setup runs, when sockets begin to listen."""
 
     def __init__(self) -> None:
         self._background = start_background(
-            partial(_watch, {*listening()}), name="bootseer-ports", log=Path(os.devnull)
+            partial(_watch_sockets, {*listening()}), name="bootseer-ports", log=Path(os.devnull)
         )
 
     def end(self) -> dict[str, float]:
-        """When a socket was first seen, by its inode, on the monotonic clock. May be called again."""
+        """By inode: when a socket was first seen listening, on the monotonic clock. May be called again."""
         self._background.stop()
         return {str(one["socket"]): one["seen_s"] for one in self._background.messages() if "socket" in one}
 
 
-def _watch(known: set[int], tell: Tell) -> None:
+def _watch_sockets(known: set[int], send: Send) -> None:
     while True:
-        time.sleep(5 * _TICK_S)
+        time.sleep(5 * _POLL_S)
         for number in {*listening()} - known:
             known.add(number)
-            tell({"socket": number, "seen_s": time.monotonic()})
+            send({"socket": number, "seen_s": time.monotonic()})
 
 
-class Relaunched:
-    """The daemons of a restored start; close it when the command has ended."""
+class RelaunchedDaemons:
+    """The daemons of a restored start; to be closed when the command has ended."""
 
     def __init__(self, task: Task, daemons: Sequence[Daemon], enter: Callable[[], None] | None) -> None:
-        """Begin to start them. `enter` leads into the view that has the snapshot. Raises `PermanentError`."""
+        """Start them. `enter` enters the view with the snapshot. Raises `PermanentError`."""
         self._task = task
         self._daemons = daemons
-        starts = [_Start(one, exports.apply(one.env, task.env)) for one in daemons]
+        starts = [_DaemonStart(one, exports.apply(one.env, task.env)) for one in daemons]
         longest_s = max(one.ready_s for one in daemons)
         self._deadline_s = min(max(3 * longest_s, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
         self._background: Background = start_background(
-            partial(_keep, starts, enter, self._deadline_s),
+            partial(_run_daemons, starts, enter, self._deadline_s),
             name="bootseer-daemon",
             log=task.folder.path / "daemons.log",
         )
 
     def wait(self) -> None:
-        """Until all are ready. Raises `NotShown`, with none left running."""
+        """Wait until all are ready. Raises `EnvironmentUnavailable`, with none left running."""
         try:
-            while not (reply := self._background.answer(2 * self._deadline_s)).get("ready"):
+            while not (reply := self._background.next_message(2 * self._deadline_s)).get("ready"):
                 if "error" in reply:
-                    raise NotShown("daemons", f"not all that the setup left running could be started: {reply['error']}")
+                    raise EnvironmentUnavailable(
+                        "daemons", f"not all that the setup left running could be started: {reply['error']}"
+                    )
                 daemon = self._daemons[reply["daemon"]]
-                mark(self._task, daemon, reply["began_s"], reply["ready_s"])
+                emit_daemon_stage(self._task, daemon, reply["began_s"], reply["ready_s"])
         except BootseerError as error:
-            raise NotShown("daemons", f"what the setup left running could not be started: {error}") from error
+            raise EnvironmentUnavailable(
+                "daemons", f"what the setup left running could not be started: {error}"
+            ) from error
 
     def close(self) -> None:
-        """End them, and what they started."""
+        """End them and their children."""
         self._background.stop(_END_S)
 
 
-def mark(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
-    """A stage of the report; both on the monotonic clock."""
+def emit_daemon_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
+    """Emit the stage of one daemon; times are of the monotonic clock."""
     if task.session is None:
         return
     tracer, name, attrs = task.session.tracer, f"environment_setup.{STAGE}", {"name": daemon.name}
@@ -113,7 +117,7 @@ def mark(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
 
 
 def end_processes(find: Callable[[], set[int]]) -> None:
-    """End all that `find` names, time and again until there are none: SIGTERM first, then SIGKILL."""
+    """End all processes that `find` returns, repeatedly until there are none: SIGTERM first, then SIGKILL."""
     until = time.monotonic() + _GRACE_S
     signalled: set[int] = set()
     while pids := find():
@@ -122,7 +126,7 @@ def end_processes(find: Callable[[], set[int]]) -> None:
             with contextlib.suppress(OSError):
                 handle = os.pidfd_open(pid)
                 try:
-                    if pid in find():  # the number may have been given to another process
+                    if pid in find():  # checked once the pidfd is open: the pid may have been reused before
                         signal.pidfd_send_signal(handle, signal.SIGKILL if late else signal.SIGTERM)
                         signal.pidfd_send_signal(handle, signal.SIGCONT)
                 finally:
@@ -130,46 +134,46 @@ def end_processes(find: Callable[[], set[int]]) -> None:
         signalled |= pids
         if time.monotonic() > until + _GRACE_S / 3:
             return
-        time.sleep(_TICK_S)
+        time.sleep(_POLL_S)
 
 
 @dataclass(slots=True)
-class _Start:
-    """One that is being started, in the keeper."""
+class _DaemonStart:
+    """A daemon that is being started, in the helper process."""
 
     daemon: Daemon
     env: Mapping[str, str]
     pid: int = 0
-    report: int = -1
-    """Says why it could not start; empty at its end when it has."""
+    start_pipe: int = -1
+    """Pipe for an error of the start; closed by exec."""
     began_s: float = 0.0
-    runs_s: float | None = None
-    """Since when its program runs."""
-    why: bytes = b""
-    """What it said there."""
+    running_since_s: float | None = None
+    """When exec was seen to have succeeded."""
+    start_error: bytes = b""
     ready: bool = False
-    again: bool = False
-    """Whether it was started twice."""
-    ended: str = ""
+    is_second_try: bool = False
+    exit_reason: str = ""
 
 
-def _keep(starts: Sequence[_Start], enter: Callable[[], None] | None, deadline_s: float, tell: Tell) -> None:
+def _run_daemons(
+    starts: Sequence[_DaemonStart], enter: Callable[[], None] | None, deadline_s: float, send: Send
+) -> None:
     parent, uid = os.getppid(), os.getuid()
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise PermanentError("their children cannot be adopted")
     if enter is not None:
         enter()
-        # The kernel forgets it where a process enters a namespace.
+        # Again: the kernel clears the death signal when a process enters a namespace.
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
             raise Interrupted(signal.SIGTERM, "SIGTERM")
     for one in starts:
-        _check(one.daemon, uid)
+        _check_conflicts(one.daemon, uid)
     try:
         for one in starts:
-            _begin(one, uid)
-        _bring_up(starts, deadline_s, uid, tell)
-        tell({"ready": True})
+            _fork_daemon(one, uid)
+        _wait_until_ready(starts, deadline_s, uid, send)
+        send({"ready": True})
         while True:
             try:
                 os.waitpid(-1, 0)
@@ -178,18 +182,18 @@ def _keep(starts: Sequence[_Start], enter: Callable[[], None] | None, deadline_s
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         started = [one.daemon for one in starts]
-        made = pids_of(started)
+        made = read_pid_files(started)
         end_processes(lambda: below(os.getpid(), processes()))
-        clean(started, made)
+        remove_stale_files(started, made)
 
 
-def pids_of(daemons: Iterable[Daemon]) -> dict[str, int]:
-    """What their pid files say."""
+def read_pid_files(daemons: Iterable[Daemon]) -> dict[str, int]:
+    """The process ids in their pid files, by path."""
     return {path: pid for one in daemons for path in one.pid_files if (pid := pid_in(path)) is not None}
 
 
-def clean(daemons: Iterable[Daemon], made: Mapping[str, int]) -> None:
-    """Remove what ended daemons left in the way of the next ones: pid files (`made`: `pids_of`) and sockets."""
+def remove_stale_files(daemons: Iterable[Daemon], made: Mapping[str, int]) -> None:
+    """Remove pid files (`made`, from `read_pid_files`) and sockets of daemons that have ended."""
     paths = [path for path, pid in made.items() if pid_in(path) == pid and process(pid) is None]
     taken = {*listening().values()}
     sockets = {address for one in daemons for address in one.sockets if address.startswith("unix /")} - taken
@@ -199,20 +203,20 @@ def clean(daemons: Iterable[Daemon], made: Mapping[str, int]) -> None:
                 os.unlink(path)  # noqa: PTH108 - a name
 
 
-def _check(daemon: Daemon, uid: int) -> None:
-    """Raises `PermanentError` for what is in the way of one."""
+def _check_conflicts(daemon: Daemon, uid: int) -> None:
+    """Raises `PermanentError` if something prevents a daemon from being started."""
     name = daemon.name
     if daemon.uid != uid:
         if uid != 0:
-            raise PermanentError(f"{name} ran as user {daemon.user or daemon.uid}, and this job may not start it so")
+            raise PermanentError(f"{name} ran as user {daemon.user or daemon.uid}, which this job may not become")
         with contextlib.suppress(KeyError):
             if daemon.user and pwd.getpwnam(daemon.user).pw_uid == daemon.uid:
                 daemon = replace(daemon, user="")
         if daemon.user:
-            raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}): not known here, or another number")
+            raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}), unknown here or with another uid")
     for number, address in listening().items():
         if any(clash(address, own) for own in daemon.sockets):
-            # This process may have inherited the socket.
+            # Without this process, which may have inherited the socket.
             others = (one for one in processes().values() if one.pid != os.getpid())
             owner = next((one for one in others if number in sockets_of((one.pid,))), None)
             by = f" by {owner.name} ({owner.pid})" if owner is not None else ""
@@ -221,20 +225,20 @@ def _check(daemon: Daemon, uid: int) -> None:
         if os.path.lexists(path):
             pid = pid_in(path)
             other = process(pid) if pid is not None else None
-            reason = f"names {other.name} ({pid})" if other is not None else "is stale: what it names does not run"
-            raise PermanentError(f"{path}, the pid file of {name}, is there already and {reason}")
+            reason = f"names {other.name} ({pid})" if other is not None else "is stale: its process does not run"
+            raise PermanentError(f"{path}, the pid file of {name}, already exists and {reason}")
 
 
-def _begin(one: _Start, uid: int) -> None:
-    one.report, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    one.began_s, one.runs_s, one.why, one.ended = time.monotonic(), None, b"", ""
+def _fork_daemon(one: _DaemonStart, uid: int) -> None:
+    one.start_pipe, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    one.began_s, one.running_since_s, one.start_error, one.exit_reason = time.monotonic(), None, b"", ""
     one.pid = os.fork()
     if one.pid == 0:
-        _become(one, uid, report)
+        _exec_daemon(one, uid, report)
     os.close(report)
 
 
-def _become(one: _Start, uid: int, report: int) -> NoReturn:
+def _exec_daemon(one: _DaemonStart, uid: int, report: int) -> NoReturn:
     daemon = one.daemon
     try:
         for number in (*_IGNORED, signal.SIGTERM):
@@ -242,18 +246,18 @@ def _become(one: _Start, uid: int, report: int) -> NoReturn:
         os.setsid()
         os.nice(daemon.nice if uid == 0 else max(daemon.nice, 0))
         os.umask(daemon.umask)
-        if daemon.uid != uid:  # root, who gives its rights away
+        if daemon.uid != uid:  # root drops its privileges
             if daemon.user:
                 os.initgroups(daemon.user, daemon.gid)
             else:
                 os.setgroups([daemon.gid])
             os.setgid(daemon.gid)
             os.setuid(daemon.uid)
-        # Behind the change of rights, where the kernel forgets it.
+        # After the change of credentials, which clears it.
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
         for path in (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /"))):
-            # No snapshot keeps these folders.
-            if path.startswith(tuple(f"{folder}/" for folder in PASSING)):
+            # Folders that are in no snapshot.
+            if path.startswith(tuple(f"{folder}/" for folder in TRANSIENT)):
                 os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a name
         os.chdir(daemon.cwd)
         output = _output(daemon)
@@ -262,7 +266,7 @@ def _become(one: _Start, uid: int, report: int) -> NoReturn:
         os.execve(daemon.program, daemon.argv, dict(one.env))
     except BaseException as error:  # nothing may unwind into the parent's code
         words = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
-        os.write(report, words.encode("utf-8", "replace")[:_MAX_WHY])
+        os.write(report, words.encode("utf-8", "replace")[:_MAX_ERROR_BYTES])
     finally:
         os._exit(_NOT_STARTED)
 
@@ -275,71 +279,71 @@ def _output(daemon: Daemon) -> int:
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _bring_up(starts: Sequence[_Start], deadline_s: float, uid: int, tell: Tell) -> None:
-    """Until all are ready. Raises `PermanentError`."""
+def _wait_until_ready(starts: Sequence[_DaemonStart], deadline_s: float, uid: int, send: Send) -> None:
+    """Wait until all are ready. Raises `PermanentError`."""
     until = time.monotonic() + deadline_s
     while not all(one.ready for one in starts):
-        # In this order: how those have ended that the first no longer shows.
+        # In this order: a process that is missing from `family` has its exit status among `ended`.
         family = below(os.getpid(), processes())
-        ended = dict(_ended())
+        ended = dict(_reap_children())
         for one in starts:
             if one.pid in ended:
-                one.ended = _how(one, ended[one.pid])
+                one.exit_reason = _exit_reason(one, ended[one.pid])
         waiting = listening()
         own = {waiting[number] for number in sockets_of(family) & waiting.keys()}
         for number, one in enumerate(starts):
-            if not one.ready and not one.ended and _is_ready(one, family, own):
+            if not one.ready and not one.exit_reason and _is_ready(one, family, own):
                 one.ready = True
-                tell({"daemon": number, "began_s": one.began_s, "ready_s": time.monotonic()})
-        failed = [one for one in starts if one.ended]
-        if failed and all(one.ready or one.ended for one in starts):
-            if len(failed) == len(starts) or any(one.again for one in failed):
-                raise PermanentError("; ".join(one.ended for one in failed))
+                send({"daemon": number, "began_s": one.began_s, "ready_s": time.monotonic()})
+        failed = [one for one in starts if one.exit_reason]
+        if failed and all(one.ready or one.exit_reason for one in starts):
+            if len(failed) == len(starts) or any(one.is_second_try for one in failed):
+                raise PermanentError("; ".join(one.exit_reason for one in failed))
             for one in failed:
-                one.ready, one.again = False, True
-                _begin(one, uid)
+                one.ready, one.is_second_try = False, True
+                _fork_daemon(one, uid)
         if not family and not failed:
             late = ", ".join(one.daemon.name for one in starts if not one.ready)
             raise PermanentError(f"{late} ended before it was ready")
         if time.monotonic() > until:
             late = ", ".join(_missing(one, family, own) for one in starts if not one.ready)
             raise PermanentError(f"not ready after {deadline_s:.0f} s: {late}")
-        time.sleep(_TICK_S)
+        time.sleep(_POLL_S)
 
 
-def _ended() -> Iterator[tuple[int, int]]:
+def _reap_children() -> Iterator[tuple[int, int]]:
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
 
 
-def _how(one: _Start, status: int) -> str:
-    """Why it is no daemon; empty for one that left a copy of itself running."""
+def _exit_reason(one: _DaemonStart, status: int) -> str:
+    """Why the start failed; empty for a process that has daemonized itself by a fork."""
     code, name = os.waitstatus_to_exitcode(status), one.daemon.name
-    _listen(one)
-    if one.why:
-        return f"{name} cannot be started: {one.why.decode('utf-8', 'replace')}"
+    _read_start_pipe(one)
+    if one.start_error:
+        return f"{name} cannot be started: {one.start_error.decode('utf-8', 'replace')}"
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name} at its start"
     return f"{name} ended with exit code {code} at its start" if code else ""
 
 
-def _is_ready(one: _Start, family: set[int], own: set[str]) -> bool:
+def _is_ready(one: _DaemonStart, family: set[int], own: set[str]) -> bool:
     if one.daemon.sockets or one.daemon.pid_files:
         return not _missing(one, family, own)
-    _listen(one)
-    return bool(family) and one.runs_s is not None and time.monotonic() - one.runs_s >= _SETTLED_S
+    _read_start_pipe(one)
+    return bool(family) and one.running_since_s is not None and time.monotonic() - one.running_since_s >= _SETTLED_S
 
 
-def _listen(one: _Start) -> None:
-    """Whether its program runs by now, or why not."""
-    if one.runs_s is None and not one.why:
+def _read_start_pipe(one: _DaemonStart) -> None:
+    """Update whether exec has succeeded or failed."""
+    if one.running_since_s is None and not one.start_error:
         with contextlib.suppress(BlockingIOError):
-            one.why = os.read(one.report, _MAX_WHY)
-            one.runs_s = None if one.why else time.monotonic()
+            one.start_error = os.read(one.start_pipe, _MAX_ERROR_BYTES)
+            one.running_since_s = None if one.start_error else time.monotonic()
 
 
-def _missing(one: _Start, family: set[int], own: set[str]) -> str:
+def _missing(one: _DaemonStart, family: set[int], own: set[str]) -> str:
     missing = [address for address in one.daemon.sockets if address not in own]
     missing += [path for path in one.daemon.pid_files if pid_in(path) not in family]
     return f"{one.daemon.name} ({', '.join(missing)})" if missing else ""

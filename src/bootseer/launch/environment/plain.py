@@ -1,7 +1,7 @@
-"""The environment setup before the command, as a measured stage: a script, a requirements file, or both.
+"""Run the setup (a script, requirement files, or both) without snapshots, on this machine itself, as measured stages.
 
-Here it runs on this machine itself, by pip, as it would without BootSeer; with snapshots `environment.setup` runs it.
-What the setup writes to standard output goes to standard error, so that the job's own output stays clean.
+With snapshots `environment.setup` runs it. The setup's standard output goes to standard error, so that the job's own
+output stays clean.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.launch.command import Options, run_command, run_program
-from bootseer.launch.session import Session, staged
+from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
-    from bootseer.env.capturing.exports import Left
+    from bootseer.env.capturing.exports import ExportDiff
     from bootseer.env.keys.requirement import FileKind
 
 STAGE = "environment_setup"
@@ -32,7 +32,7 @@ _CANNOT_START = 127
 
 
 def check_files(script: str | None, requirements: Sequence[str]) -> None:
-    """Raises `UsageError` for files that are not there, or cannot be installed."""
+    """Raises `UsageError` for files that do not exist, are unreadable, or cannot be installed."""
     for path in ([script] if script else []) + list(requirements):
         if not os.path.isfile(path):  # noqa: PTH113 - pathlib raises for a folder that may not be searched
             raise UsageError(f"{path}: no such file", hint="give --setup and --requirements a file that exists")
@@ -43,7 +43,8 @@ def check_files(script: str | None, requirements: Sequence[str]) -> None:
 
 
 def groups_of(requirements: Sequence[str]) -> list[tuple[FileKind, list[str]]]:
-    """The files of `--requirements`, as they are installed. Raises `UsageError` for those that cannot be."""
+    """The files of `--requirements`, in groups that are installed together. Raises `UsageError` for unsupported
+    files."""
     from bootseer.env.keys.requirement import MAX_BYTES, grouped
 
     found = []
@@ -57,15 +58,15 @@ def groups_of(requirements: Sequence[str]) -> list[tuple[FileKind, list[str]]]:
 
 
 def script_command(script: str) -> list[str]:
-    """What runs a setup script: itself, if it is executable and so names its own interpreter, else a shell."""
+    """The command for a setup script: the script itself if it is executable, else a shell."""
     return [str(Path(script).absolute())] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
 
 
 def install_command(
     kind: FileKind, files: Sequence[str], env: Mapping[str, str]
 ) -> tuple[Sequence[str], Mapping[str, str]]:
-    """What installs files of one kind on this machine, and its further variables. Raises `PermanentError`."""
-    # The job's Python is the one on PATH, not the one that BootSeer runs on.
+    """The command that installs files of one kind on this machine, and variables for it. Raises `PermanentError`."""
+    # The job's Python is the one on PATH, not BootSeer's.
     python = shutil.which("python3") or shutil.which("python") or sys.executable
     if kind != "requirements":
         from bootseer.env.installing.choose import plain_command
@@ -79,38 +80,38 @@ def install_command(
 
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
-    """How to run a setup script so that it tells what it exports."""
+    """The command of a setup script, with a hook that records its exports."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     """The script's whole environment."""
     folder: Path | None
-    """Where it tells; None: it cannot."""
+    """Where exports are recorded; None: they are not."""
 
-    def left(self, node: str) -> Left:
-        """What the script left in its environment, once it has ended. `node` is what this machine is called."""
+    def exports(self, node: str) -> ExportDiff:
+        """The exports, once the script has ended. `node` is the name of this machine."""
         from bootseer.env.capturing import exports
 
         if self.folder is None:
-            return exports.Left((), ("what it exports is not known",))
-        return exports.read(self.folder, self.env, node_words=[node])
+            return exports.ExportDiff((), ("its exports are not known",))
+        return exports.read_exports(self.folder, self.env, node_words=[node])
 
 
-def script_run(script: str, argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> ScriptRun:
-    """The script with `env`. `argv` runs it as it is, which is done too where nothing can be written to `folder`."""
+def prepare_script(script: str, argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> ScriptRun:
+    """The script with a hook in `folder`; without one (`argv` as it is) if the folder is not writable."""
     from bootseer.env.capturing import exports
 
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        words, more = exports.command(script, folder, env)
+        words, more = exports.capture_command(script, folder, env)
     except OSError as error:
-        say(f"what {script} exports does not reach the command: {folder}: {error.strerror}")
+        say(f"exports of {script} do not reach the command: {folder}: {error.strerror}")
         return ScriptRun(argv, env, None)
     return ScriptRun(words, {**env, **more}, folder)
 
 
 def say_failed(label: str, code: int) -> None:
-    """Tell the user that the setup failed."""
+    """Report that the setup failed."""
     say(f"the environment setup failed ({label}, exit code {code}); the command was not started")
 
 
@@ -121,37 +122,36 @@ def run_after_setup(
     session: Session | None,
     *,
     own_group: bool,
-    came: Mapping[str, object],
+    start_attrs: Mapping[str, object],
 ) -> int:
     """Run the setup on this machine itself, then the command; returns the exit code. Signals must be blocked.
 
-    `came` is what the event `environment_start` says of how the environment came.
+    `start_attrs` are the attributes of the event `environment_start`.
     """
     code, found = run_setup(options, env, session, own_group=own_group)
     if code:
         return code
     if session is not None:
-        session.tracer.emit("environment_start", INSTANT, attrs=came)
+        session.tracer.emit("environment_start", INSTANT, attrs=start_attrs)
     return run_command(command, options, dict(found), session, own_group=own_group)
 
 
 def run_setup(
     options: Options, env: Mapping[str, str], session: Session | None, *, own_group: bool, exports: bool = True
 ) -> tuple[int, Mapping[str, str]]:
-    """Run script and installation until one fails: the exit code, and the environment for the command.
+    """Run script and installation until one fails; the exit code, and the environment for the command.
 
-    `exports`: whether the command gets what the script exports.
-    Signals must be blocked. A signal that arrives meanwhile goes to the step and ends the setup with it.
+    `exports`: whether the command gets the script's exports. Signals must be blocked: they are forwarded to the running
+    step, and end the setup with it.
     """
-
-    found = env
+    command_env = env
 
     def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
         tracer = session.tracer if session is not None else None
         return run_program(argv, env, tracer, own_group=own_group, stdout=2)
 
     def step(name: str, label: str, work: Callable[[], int]) -> int:
-        with staged(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
+        with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
             code = work()
             if code:
                 facts["error"] = f"exit code {code}"
@@ -159,21 +159,21 @@ def run_setup(
         return code
 
     def script(path: str) -> int:
-        nonlocal found
-        asked = ScriptRun(script_command(path), env, None)
+        nonlocal command_env
+        script_run = ScriptRun(script_command(path), env, None)
         with ExitStack() as opened:
             if exports:
                 try:
                     folder = tempfile.TemporaryDirectory(prefix="bootseer-", ignore_cleanup_errors=True)
-                    asked = script_run(path, asked.argv, Path(opened.enter_context(folder)), env)
+                    script_run = prepare_script(path, script_run.argv, Path(opened.enter_context(folder)), env)
                 except OSError as error:
-                    say(f"what {path} exports does not reach the command: {error}")
-            code = run(asked.argv, asked.env)
-            if asked.folder is not None:
+                    say(f"exports of {path} do not reach the command: {error}")
+            code = run(script_run.argv, script_run.env)
+            if script_run.folder is not None:
                 from bootseer.env.capturing.exports import apply
 
                 node = session.tracer.identity.node if session is not None else os.uname().nodename
-                found = apply(asked.left(node).exports, env)
+                command_env = apply(script_run.exports(node).exports, env)
         return code
 
     def install(kind: FileKind, files: Sequence[str]) -> int:
@@ -184,10 +184,10 @@ def run_setup(
             return _CANNOT_START
         return run(argv, {**env, **more})
 
-    with staged(session, STAGE) as facts:
+    with session_stage(session, STAGE) as facts:
         code = step("script", options.setup, partial(script, options.setup)) if options.setup else 0
         for kind, files in groups_of(options.requirements) if options.requirements else ():
             code = code or step("install", ", ".join(files), partial(install, kind, files))
         if code:
             facts["error"] = f"exit code {code}"
-    return code, found
+    return code, command_env

@@ -1,10 +1,10 @@
-"""Keep what a setup did as a snapshot, beside the command: validate it, write it, let others find it.
+"""Publish a setup's changes as a snapshot, beside the command: validate, write, add to the catalog.
 
-    environment_publish     what became of it: published, or why not
+    environment_publish     the outcome: published, or why not
 
-A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
-like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
-that it reads go with the run.
+A background process with low priority does it, so that the command does not wait. It validates in a view like that of a
+restored start, not in the job's. The end of the run waits for it for a bounded time, with a message: the files that it
+reads are deleted with the run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Tru
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Decision
-from bootseer.env.life.local import Local
+from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring.roots import Division
-from bootseer.env.snapshot.secret_check import SecretCheck, refuse
+from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
-from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
@@ -48,11 +48,11 @@ _log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Everything that is known of a setup that ran well."""
+    """A successful setup that is to be published."""
 
     key: RequestKey
     decision: Decision
-    """Why it was built: in the place of which snapshot."""
+    """Why it was built, and which snapshot it replaces."""
     changes: Sequence[Change]
     root: Path
     """Where the whole tree can be read as the setup left it."""
@@ -62,36 +62,37 @@ class Publication:
     trust: Trust
     unaccounted: tuple[str, ...]
     left_out: LeftOut
-    """What the rules kept out of the changes."""
+    """What the rules left out of the changes."""
     daemons: tuple[Daemon, ...]
-    """What it left running."""
+    """Processes to start again at a restore."""
     validate: Callable[[], Sequence[str]]
-    """What is wrong with it; runs beside the command."""
+    """Returns the defects of the environment; called in the background process."""
 
 
 class Publishing:
-    """The work beside the command."""
+    """A publication in progress."""
 
     def __init__(self, task: Task, background: Background) -> None:
         self._task = task
         self._background = background
 
     def finish(self) -> None:
-        """Wait for it, with a word and a bound, and tell what became of it."""
+        """Wait for it, at most `publish_s`, and report the outcome."""
         background = self._background
         began_s = time.monotonic()
-        if not background.ended(0.2):
-            limit_s = self._task.wanted.publish_s
-            say("the environment's snapshot is still being kept; waiting for it (Ctrl-C gives it up)")
-            if not background.ended(limit_s):
+        if not background.wait(0.2):
+            limit_s = self._task.options.publish_s
+            say("the environment's snapshot is still being published; waiting for it (Ctrl-C cancels it)")
+            if not background.wait(limit_s):
                 background.stop()
-                tell(self._task, False, f"it took longer than {limit_s:g} s behind the command (BOOTSEER_ENV_PUBLISH)")
+                reason = f"it took longer than {limit_s:g} s after the command (BOOTSEER_ENV_PUBLISH)"
+                report_outcome(self._task, False, reason)
                 return
             say(f"waited {time.monotonic() - began_s:.1f} s for the environment's snapshot")
         self._report()
 
     def stop(self) -> None:
-        """Give it up."""
+        """Cancel it."""
         self._background.stop()
         self._report()
 
@@ -100,29 +101,29 @@ class Publishing:
         for line in (str(one["say"]) for one in messages if "say" in one):
             say(line)
         result = next((one for one in messages if "published" in one), None)
-        error = next((one["error"] for one in messages if "error" in one), "the process that kept it died")
+        error = next((one["error"] for one in messages if "error" in one), "the publishing process died")
         if result is None:
-            tell(self._task, False, str(error))
+            report_outcome(self._task, False, str(error))
         else:
-            tell(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
+            report_outcome(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
 
 
-def tell(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
-    """What became of the snapshot, for the user and the report."""
+def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
+    """Report the outcome of the snapshot to the user and as an event."""
     task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
     if published:
         size = format_bytes(outcome["size_bytes"])
-        say(f"environment {outcome['key'][:12]} is kept as a snapshot: {outcome['num_files']:,} files, {size}")
+        say(f"environment {outcome['key'][:12]} is published as a snapshot: {outcome['num_files']:,} files, {size}")
     elif why_not:
-        say(f"no snapshot of the environment was kept: {why_not}")
+        say(f"no snapshot of the environment was published: {why_not}")
     if task.session is not None:
         task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
 
 
 def start_publishing(task: Task, publication: Publication) -> Publishing:
-    """Begin. Raises `PermanentError` when there is no process for it."""
+    """Start the background process. Raises `PermanentError` if it cannot be started."""
     background = start_background(
-        lambda tell: _publish(task, publication, tell),
+        lambda send: _publish(task, publication, send),
         name="bootseer-env",
         log=task.folder.path / "publish.log",
         niceness=_NICENESS,
@@ -130,22 +131,22 @@ def start_publishing(task: Task, publication: Publication) -> Publishing:
     return Publishing(task, background)
 
 
-def _publish(task: Task, publication: Publication, tell: Tell) -> None:
-    """In the child."""
+def _publish(task: Task, publication: Publication, send: Send) -> None:
+    """Validate, write and publish, in the background process."""
     began_s = time.monotonic()
-    wanted = task.wanted
+    options = task.options
     key, num_changes = publication.key.digest[:12], len(publication.changes)
     _log.info("environment %s: %d changes are checked and written", key, num_changes)
     check = SecretCheck(
         publication.left_out.exclusions,
         withheld=publication.left_out.withheld.values(),
         variables=task.env,
-        rules=wanted.secret_rules,
-        cache=environments_folder(wanted.cache) / "secret-rules",
+        rules=options.secret_rules,
+        cache=environments_folder(options.cache) / "secret-rules",
     )
     if problems := publication.validate():
         raise PermanentError("; ".join(problems))
-    with contextlib.closing(open_store(task.store_uri, plain_http=wanted.plain_http)) as store:
+    with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:
         done = publication.done
         written = write_snapshot(
             store,
@@ -157,22 +158,22 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
             is_loose=publication.division.is_loose if publication.division is not None else lambda path: False,
         )
         for line in written.left_out:
-            tell({"say": f"left out of the environment's snapshot: {line}"})
+            send({"say": f"left out of the environment's snapshot: {line}"})
         document = _document(task, publication, written)
-        if found := check.text("its document", document.encode()):
-            refuse([found])
-        catalog = Catalog(store, lambda line: tell({"say": line}), task.signatures)
+        if found := check.check_text("its document", document.encode()):
+            raise_if_secret([found])
+        catalog = Catalog(store, lambda line: send({"say": line}), task.signatures)
         published = catalog.publish(document, replace=publication.decision.replace)
-        local = Local(wanted.cache, lambda line: tell({"say": line}))
+        node_catalog = NodeCatalog(options.cache, lambda line: send({"say": line}))
         if published:
-            local.keep(document, catalog.encode_signed(document))
+            node_catalog.keep(document, catalog.encode_signed(document))
             if publication.decision.replaces is not None:
-                quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
+                quarantine = Quarantine(store, node_catalog.store, lambda line: send({"say": line}))
                 quarantine.rebuilt(document, publication.decision.replaces)
-        tell(
+        send(
             {
                 "published": published,
-                "why_not": "" if published else "another start kept one first",
+                "why_not": "" if published else "another start published one first",
                 "key": document.key,
                 "digest": document.digest,
                 "seconds": round(time.monotonic() - began_s, 3),
@@ -215,7 +216,7 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
 
 
 def _max_age_s(task: Task, key: RequestKey) -> float | None:
-    age_s = task.wanted.max_age_s
+    age_s = task.options.max_age_s
     if age_s is None:
         return UNPINNED_AGE_S if key.unpinned else None
     return None if age_s == math.inf else age_s

@@ -1,7 +1,6 @@
-"""Run a setup as snapshots need it: with the quickest installer, bytecode once, and a record of what it installed.
+"""Run a setup for a snapshot: with the fastest installer, bytecode compiled once, and a record of what it installed.
 
-`SetupRun` has the steps; a `Machine` is where they run. What the setup writes to standard output goes to standard
-error.
+`SetupRun` has the steps; a `SetupHost` is where they run. The setup's standard output goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,68 +15,86 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from bootseer.env.capturing.exports import Left
+from bootseer.env.capturing.exports import ExportDiff
 from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, module_command, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, Run, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
+from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
 from bootseer.launch.command import run_program
-from bootseer.launch.environment.plain import ScriptRun, groups_of, script_command, script_run
-from bootseer.launch.environment.task import Task
+from bootseer.launch.environment.plain import ScriptRun, groups_of, prepare_script, script_command
+from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
+from bootseer.units import listed
 
 _MAX_WORKERS = 16
 _log = logger(__name__)
 EXPORTS = "exports"
-"""Below a start's own folder: where a script tells what it exports."""
+"""Folder for a script's exports, below the start's own folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetupResult:
-    """A setup that has run."""
+    """The result of a setup."""
 
     code: int = 0
-    """Of the step that failed."""
+    """Exit code of the failed step."""
     what: str = ""
-    """The file that it came from."""
+    """The file of the failed step."""
     python: Interpreter | None = None
-    """The job's; None where there is none."""
+    """The job's Python, if there is one."""
     before: Installed = field(default_factory=Installed)
-    """What was installed before."""
+    """Packages installed before the setup."""
     packages: tuple[str, ...] = ()
     new: tuple[Distribution, ...] = ()
-    """What was installed for the job's Python."""
+    """Distributions that were installed for the job's Python."""
     exports: tuple[Export, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Why its exports cannot be kept."""
-    installer: str = ""
+    """Why the setup cannot be published."""
     began_s: float = 0.0
     """Seconds since 1970."""
     ended_s: float = 0.0
 
-    def ended_now(self) -> SetupResult:
-        """The same, with more done for it."""
+    def ending_now(self) -> SetupResult:
+        """A copy with the current time as its end."""
         return replace(self, ended_s=time.time())
 
     @property
     def seconds(self) -> float:
-        """How long it took, bytecode included."""
+        """Its duration, bytecode included."""
         return max(self.ended_s - self.began_s, 0.0)
 
 
-class Machine:
-    """Where a setup runs: this machine itself, or a capture, which `enter` leads into. `image.setup` has containers."""
+def setup_problems(
+    done: SetupResult, options: EnvironmentOptions, env: Mapping[str, str], run: Run, *, changes_metadata: bool = True
+) -> list[str]:
+    """Defects of the environment that a setup made, for which it must not be shared. `run` runs programs in it.
+
+    `pip check` takes half a second, so it runs only if the setup changed the metadata of a distribution.
+    """
+    if done.python is None:
+        return [f"import {module} fails: there is no Python" for module in options.imports]
+    found = validate(done.python, done.before, env, run, imports=options.imports)
+    checks_conflicts = changes_metadata and options.conflicts == "refuse"
+    against = conflicts(done.python, done.before, env, run) if checks_conflicts else []
+    if against:
+        found.append(f"{listed(against)} (--env-conflicts accept publishes a snapshot anyway)")
+    return found
+
+
+class SetupHost:
+    """Where a setup runs: this machine itself, or a capture that `enter` enters. `image.setup` has containers."""
 
     where = "this machine"
     installer_env: Mapping[str, str] = MappingProxyType({})
-    """Further variables of installers."""
+    """Additional variables for installers."""
 
     def __init__(
         self,
@@ -85,23 +102,23 @@ class Machine:
         *,
         enter: Callable[[], None] | None = None,
         root: str = "/",
-        marks: Mapping[str, str] = MappingProxyType({}),
+        more_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`root` is where the setup's `/` can be read, `marks` are further variables for its processes."""
+        """`root` is where the setup's `/` can be read, `more_env` are additional variables for its processes."""
         self.task = task
         self.folder = task.cwd
-        """Where it runs, by the names that it sees."""
+        """Its working folder, as the setup sees it."""
         self.root = root
-        self.env: Mapping[str, str] = {**task.env, **marks}
-        """What its processes find in their environment."""
+        self.env: Mapping[str, str] = {**task.env, **more_env}
+        """The environment of its processes."""
         self._enter = enter
 
     def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
-        """A short question to a program of the setup's: `installing.interpreter.Run`."""
+        """Run a short query in the setup's view: an `installing.interpreter.Run`."""
         return runner(self._enter)(argv, env, deadline_s=deadline_s)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
-        """Run a program of the setup to its end, with these variables besides its own; its exit code."""
+        """Run a program of the setup, with `more` variables; its exit code."""
         return self.run_here(argv, {**self.env, **more}, self._enter)
 
     def run_here(self, argv: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None = None) -> int:
@@ -111,42 +128,42 @@ class Machine:
         return run_program(argv, env, tracer, own_group=task.own_group, stdout=2, enter=enter)
 
     def inside(self, path: str) -> str:
-        """A file of this machine as the setup calls it."""
+        """The setup's path of a file of this machine."""
         return path
 
     def at(self, path: str) -> Path:
-        """Where a path of the setup's can be read."""
+        """Where a path of the setup can be read."""
         return Path(self.root) / path.lstrip("/")
 
     @property
     def own_uv(self) -> str:
-        """The uv that BootSeer depends on, as the setup would call it; empty when there is none."""
+        """The setup's path of the uv that is installed with BootSeer; empty if there is none."""
         return own_uv() or ""
 
-    def script_run(self, script: str) -> ScriptRun:
-        """How to run the script so that it tells what it exports."""
-        return script_run(script, script_command(script), self.task.folder.path / EXPORTS, self.env)
+    def prepare_script(self, script: str) -> ScriptRun:
+        """The command of the script, with the hook that records its exports."""
+        return prepare_script(script, script_command(script), self.task.folder.path / EXPORTS, self.env)
 
-    def exports(self, asked: ScriptRun) -> Left:
-        """What it exports, once it has ended."""
-        return asked.left(self.task.node)
+    def exports(self, run: ScriptRun) -> ExportDiff:
+        """The exports of a script that has ended."""
+        return run.exports(self.task.node)
 
     def pythons(self) -> Sequence[str]:
-        """Where the job's Python may be, the best first."""
+        """Candidates for the job's Python, the best first."""
         path = self.env.get("PATH")
         return (shutil.which("python3", path=path) or shutil.which("python", path=path) or sys.executable,)
 
 
 class SetupRun:
-    """The steps of one setup: the script, the installation of requirements by the quickest installer, bytecode, once.
+    """The steps of one setup: script, installation of requirements, bytecode.
 
-    When a step fails, the command must not be started (`plain.say_failed`). Signals must be blocked: one that arrives
-    meanwhile goes to the step and ends the setup with it.
+    If a step fails, the command must not be started (`plain.say_failed`). Signals must be blocked: they are forwarded
+    to the running step, and end the setup with it.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._task = machine.task
+    def __init__(self, host: SetupHost) -> None:
+        self._host = host
+        self._task = host.task
         self._python: Interpreter | None = None
         self._before = Installed()
 
@@ -155,7 +172,7 @@ class SetupRun:
         task = self._task
         began_s = time.time()
         with interruptible():
-            self._python = self._asked()
+            self._python = self._find_python()
             self._before = self._installed()
         done = SetupResult(python=self._python, before=self._before, began_s=began_s)
         if task.setup is not None:
@@ -164,77 +181,77 @@ class SetupRun:
             done = self._requirements(done)
         if not done.code:
             try:
-                done = self._new(done)
-            except Exception as error:  # the setup itself went well
-                unknown = f"what it installed is not known: {type(error).__name__}: {error}"
+                done = self._record_new_packages(done)
+            except Exception as error:  # the setup itself has succeeded
+                unknown = f"its installed packages are not known: {type(error).__name__}: {error}"
                 done = replace(done, reasons=(*done.reasons, unknown))
-        return done.ended_now()
+        return done.ending_now()
 
     def _script(self, script: str, done: SetupResult) -> SetupResult:
-        asked = self._machine.script_run(script)
-        code = self._step("script", script, asked.argv, asked.env)
+        run = self._host.prepare_script(script)
+        code = self._step("script", script, run.argv, run.env)
         if code:
             return replace(done, code=code, what=script)
-        left = self._machine.exports(asked)
+        left = self._host.exports(run)
         return replace(done, exports=left.exports, reasons=left.unsafe)
 
     def _requirements(self, done: SetupResult) -> SetupResult:
         if self._python is None:
-            say(f"there is no Python in {self._machine.where} that answers")
+            say(f"there is no working Python in {self._host.where}")
             return replace(done, code=CANNOT_START, what=", ".join(self._task.requirements))
         for kind, files in groups_of(self._task.requirements):
-            done = self._installing(done, self._python, kind, files)
+            done = self._install(done, self._python, kind, files)
             if done.code:
                 return done
-            if kind == "conda":  # it may have brought another Python
-                self._python = self._asked() or self._python
+            if kind == "conda":  # it may have installed another Python
+                self._python = self._find_python() or self._python
                 done = replace(done, python=self._python)
         return done
 
-    def _installing(self, done: SetupResult, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetupResult:
+    def _install(self, done: SetupResult, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetupResult:
         label = ", ".join(files)
-        way = self._chosen(python, kind, files)
-        code, more = CANNOT_START, self._machine.installer_env
+        way = self._choose_installer(python, kind, files)
+        code, more = CANNOT_START, self._host.installer_env
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
             _log.info("%s installs %s: %s", command.installer, label, " ".join(command.argv))
             code = self._step("install", label, command.argv, {**command.env, **more}, installer=command.installer)
             if not code:
-                return replace(done, installer=command.installer)
+                return done
         return replace(done, code=code, what=label)
 
-    def _chosen(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
-        machine = self._machine
-        files = [machine.inside(path) for path in requirements]
+    def _choose_installer(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
+        host = self._host
+        files = [host.inside(path) for path in requirements]
         try:
             with interruptible():
                 way = choose(
                     files,
-                    machine.env,
+                    host.env,
                     python,
-                    machine.ask,
-                    cwd=machine.folder,
-                    root=machine.root,
-                    at=machine.at,
+                    host.ask,
+                    cwd=host.folder,
+                    root=host.root,
+                    at=host.at,
                     kind=kind,
-                    own_uv=machine.own_uv,
+                    own_uv=host.own_uv,
                 )
-        except Exception as error:  # whatever is wrong with our choice, pip installs
+        except Exception as error:  # an error of BootSeer: fall back to pip
             if kind != "requirements":
                 say(f"{', '.join(files)}: {type(error).__name__}: {error}")
                 return Installation(())
-            say(f"installing with pip, as no other way was found: {type(error).__name__}: {error}")
+            say(f"installing with pip, as the choice of an installer failed: {type(error).__name__}: {error}")
             words = [word for path in files for word in ("-r", path)]
             return Installation((Command("pip", module_command(python.executable, "pip", "install", *words), {}),))
         if not way.commands:
-            say(way.why_pip)
-        elif way.why_pip and way.why_pip != "there is no uv":
-            say(f"installing with pip, not with uv: {way.why_pip}")
+            say(way.why_not_uv)
+        elif way.why_not_uv and way.why_not_uv != "there is no uv":
+            say(f"installing with pip, not with uv: {way.why_not_uv}")
         return way
 
-    def _new(self, done: SetupResult) -> SetupResult:
-        """What there is now that was not there before, with its bytecode."""
+    def _record_new_packages(self, done: SetupResult) -> SetupResult:
+        """Record the new packages, and compile their bytecode."""
         after = self._installed()
         new = new_distributions(self._before, after)
         if self._python is not None:
@@ -242,29 +259,29 @@ class SetupRun:
         return replace(done, packages=new_packages(self._before, after), new=new)
 
     def compile(self, python: Interpreter, new: Sequence[Distribution]) -> None:
-        """Bytecode of new distributions. Nothing that fails here matters: Python compiles what is not there."""
+        """Compile bytecode of new distributions. Failures do not matter: Python compiles missing bytecode itself."""
         if not new:
             return
         workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
         with self._task.stage("compile") as facts:
             facts["packages"] = len(new)
             for program, group in by_interpreter(new, python.executable, python.folders).items():
-                self._machine.spawn(compile_command(program, group, workers), {})
+                self._host.spawn(compile_command(program, group, workers), {})
 
     def _step(self, stage: str, label: str, argv: Sequence[str], more: Mapping[str, str], **attrs: str) -> int:
-        """A step as a stage; its exit code."""
+        """Run a step as a stage; its exit code."""
         with self._task.stage(stage) as facts:
             facts.update(file=Path(label).name, **attrs)
-            code = self._machine.spawn(argv, more)
+            code = self._host.spawn(argv, more)
             if code:
                 facts["error"] = f"exit code {code}"
         return code
 
-    def _asked(self) -> Interpreter | None:
-        for python in self._machine.pythons():
+    def _find_python(self) -> Interpreter | None:
+        for python in self._host.pythons():
             with contextlib.suppress(BootseerError, OSError):
-                return interpreter.ask(python, self._machine.env, self._machine.ask)
+                return interpreter.ask(python, self._host.env, self._host.ask)
         return None
 
     def _installed(self) -> Installed:
-        return installed(self._python.folders if self._python is not None else (), root=self._machine.root)
+        return installed(self._python.folders if self._python is not None else (), root=self._host.root)

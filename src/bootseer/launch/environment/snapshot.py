@@ -1,4 +1,4 @@
-"""A snapshot without a job: make it, copy it, run a command on it, verify it."""
+"""Snapshots without a job (`bootseer env`): make, copy, verify, compare, run a command on one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from bootseer.artifact.places import runtime_root
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision
-from bootseer.env.life.local import Local
-from bootseer.env.restoring import loose, place
+from bootseer.env.life.node_catalog import NodeCatalog
+from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.env.snapshot import verify
 from bootseer.env.snapshot.manifest import Entry, Manifest
@@ -25,39 +25,39 @@ from bootseer.launch import supervise
 from bootseer.launch.command import run_program
 from bootseer.launch.environment.capture import capture
 from bootseer.launch.environment.restore import restore
-from bootseer.launch.environment.setup import Machine, SetupRun
+from bootseer.launch.environment.setup import SetupHost, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
-from bootseer.launch.environment.task import EnvironmentWanted, Task
-from bootseer.launch.environment.view import NotShown
+from bootseer.launch.environment.task import EnvironmentOptions, Task
+from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.observers import harmless
+from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What became of it."""
+class SnapshotResult:
+    """The result of making a snapshot."""
 
     key: str
     published: bool = False
     was_there: bool = False
-    """A snapshot that can be used was there already."""
+    """A usable snapshot existed already."""
     code: int = 0
-    """Of the setup; 130 and the like when it was interrupted."""
+    """Exit code of the setup; 130 and the like after an interrupt."""
     why_not: str = ""
     seconds: float = 0.0
-    """Of the setup, and of keeping its snapshot."""
+    """Of the setup and the publication."""
     num_files: int = 0
     size_bytes: int = 0
 
 
 def make_snapshot(
-    setup: str | None, requirements: Sequence[str], wanted: EnvironmentWanted, env: Mapping[str, str]
-) -> Made:
-    """Run the setup in a capture and keep what it did; nothing happens when there is a snapshot."""
+    setup: str | None, requirements: Sequence[str], options: EnvironmentOptions, env: Mapping[str, str]
+) -> SnapshotResult:
+    """Run the setup in a capture and publish its snapshot, unless there is one."""
     supervise.block_signals()
-    task = Task(setup, requirements, wanted, env)
+    task = Task(setup, requirements, options, env)
     start = EnvironmentStart(task, ())
     code = 1
     try:
@@ -65,30 +65,30 @@ def make_snapshot(
         code = made.code
         return made
     except Interrupted as interrupted:
-        say(f"interrupted by {interrupted}; no snapshot was kept")
-        return Made("", code=interrupted.exit_code, why_not="interrupted")
+        say(f"interrupted by {interrupted}; no snapshot was published")
+        return SnapshotResult("", code=interrupted.exit_code, why_not="interrupted")
     finally:
-        start.end(code)
+        start.finish_publishing(code)
         start.close()
         supervise.unblock_signals()
 
 
-def _make(task: Task, start: EnvironmentStart) -> Made:
-    key, decision = start.look()
+def _make(task: Task, start: EnvironmentStart) -> SnapshotResult:
+    key, decision = start.look_up()
     digest = key.digest if key is not None else ""
     if decision.action is Action.RESTORE:
-        return Made(digest, was_there=True, why_not=f"nothing was done: {decision.words}")
+        return SnapshotResult(digest, was_there=True, why_not=f"nothing was done: {decision.reason}")
     if decision.action is not Action.BUILD or key is None:
-        return Made(digest, why_not=decision.words)
+        return SnapshotResult(digest, why_not=decision.reason)
     try:
         captured = capture(task, key, decision, ())
-    except NotShown as error:
-        return Made(digest, why_not=str(error))
-    start.shown = captured.shown
+    except EnvironmentUnavailable as error:
+        return SnapshotResult(digest, why_not=str(error))
+    start.prepared = captured.prepared
     if captured.publishing is not None:
-        start.finish(captured.publishing)
+        start.wait_for_publishing(captured.publishing)
     outcome = task.outcome
-    return Made(
+    return SnapshotResult(
         digest,
         published=bool(outcome.get("published")),
         code=captured.code,
@@ -100,54 +100,54 @@ def _make(task: Task, start: EnvironmentStart) -> Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """What a comparison found."""
+class ComparisonResult:
+    """The result of a comparison."""
 
     differences: tuple[tuple[str, str], ...]
-    """Path and words."""
+    """Path and description."""
     num_paths: int
 
     def as_json(self) -> dict[str, Any]:
-        """For other programs."""
+        """As `--json` prints it."""
         rows = [{"path": path, "words": words} for path, words in self.differences]
         return {"paths": self.num_paths, "differences": rows}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSnapshot:
-    """One in a store, to be used on this node without its setup."""
+    """A snapshot in a store, to be used on this node without its setup."""
 
     document: EnvironmentDocument
     uri: str
-    """The store that has it."""
+    """Of its store."""
     cache: Path
     env: Mapping[str, str]
     plain_http: bool = False
     signatures: Signatures = UNSIGNED
 
     def copy_to(self, folder: Path) -> int:
-        """Write all its files below a folder, which is made; returns how many paths that were."""
-        with self._brought() as (layer, entries):
+        """Write all its files below a folder, which is created; returns the number of paths."""
+        with self._mounted() as (layer, entries):
             folder.mkdir(parents=True, exist_ok=True)
-            wanted = [entry for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
-            planned = loose.plan(wanted, layer.at, root=str(folder.absolute()), captured=True)
-            place.apply(planned, layer.at, threads=len(os.sched_getaffinity(0)))
-        return len(wanted)
+            copied = [entry for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
+            planned = loose.plan(copied, layer.at, root=str(folder.absolute()), captured=True)
+            placement.apply_plan(planned, layer.at, threads=len(os.sched_getaffinity(0)))
+        return len(copied)
 
-    def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> Compared:
-        """Compare its files, as they are mounted, with its manifest."""
-        with self._brought() as (layer, entries):
+    def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> ComparisonResult:
+        """Compare its mounted files with its manifest."""
+        with self._mounted() as (layer, entries):
             owners = os.geteuid() == 0
             found = verify.verify(str(layer.path), entries, tier, layer=True, owners=owners, progress=progress)
-        return Compared(tuple((one.path, one.words) for one in found), len(entries))
+        return ComparisonResult(tuple((one.path, one.words) for one in found), len(entries))
 
-    def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> Compared:
-        """Run the setup once more, in a capture, and compare what it does with the snapshot."""
+    def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> ComparisonResult:
+        """Run the setup again, in a capture, and compare its changes with the snapshot."""
 
         def install(view: Capture, more: Mapping[str, str]) -> int:
-            return SetupRun(Machine(task, enter=view.enter, root=str(view.root), marks=more)).run().code
+            return SetupRun(SetupHost(task, enter=view.enter, root=str(view.root), more_env=more)).run().code
 
-        with self._task(setup, requirements) as task, self._brought() as (layer, entries):
+        with self._task(setup, requirements) as task, self._mounted() as (layer, entries):
             found = fresh_install_differs(
                 self.document.packages,
                 entries,
@@ -155,40 +155,40 @@ class SavedSnapshot:
                 install,
                 folder=task.folder.path,
                 env=self.env,
-                own=[self.cache, task.wanted.runtime],
+                own=[self.cache, task.options.runtime],
                 folders=[task.cwd],
                 say=say,
             )
-        return Compared(tuple((one.path, one.words) for one in found.differences), found.num_compared)
+        return ComparisonResult(tuple((one.path, one.words) for one in found.differences), found.num_compared)
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command with the snapshot's files in their places; its exit code.
 
-        Raises `PermanentError` when they cannot be shown.
+        Raises `PermanentError` when they cannot be prepared.
         """
         decision = Decision(Action.RESTORE, "hit", "its key was given", self.document)
         with self._task(None, ()) as task:
             try:
                 with interruptible():
-                    shown = restore(task, decision, command)
-            except NotShown as error:
+                    prepared = restore(task, decision, command)
+            except EnvironmentUnavailable as error:
                 raise PermanentError(f"environment {self.document.key[:12]}: {error}") from error
             except Interrupted as interrupted:
                 return interrupted.exit_code
             try:
-                return run_program(command, shown.env, None, own_group=task.own_group, enter=shown.enter)
+                return run_program(command, prepared.env, None, own_group=task.own_group, enter=prepared.enter)
             finally:
-                with harmless("the environment was not taken away"):
-                    shown.undo.close()
+                with reporting_errors("the environment was not removed"):
+                    prepared.undo.close()
 
     @contextmanager
     def _task(self, setup: str | None, requirements: Sequence[str]) -> Iterator[Task]:
         supervise.block_signals()
         runtime = runtime_root(self.env, os.getuid())
-        wanted = EnvironmentWanted(
+        options = EnvironmentOptions(
             self.cache, runtime, store=self.uri, plain_http=self.plain_http, signatures=self.signatures
         )
-        task = Task(setup, requirements, wanted, self.env)
+        task = Task(setup, requirements, options, self.env)
         try:
             yield task
         finally:
@@ -196,20 +196,20 @@ class SavedSnapshot:
             supervise.unblock_signals()
 
     @contextmanager
-    def _brought(self) -> Iterator[tuple[Layer, Sequence[Entry]]]:
-        """Its files on this node, and the list of them."""
+    def _mounted(self) -> Iterator[tuple[Layer, Sequence[Entry]]]:
+        """Its mounted files, and its manifest's entries."""
         with ExitStack() as opened:
             store = open_store(self.uri, plain_http=self.plain_http)
             opened.callback(store.close)
             runtime = runtime_root(self.env, os.getuid())
-            bring = LayerOptions(cache=self.cache, runtime=runtime, plain_http=self.plain_http, publish=False)
-            layer = mount_layer(self.document, store, bring, say=say)
+            layer_options = LayerOptions(cache=self.cache, runtime=runtime, plain_http=self.plain_http, publish=False)
+            layer = mount_layer(self.document, store, layer_options, say=say)
             opened.callback(layer.close)
-            yield layer, Manifest.parse(Local(self.cache, say).object(self.document.manifest, store)).entries
+            yield layer, Manifest.parse(NodeCatalog(self.cache, say).object(self.document.manifest, store)).entries
 
 
 def _with_parents(entries: Sequence[Entry], layer: Layer) -> list[Entry]:
-    """The entries and all folders on the way to them: below another folder they are not there."""
+    """The entries, and all their parent folders, which do not exist below another folder."""
     known = {entry.path for entry in entries}
     found = {}
     for entry in entries:

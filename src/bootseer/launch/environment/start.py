@@ -1,18 +1,13 @@
-"""`bootseer run --setup`, `--requirements`: the environment as a measured stage, and the command in it.
+"""`bootseer run --setup`, `--requirements`: prepare the environment as a measured stage, and run the command in it.
 
-    environment_setup             from the request key until the command can start
-    environment_setup.key         what the setup depends on
-    environment_setup.lookup      is there a snapshot, and may it be used?
-    environment_setup.wait        another start makes it
-    environment_setup.restore     it is mounted
-    environment_setup.capture     a view is made in which the setup's changes are caught; they are shown to the command
-    environment_setup.script      the setup itself, as without snapshots
-    environment_setup.install
-    environment_setup.compile     bytecode, once
-    environment_start             the moment when training began (or the command ended): how the environment came
+    environment_setup             from the request key until the command can start environment_setup.key         compute
+    the request key environment_setup.lookup      ask the store for a snapshot, and decide environment_setup.wait
+    wait for another start that builds it environment_setup.restore     mount it environment_setup.capture     open a
+    capture; later show its changes to the command environment_setup.script      the setup script, as without snapshots
+    environment_setup.install environment_setup.compile     bytecode environment_start             an instant when
+    training began (or the command ended): how the environment was prepared
 
-Whatever goes wrong with snapshots, the setup runs for real, privately to the command where that is possible, and the
-report says why.
+If anything is wrong with snapshots, the setup runs, in a private view if possible, and the report has the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from bootseer.launch.command import Options, run_command
 from bootseer.launch.environment.plain import run_after_setup
 from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.observers import ENDED, StartEnd, harmless
+from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
@@ -38,9 +33,9 @@ if TYPE_CHECKING:
     from bootseer.env.keys.key import RequestKey
     from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
+    from bootseer.launch.environment.lookup import LookupResult
     from bootseer.launch.environment.publish import Publishing
-    from bootseer.launch.environment.seek import Election
-    from bootseer.launch.environment.view import Shown
+    from bootseer.launch.environment.view import PreparedEnvironment
 
 EVENT = "environment_start"
 _SIGNALLED = 128
@@ -56,18 +51,18 @@ def run_in_environment(
     own_env: Mapping[str, str],
     own_group: bool,
 ) -> int:
-    """Run the command in the environment that the setup makes; returns the exit code. Signals must be blocked.
+    """Prepare the environment and run the command in it; returns the exit code. Signals must be blocked.
 
-    `env` is what the command gets, `own_env` the same without what we add.
-    Raises `UsageError` before anything was started, where a snapshot is required and there is none.
+    `env` is the command's environment, `own_env` the same without BootSeer's additions.
+    Raises `UsageError`, before anything was started, if a snapshot is required and there is none.
     """
-    wanted = options.environment
-    assert wanted is not None  # noqa: S101 - for the type checker: `launch.run` looked
+    environment = options.environment
+    assert environment is not None  # noqa: S101 - for the type checker: `launch.run` looked
     try:
         task = Task(
             options.setup,
             options.requirements,
-            wanted,
+            environment,
             env,
             own_env=own_env,
             session=session,
@@ -75,8 +70,8 @@ def run_in_environment(
             show=options.show,
         )
     except BootseerError as error:
-        came = _without_cache(wanted.mode, str(error))
-        return run_after_setup(command, options, env, session, own_group=own_group, came=came)
+        start_attrs = _without_cache(environment.mode, str(error))
+        return run_after_setup(command, options, env, session, own_group=own_group, start_attrs=start_attrs)
     start = EnvironmentStart(task, command)
     code = 1
     try:
@@ -84,227 +79,230 @@ def run_in_environment(
         if not code:
             code = start.run(options)
     except Interrupted as interrupted:
-        say(f"interrupted by {interrupted} while the environment was made ready")
+        say(f"interrupted by {interrupted} while the environment was prepared")
         code = interrupted.exit_code
     finally:
-        start.end(code)
+        start.finish_publishing(code)
         start.close()
     return code
 
 
 def _without_cache(mode: Mode, reason: str) -> Mapping[str, object]:
-    """What the report says where nothing can be kept on this node. Raises `UsageError` where a snapshot is required."""
-    from bootseer.env.life.decide import Action, Decision, fell_back
+    """Attributes of the report if the cache is not usable. Raises `UsageError` if a snapshot is required."""
+    from bootseer.env.life.decide import Action, Decision, fall_back
 
-    decision = fell_back(Decision(Action.INSTALL, "failed", reason, mode=mode), "failed", reason)
+    decision = fall_back(Decision(Action.INSTALL, "failed", reason, mode=mode), "failed", reason)
     decision.check()
     say(f"the environment is set up without a snapshot: {reason}")
-    return {"mode": "installed", "code": decision.code, "reason": decision.words, "until": "setup"}
+    return {"mode": "installed", "code": decision.code, "reason": decision.reason, "until": "setup"}
 
 
 class EnvironmentStart:
-    """One environment start on this node. `tell` may come from a thread; all else runs in the main one."""
+    """One environment start on this node. `report` may be called in another thread, all else in the main one."""
 
     def __init__(self, task: Task, command: Sequence[str]) -> None:
         self.task = task
         self.command = tuple(command)
-        self.shown: Shown | None = None
-        self._election: Election | None = None
+        self.prepared: PreparedEnvironment | None = None
+        self._lookup: LookupResult | None = None
         self.publishing: Publishing | None = None
         self.seconds = 0.0
-        """What bringing the environment took."""
-        self._over = StartEnd(task.session, self._record)
+        """Duration of preparing the environment."""
+        self._report = StartReport(task.session, self._record)
 
     def prepare(self) -> int:
-        """Bring the environment, one way or another. Returns the setup's exit code: 0 when the command can start."""
+        """Prepare the environment: restore, capture or set up. Returns the setup's exit code: 0 if the command can
+        start."""
         began_s = time.monotonic()
         with self.task.stage() as facts:
             code = self._prepare()
-            if self.shown is not None:
-                facts.update(mode=self.shown.mode, code=self.shown.decision.code)
+            if self.prepared is not None:
+                facts.update(mode=self.prepared.mode, code=self.prepared.decision.code)
             if code:
                 facts["error"] = f"exit code {code}"
         self.seconds = time.monotonic() - began_s
         return code
 
     def _prepare(self) -> int:
-        # Its imports take longer than all else where the environment is here, and belong to the stage.
+        # Imported here, so that the imports are part of the measured stage.
         from bootseer.env.life.decide import Action
 
-        key, decision = self.bring()
-        if self.shown is not None:
+        key, decision = self.restore()
+        if self.prepared is not None:
             return 0
-        from bootseer.launch.environment.capture import set_up_here, set_up_privately
-        from bootseer.launch.environment.view import given_up
+        from bootseer.launch.environment.capture import set_up_in_view, set_up_on_host
+        from bootseer.launch.environment.view import fallback_for
 
         if decision.action is Action.BUILD and key is not None:
-            say(f"environment {key.digest[:12]} is set up now: {decision.words}")
+            say(f"environment {key.digest[:12]} is set up now: {decision.reason}")
             try:
                 return self._capture(key, decision)
-            except Exception as error:  # whatever is wrong with us, the job starts
+            except Exception as error:  # an error of BootSeer must not fail the job
                 _log.warning("the setup is not captured", exc_info=True)
-                decision = given_up(decision, error)
-                say(f"the environment is set up without a snapshot: {decision.words}")
+                decision = fallback_for(decision, error)
+                say(f"the environment is set up without a snapshot: {decision.reason}")
         else:
             decision.check()
-            say(f"the environment is set up without a snapshot: {decision.words}")
+            say(f"the environment is set up without a snapshot: {decision.reason}")
             try:
-                code, self.shown = set_up_privately(self.task, decision)
+                code, self.prepared = set_up_in_view(self.task, decision)
                 return code
-            except Exception as error:  # see above
+            except Exception as error:
                 _log.warning("the setup has no private view", exc_info=True)
                 say(f"the setup runs on this machine itself: {error}")
-        code, self.shown = set_up_here(self.task, decision)
+        code, self.prepared = set_up_on_host(self.task, decision)
         return code
 
-    def bring(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
-        """Show the snapshot, if there is one that can be shown (`shown`); otherwise what is to be done.
+    def restore(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
+        """Look up the environment and restore its snapshot, if possible (`prepared` is set then); key and decision.
 
-        `base` tells of an image: then only the snapshot's own tree is mounted, for the image to have it on top.
+        `base` returns the image to run in: then only the snapshot's tree is mounted, to become a layer of the image.
         """
         from bootseer.env.life.decide import Action
 
-        key, decision = self.look(base)
+        key, decision = self.look_up(base)
         if decision.action is Action.RESTORE:
             decision = self._restore(decision, on_host=base is None)
             if decision.code == "damaged":
-                decision = self._look_again(base, decision)
+                decision = self._rebuild_damaged(base, decision)
         return key, decision
 
-    def look(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
-        """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
+    def look_up(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
+        """Key and decision. Errors lead to running the setup. `base` returns the image to run in."""
         from bootseer.env.life.decide import Action, Decision
-        from bootseer.launch.environment.seek import seek
+        from bootseer.launch.environment.lookup import look_up
 
-        mode = self.task.wanted.mode
+        mode = self.task.options.mode
         try:
             with interruptible():
-                self._election = seek(self.task, base)
-                return self._election.key, self._election.decision
-        except Exception as error:  # whatever is wrong with us, the job starts
-            _log.warning("no snapshot can be looked for", exc_info=True)
+                self._lookup = look_up(self.task, base)
+                return self._lookup.key, self._lookup.decision
+        except Exception as error:  # an error of BootSeer must not fail the job
+            _log.warning("the lookup failed", exc_info=True)
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
-        """Show the snapshot; the same decision, or what follows when it cannot be shown."""
+        """Restore the snapshot; the same decision, or the fallback."""
         from bootseer.launch.environment.restore import restore
-        from bootseer.launch.environment.view import given_up
+        from bootseer.launch.environment.view import fallback_for
 
         try:
             with interruptible():
-                self.shown = restore(self.task, decision, self.command, on_host=on_host)
-        except Exception as error:  # whatever is wrong with us, the job starts
-            _log.warning("the snapshot cannot be shown", exc_info=True)
-            return given_up(decision, error)
+                self.prepared = restore(self.task, decision, self.command, on_host=on_host)
+        except Exception as error:  # an error of BootSeer must not fail the job
+            _log.warning("the snapshot cannot be restored", exc_info=True)
+            return fallback_for(decision, error)
         return decision
 
-    def _look_again(self, base: Callable[[], Base] | None, decision: Decision) -> Decision:
-        """The snapshot is damaged in the store, and stays so until it is made anew: by this start, or another."""
+    def _rebuild_damaged(self, base: Callable[[], Base] | None, decision: Decision) -> Decision:
+        """Look up again, to rebuild a snapshot that is damaged in the store."""
         from bootseer.env.life.decide import Action
-        from bootseer.launch.environment.seek import seek
+        from bootseer.launch.environment.lookup import look_up
 
         try:
             with interruptible():
-                if self._election is not None:
-                    self._election.close()
-                self._election = seek(self.task, base, damaged=decision.words)
-        except Exception as error:  # whatever is wrong with us, the job starts
-            say(f"the environment is not made anew: {error}")
+                if self._lookup is not None:
+                    self._lookup.close()
+                self._lookup = look_up(self.task, base, damaged=decision.reason)
+        except Exception as error:  # an error of BootSeer must not fail the job
+            say(f"the environment is not rebuilt: {error}")
             return decision
-        again = self._election.decision
-        if again.action is Action.RESTORE:  # another start made it meanwhile
+        again = self._lookup.decision
+        if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
             return self._restore(again, on_host=base is None)
-        return replace(again, code=decision.code, words=decision.words)
+        return replace(again, code=decision.code, reason=decision.reason)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
-        """The setup's exit code."""
+        """Run the setup in a capture; its exit code."""
         from bootseer.launch.environment.capture import capture
 
         try:
             captured = capture(self.task, key, decision, self.command)
         finally:
-            self.release()
-        self.shown, self.publishing = captured.shown, captured.publishing
+            self.release_lease()
+        self.prepared, self.publishing = captured.prepared, captured.publishing
         return captured.code
 
     def run(self, options: Options) -> int:
-        """Run the command in it; returns its exit code."""
-        shown, session = self.shown, self.task.session
-        assert shown is not None  # noqa: S101 - for the type checker: `prepare` returned 0
+        """Run the command in the environment; returns its exit code."""
+        prepared, session = self.prepared, self.task.session
+        assert prepared is not None  # noqa: S101 - for the type checker: `prepare` returned 0
         if session is not None:
-            session.also_beside(self._over.watch)
+            session.add_observer(self._report.watch)
         began_s = time.monotonic()
-        code = run_command(self.command, options, shown.env, session, own_group=self.task.own_group, enter=shown.enter)
-        self.ended(code, time.monotonic() - began_s)
+        code = run_command(
+            self.command, options, prepared.env, session, own_group=self.task.own_group, enter=prepared.enter
+        )
+        self.command_ended(code, time.monotonic() - began_s)
         return code
 
-    def ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what was not reported yet is reported now."""
-        self.tell(ENDED)
-        shown = self.shown
-        if shown is None:
+    def command_ended(self, code: int, seconds: float) -> None:
+        """Report the start, if that is still to be done, and judge the snapshot by the command's exit code."""
+        self.report(COMMAND_ENDED)
+        prepared = self.prepared
+        if prepared is None:
             return
-        with harmless("problems of the environment are not known"):
-            if shown.layer is not None:
-                shown.layer.report_problems()
-        with harmless("whether the environment is at fault is not known"):
-            if shown.mode == "restored" and code and shown.decision.document is not None:
-                from bootseer.launch.environment.restore import suspect
+        with reporting_errors("problems of the environment are not known"):
+            if prepared.layer is not None:
+                prepared.layer.report_problems()
+        with reporting_errors("whether the environment is at fault is not known"):
+            if prepared.mode == "restored" and code and prepared.decision.document is not None:
+                from bootseer.launch.environment.restore import suspect_snapshot
 
-                suspect(self.task, shown.decision.document, code, seconds)
+                suspect_snapshot(self.task, prepared.decision.document, code, seconds)
 
-    def tell(self, until: str) -> None:
-        """The start is over, by this: keep its record, once."""
-        self._over.tell(until)
+    def report(self, until: str) -> None:
+        """Report the start once; `until` is what ended it."""
+        self._report.send(until)
 
     def _record(self, until: str) -> None:
-        """Say how the environment came and what that cost, and keep its record."""
-        shown, session = self.shown, self.task.session
-        if shown is None:
+        """Emit the event about the environment, and save the record of its reads."""
+        prepared, session = self.prepared, self.task.session
+        if prepared is None:
             return
         if session is not None and session.warm is not None:
             session.warm.record(until)
-        numbers = shown.layer.end_startup() if shown.layer is not None else {}
+        numbers = prepared.layer.end_startup() if prepared.layer is not None else {}
         if session is not None:
             facts = {
-                "mode": "bypassed" if shown.decision.code == "bypass" else shown.mode,
-                "code": shown.decision.code,
-                "reason": shown.decision.words,
+                "mode": "bypassed" if prepared.decision.code == "bypass" else prepared.mode,
+                "code": prepared.decision.code,
+                "reason": prepared.decision.reason,
                 "what": self.task.what,
                 "seconds": round(self.seconds, 3),
                 "until": until,
-                **shown.facts,
+                **prepared.facts,
                 **numbers,
             }
             session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs=facts)
-        if shown.layer is not None:
-            shown.layer.wait_for_record()
+        if prepared.layer is not None:
+            prepared.layer.wait_for_record()
 
-    def release(self) -> None:
-        """Nothing is built by this process any more; the one that publishes keeps the lease as long as it works."""
-        if self._election is not None:
-            self._election.release()
+    def release_lease(self) -> None:
+        """Release the lease in this process; the publishing process holds it until it has ended."""
+        if self._lookup is not None:
+            self._lookup.release()
 
-    def end(self, code: int) -> None:
-        """The command has ended so: wait for the snapshot that is being kept, unless the command was killed."""
-        with harmless("what became of the environment's snapshot is not known"):
-            self.release()
+    def finish_publishing(self, code: int) -> None:
+        """After the command: wait for the publication, or cancel it if the command was killed."""
+        with reporting_errors("the outcome of the environment's snapshot is not known"):
+            self.release_lease()
             if self.publishing is not None:
-                self.finish(self.publishing, given_up=code >= _SIGNALLED)
+                self.wait_for_publishing(self.publishing, give_up=code >= _SIGNALLED)
 
     def close(self) -> None:
-        """Take everything away."""
-        with harmless("the environment was not taken away"):
-            if self.shown is not None:
-                self.shown.undo.close()
-        with harmless("the lease of the environment was not given back"):
-            if self._election is not None:
-                self._election.close()
+        """Remove mounts, lease and folder of this start."""
+        with reporting_errors("the environment was not removed"):
+            if self.prepared is not None:
+                self.prepared.undo.close()
+        with reporting_errors("the lease of the environment was not released"):
+            if self._lookup is not None:
+                self._lookup.close()
         self.task.folder.remove()
 
-    def finish(self, publishing: Publishing, *, given_up: bool = False) -> None:
-        """Wait until the snapshot is kept; Ctrl-C gives it up."""
-        if given_up:  # a job that is killed is to end
+    def wait_for_publishing(self, publishing: Publishing, *, give_up: bool = False) -> None:
+        """Wait for the publication; Ctrl-C cancels it."""
+        if give_up:
             publishing.stop()
             return
         try:

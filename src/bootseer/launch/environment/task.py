@@ -1,4 +1,4 @@
-"""What the parts of one environment start share: what is asked for, where, and how its stages are marked.
+"""The context that the parts of one environment start share: options, folder, session.
 
 <cache>/environments/runs/<name>/      one start's own lock, layers, logs
 """
@@ -18,7 +18,7 @@ from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment.plain import STAGE
-from bootseer.launch.session import Session, staged
+from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import in_foreground
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 Conflicts = Literal["refuse", "accept"]
 Daemons = Literal["relaunch", "refuse"]
 UNPINNED_AGE_S = 7 * 86_400.0
-"""How long a snapshot serves whose setup would install other versions some day; the default."""
+"""Default age limit of a snapshot with unpinned versions."""
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentWanted:
-    """How the environment is to come."""
+class EnvironmentOptions:
+    """Options of environment snapshots."""
 
     cache: Path
     """The node's cache."""
     runtime: Path
-    """Where the state of mounts lies."""
+    """Folder for the state of mounts."""
     mode: Mode = "auto"
     store: str | None = None
     """URI of the store of snapshots; None: the node's own, which other nodes do not see."""
@@ -47,32 +47,33 @@ class EnvironmentWanted:
     signatures: Signatures = UNSIGNED
     loading: Loading = "auto"
     inputs: tuple[str, ...] = ()
-    """Further files and folders that the setup depends on."""
+    """Additional files and folders that the setup depends on."""
     variables: tuple[str, ...] = ()
-    """Names of further variables that it depends on."""
+    """Names of additional variables that it depends on."""
     imports: tuple[str, ...] = ()
     """Modules that must be importable before a snapshot is published."""
     daemons: Daemons = "relaunch"
-    """What becomes of processes that the setup leaves running: a restore starts them again, or they keep the snapshot
-    from being made and from being used."""
+    """Processes that the setup leaves running: a restore starts them again, or they prevent making and using the
+    snapshot."""
     conflicts: Conflicts = "refuse"
-    """Whether a snapshot is published although `pip check` finds a conflict that was not there before."""
+    """Whether a snapshot is published although `pip check` finds new conflicts."""
     leave_out: tuple[str, ...] = ()
-    """Patterns of paths that no snapshot keeps (`Exclusions`)."""
+    """Patterns of paths to leave out of snapshots (`Exclusions`)."""
     keep: tuple[str, ...] = ()
-    """Patterns of paths that are kept although they look secret."""
+    """Patterns of paths to keep although they look secret."""
     secret_rules: tuple[str, ...] = ()
-    """Files with further rules for what looks secret."""
+    """Files with additional rules for secrets."""
     max_age_s: float | None = None
-    """A snapshot older than this is not used; None: by whether versions are pinned; infinite: never."""
+    """Age limit of usable snapshots; None: depends on whether versions are pinned; infinite: no limit."""
     wait_s: float = 600.0
-    """How long to wait for another node that makes the snapshot."""
+    """How long to wait for another node that builds the snapshot."""
     publish_s: float = 600.0
-    """How long the end of the command is held up for the snapshot's sake."""
+    """How long the end of the run waits for the publication."""
     tenant: str = ""
-    """Starts of one tenant share snapshots: part of the key."""
+    """Snapshots are shared only within a tenant: part of the key."""
     place: str = ""
-    """Where in a container the setup runs, if that is the user's own folder: what it installs remembers that."""
+    """The setup's working folder in a container, if the user has mounted it: installed packages may contain its
+    path."""
 
 
 def own_store(cache: Path) -> str:
@@ -82,71 +83,71 @@ def own_store(cache: Path) -> str:
 
 @dataclass
 class Task:
-    """One start's environment, with a folder of its own, which is to be removed.
+    """One environment start, with its own folder, which the caller removes.
 
-    Raises `PermanentError` when the cache takes none. What is not said is that of a start without a job.
+    Raises `PermanentError` if the folder cannot be created. The defaults are those of a start without a job.
     """
 
     setup: str | None
     requirements: Sequence[str]
-    wanted: EnvironmentWanted
+    options: EnvironmentOptions
     env: Mapping[str, str]
-    """The environment that the job and its setup get."""
+    """The environment of the job and its setup."""
     own_env: Mapping[str, str] | None = None
-    """The same without what we add, if that is another: what the request key may depend on."""
+    """The same without BootSeer's additions, for the request key; None: it is the same."""
     session: Session | None = None
     own_group: bool = field(default_factory=lambda: not in_foreground())
-    """Whether what is started leads a process group of its own (`supervise`)."""
+    """Whether started programs lead their own process group (`supervise`)."""
     show: Show = no_progress
-    """Shows people what is waited for."""
+    """Displays progress while a start waits."""
     outcome: dict[str, Any] = field(default_factory=dict)
-    """What became of the snapshot, once that is known (`publish.tell`)."""
+    """Outcome of the publication, set by `publish.report_outcome`."""
     folder: OwnedFolder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = OwnedFolder.made(environments_folder(self.wanted.cache) / "runs", "run-")
+        self.folder = OwnedFolder.made(environments_folder(self.options.cache) / "runs", "run-")
 
     @cached_property
     def cwd(self) -> str:
-        """The job's working folder, by name."""
+        """The job's working folder."""
         return os.getcwd()  # noqa: PTH109 - a name
 
     @property
     def what(self) -> str:
-        """The setup, for people."""
+        """File names of the setup."""
         return ", ".join(Path(path).name for path in (self.setup, *self.requirements) if path)
 
     @property
     def node(self) -> str:
-        """What this machine is called."""
+        """Name of this node."""
         return self.session.tracer.identity.node if self.session is not None else os.uname().nodename
 
     @property
     def job(self) -> str:
-        """What the job is called; empty when it is not known."""
+        """Name of the job; empty if unknown."""
         return self.session.tracer.identity.job if self.session is not None else ""
 
     @property
     def store_uri(self) -> str:
-        """The store of snapshots."""
-        return self.wanted.store or own_store(self.wanted.cache)
+        """URI of the store of snapshots."""
+        return self.options.store or own_store(self.options.cache)
 
     @property
     def signatures(self) -> Signatures:
-        """What is signed in the store of snapshots. This node's own store holds nothing but what this node made."""
-        return self.wanted.signatures if self.wanted.store else UNSIGNED
+        """Signatures of the store. This node's own store needs none, as only this node writes it."""
+        return self.options.signatures if self.options.store else UNSIGNED
 
     @property
     def store_folder(self) -> tuple[str, ...]:
-        """The store's folder, where it is one: starts write into it meanwhile, here and on other nodes."""
+        """The store's folder, if it is one: other starts write into it while a setup runs."""
         scheme, separator, path = self.store_uri.partition("://")
         return (path,) if separator and scheme == "file" else () if separator else (scheme,)
 
     @property
     def changes(self) -> Path:
-        """Where what jobs change in their environments goes."""
-        return environments_folder(self.wanted.cache) / "changes"
+        """Folder for jobs' changes to their environments."""
+        return environments_folder(self.options.cache) / "changes"
 
     def stage(self, name: str = "") -> AbstractContextManager[dict[str, Any]]:
-        """A part of the stage, or the stage itself (`session.staged`)."""
-        return staged(self.session, f"{STAGE}.{name}" if name else STAGE)
+        """A sub-stage, or the stage itself (`session_stage`)."""
+        return session_stage(self.session, f"{STAGE}.{name}" if name else STAGE)

@@ -1,16 +1,15 @@
-"""`bootseer run --image`: the image as a measured stage, the command inside it, and what its start cost.
+"""`bootseer run --image`: mount the image as a measured stage, run the command in it, and record the cost of the start.
 
     image_loading                 from the reference to a container that can be started
-    image_loading.resolve         reference to digest, the document of the converted image
+    image_loading.resolve         reference to digest, document of the converted image
     image_loading.index           block indexes and the hot set
-    image_loading.fallback        the image was not converted: why, and what is done instead
-    image_loading.pull            everything is fetched first
+    image_loading.fallback        the image is not converted: reason and fallback
+    image_loading.pull            fetching everything first
     image_loading.mount           daemon, layers, overlay
     image_loading.container       user, devices, configuration
-    image_start                   the moment when training began (or the command ended): what was fetched until then
+    image_start                   an instant when training began (or the command ended): what was fetched until then
 
-The command runs under `launch.run` and `launch.supervise` as any other. Beside it the spool is watched for the hook's
-`training_began`: then the record of the start is complete.
+The record of reads is complete when the hook's `training_began` event is found in the spool.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session, staged
+from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
+from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
@@ -56,30 +55,30 @@ _MAX_WORKLOAD = 94
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the user said about the image and the container."""
+class ImageOptions:
+    """The options of the image and the container."""
 
     request: Request
-    """Without the workload, which the command tells."""
+    """Without a workload, unless the user named one."""
     container: ContainerOptions
     """Without the command."""
 
 
 def run_in_image(
-    wanted: Wanted,
+    image: ImageOptions,
     command: Sequence[str],
     options: Options,
     env: Mapping[str, str],
     session: Session | None,
-    where: Mapping[str, str],
+    extra_env: Mapping[str, str],
     *,
     own_group: bool,
 ) -> int:
     """Run the command in the image; returns the exit code. Signals must be blocked.
 
-    `where` are variables that name folders of checkpoints. Raises `BootseerError` before the command was started.
+    `extra_env` are variables that name folders to mount. Raises `BootseerError` before the command was started.
     """
-    start = _ImageStart(wanted, command, options, session, env, where)
+    start = _ImageStart(image, command, options, session, env, extra_env)
     code = 1
     try:
         code = start.run(own_group=own_group)
@@ -96,14 +95,14 @@ class _ImageStart:
 
     def __init__(
         self,
-        wanted: Wanted,
+        image: ImageOptions,
         command: Sequence[str],
         options: Options,
         session: Session | None,
         env: Mapping[str, str],
-        where: Mapping[str, str],
+        extra_env: Mapping[str, str],
     ) -> None:
-        request = wanted.request
+        request = image.request
         if not request.workload:
             request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
         if session is not None:
@@ -113,15 +112,15 @@ class _ImageStart:
                 request = replace(request, imports=session.warm.shared_path)
         self._request = request
         # Checkpoints are at the same place as here.
-        binds = tuple(Bind(folder, folder) for folder in where.values())
+        binds = tuple(Bind(folder, folder) for folder in extra_env.values())
         if options.peers is not None:
             from bootseer.peers.names import SYSTEM, hosts_for
 
-            hosts = hosts_for({**env, **where})
+            hosts = hosts_for({**env, **extra_env})
             binds += (Bind(str(hosts), str(SYSTEM)),) if hosts is not None and hosts.exists() else ()
-        words = wanted.container.process
-        words = replace(words, env=(*words.env, *(f"{name}={value}" for name, value in where.items())))
-        self._container_options = replace(wanted.container, process=words, binds=(*binds, *wanted.container.binds))
+        words = image.container.process
+        words = replace(words, env=(*words.env, *(f"{name}={value}" for name, value in extra_env.items())))
+        self._container_options = replace(image.container, process=words, binds=(*binds, *image.container.binds))
         self._options = options
         self._command = tuple(command)
         self._session = session
@@ -129,12 +128,12 @@ class _ImageStart:
         self._folder: Path | None = None
         self._mounted: MountedImage | None = None
         self._container: Container | None = None
-        self._end = StartEnd(session, self._record)
+        self._report = StartReport(session, self._record)
         self._seconds = 0.0
         self._environment: ImageEnvironment | None = None
 
     def run(self, *, own_group: bool) -> int:
-        """Mount the image, run the setup in it if there is one, and the command; the exit code."""
+        """Mount the image, run the setup (if any) and the command in it; the exit code."""
         session, span = self._session, new_span()
         env = {**self._env}
         if session is not None:
@@ -157,7 +156,7 @@ class _ImageStart:
         if container is None:
             return code
         if session is not None:
-            session.also_beside(self._end.watch)
+            session.add_observer(self._report.watch)
         began_s = time.monotonic()
         code = run_command(
             container.command,
@@ -169,15 +168,15 @@ class _ImageStart:
             span=span,
             renew=container.renew,
         )
-        self._ended(code, time.monotonic() - began_s)
+        self._command_ended(code, time.monotonic() - began_s)
         return code
 
     def _prepare(self, env: dict[str, str]) -> tuple[int, Container | None]:
-        """The image's container, ready to start; none when the setup failed, with the setup's exit code."""
+        """The container, ready to start; or the setup's exit code and None if the setup failed."""
         environment = self._environment
-        above = environment.before() if environment is not None else ()
+        above = environment.layers() if environment is not None else ()
         began_s = time.monotonic()
-        with interruptible(), staged(self._session, STAGE) as facts:
+        with interruptible(), session_stage(self._session, STAGE) as facts:
             root = own_folder(containers_folder(cache_root(os.environ, os.getuid())))
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
@@ -190,19 +189,19 @@ class _ImageStart:
             facts.update(self._mounted.facts)
             self._seconds = time.monotonic() - began_s
             if environment is None:
-                return 0, self._started(self._folder, self._mounted, env)
+                return 0, self._start_container(self._folder, self._mounted, env)
         code, self._mounted = environment.set_up(self._mounted, dict(env), self._mount)
         if code:
             return code, None
-        with interruptible(), staged(self._session, STAGE):
-            return 0, self._started(self._folder, self._mounted, env)
+        with interruptible(), session_stage(self._session, STAGE):
+            return 0, self._start_container(self._folder, self._mounted, env)
 
     def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
-        # Its imports take longer than all else where the image is here, and belong to the stage.
+        # Imported here, so that the imports are part of the measured stage.
         from bootseer.image.mounting.mount import mount_image
 
         request = self._request
-        if setup:  # its hot set is another
+        if setup:  # a workload of its own, with its own hot set
             request = replace(request, workload=f"{request.workload[:_MAX_WORKLOAD]}{_OF_SETUP}")
         return mount_image(
             request,
@@ -211,14 +210,14 @@ class _ImageStart:
             above=above,
             lifeline=True,
             suid=True,
-            stage=lambda name: staged(self._session, f"{STAGE}.{name}"),
+            stage=lambda name: session_stage(self._session, f"{STAGE}.{name}"),
             say=say,
             show=self._options.show,
         )
 
-    def _started(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
-        """The container for the command, with the process that cleans up behind it."""
-        with staged(self._session, f"{STAGE}.container"):
+    def _start_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
+        """Create the command's container, with the guard process that cleans up after it."""
+        with session_stage(self._session, f"{STAGE}.container"):
             container = self._container = self._make_container(folder / "container", mounted, env)
             container.start_guard([mounted.undo_command()])
         return container
@@ -244,26 +243,26 @@ class _ImageStart:
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
-            _give(session.folder, user.uid)
+            _share_spool(session.folder, user.uid)
         return container
 
-    def _ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what was not reported yet is reported now."""
-        self._end.tell(ENDED)
-        with harmless("the image's last words are lost"):
+    def _command_ended(self, code: int, seconds: float) -> None:
+        """Report the start, if that is still to be done, and problems of the mounts."""
+        self._report.send(COMMAND_ENDED)
+        with reporting_errors("problems of the image's mount are not known"):
             if self._mounted is not None:
                 self._mounted.report_problems()
-        with harmless("the environment's last words are lost"):
+        with reporting_errors("problems of the environment's mount are not known"):
             if self._environment is not None:
-                self._environment.start.ended(code, seconds)
+                self._environment.start.command_ended(code, seconds)
 
     def _record(self, until: str) -> None:
-        """The start is over: say what it cost, and keep its record."""
+        """Emit the event about the image, and save the record of its reads."""
         session, mounted = self._session, self._mounted
         if mounted is None:
             return
         if self._environment is not None:
-            self._environment.start.tell(until)
+            self._environment.start.report(until)
         if session is not None and session.warm is not None:
             session.warm.record(until)
         numbers = mounted.end_startup()
@@ -273,18 +272,18 @@ class _ImageStart:
         mounted.wait_for_record()
 
     def close(self, code: int) -> None:
-        """The command has ended so: remove container, mounts and folders."""
+        """After the command: remove container, mounts and folders."""
         start = self._environment.start if self._environment is not None else None
-        with harmless("the environment's snapshot was given up"):
+        with reporting_errors("the environment's snapshot was cancelled"):
             if start is not None:
-                start.end(code)
-        with harmless("the image was not unmounted"):
-            self._take_away()
-        with harmless("the environment was not taken away"):
+                start.finish_publishing(code)
+        with reporting_errors("the image was not unmounted"):
+            self._clean_up()
+        with reporting_errors("the environment was not removed"):
             if start is not None:
                 start.close()
 
-    def _take_away(self) -> None:
+    def _clean_up(self) -> None:
         if self._container is not None:
             self._container.close()
         if self._mounted is not None:
@@ -295,12 +294,12 @@ class _ImageStart:
             self._container.dismiss_guard()
 
 
-def _give(spool: str, uid: int) -> None:
-    """Let the program in the container write events into the attempt's folder too, and us read what it writes."""
+def _share_spool(spool: str, uid: int) -> None:
+    """Let the container's user write events into the attempt's folder, readable by this process's group."""
     folder = os.open(spool, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(folder).st_uid == os.geteuid():  # another node may have given it away before
+        if os.fstat(folder).st_uid == os.geteuid():  # unless another node has done this already
             os.fchown(folder, uid, -1)
-            os.fchmod(folder, 0o2750)  # so that files in it belong to our group, which may read them
+            os.fchmod(folder, 0o2750)  # set-group-ID: files in it belong to this group
     finally:
         os.close(folder)

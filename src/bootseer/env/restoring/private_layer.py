@@ -1,13 +1,13 @@
-"""Where a job's changes of mounted folders go: a folder for each run, and what becomes of it.
+"""The private layer of a run: a job's changes to mounted folders, and what is kept of them.
 
     <changes>/<id>/lock          locked by the run
-    <changes>/<id>/run.json      which root has which number; `kept` once the run is over and left something
-    <changes>/<id>/<n>/upper     what the job wrote into a root; `work` beside it is overlayfs' own
-    <changes>/<id>/files/...     what is kept, by its path
+    <changes>/<id>/run.json      numbers of the roots; `kept` (a time) once the run has ended and left files
+    <changes>/<id>/<n>/upper     the job's changes in a root; `work` beside it belongs to overlayfs
+    <changes>/<id>/files/...     kept files, by their paths
 
-What a job writes into `/usr` and the like ends with it, as an environment must be what its snapshot says: a line tells
-of it, unless it is caches. Everything else could be a result that is unexpected there, so that it is kept for a week,
-and the user is told where. What a killed run left, a later one looks through.
+Changes in system folders such as `/usr` are discarded with a message (except caches), as an environment must be what
+its snapshot says. Changes elsewhere may be results that the user misses: they are kept for a week, with a message
+where. After a kill a later run does this.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bootseer.artifact.unpacked import delete_tree
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import is_mounted_anywhere
+from bootseer.units import listed
 
 _LOCK, _RECORD, _FILES = "lock", "run.json", "files"
 _KEPT_S = 7 * 86_400.0
@@ -40,43 +41,43 @@ _CACHE = re.compile(r"cache", re.IGNORECASE)
 
 
 class PrivateFolder:
-    """The folder of one run; locked as long as this process lives or until `close`."""
+    """The folder of one run, locked until `close` or the end of this process."""
 
     def __init__(self, changes: Path, roots: Sequence[str]) -> None:
-        """Raises `PermanentError` when the disk does not take it."""
+        """Raises `PermanentError` if it cannot be created."""
         self.roots = {root: str(number) for number, root in enumerate(roots)}
         try:
-            # Without links, as the kernel writes it in the table of mounts.
+            # A real path, as it appears in the mount table.
             self.path = own_folder(changes) / secrets.token_hex(6)
             self.path.mkdir(mode=0o700)
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._lock = lock
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._write_down()
+            self._save_record()
         except OSError as error:
-            raise PermanentError(f"{changes}: {error.strerror}; the job's changes have no place there") from error
+            raise PermanentError(f"{changes}: {error.strerror}; the job's changes cannot be stored there") from error
 
-    def folders(self, root: str, place: Path | None = None) -> tuple[Path, Path]:
-        """New folders for the changes of a root and for overlayfs, in `place` if this folder's disk is unfit."""
-        folder = (place or self.path) / self.roots.setdefault(root, str(len(self.roots)))
+    def folders(self, root: str) -> tuple[Path, Path]:
+        """New upper and work folders of a root."""
+        folder = self.path / self.roots.setdefault(root, str(len(self.roots)))
         folder.mkdir()
         for name in ("upper", "work"):
             (folder / name).mkdir()
         return folder / "upper", folder / "work"
 
-    def also(self, roots: Mapping[str, str]) -> None:
-        """Know of roots that came to it while the mounts were made, by another process."""
+    def set_roots(self, roots: Mapping[str, str]) -> None:
+        """Record the roots as the process that made the mounts has numbered them."""
         if roots != self.roots:
             self.roots = dict(roots)
-            self._write_down()
+            self._save_record()
 
-    def _write_down(self) -> None:
+    def _save_record(self) -> None:
         (self.path / _RECORD).write_text(json.dumps({"roots": self.roots}))
 
     def close(self, say: Say, place: Path | None = None) -> None:
-        """Keep what may matter to the user, and delete the rest. `place` is where the uppers were, if not here.
+        """Keep what may matter to the user, and delete the rest. `place` is where the upper layers are, if not here.
 
-        When a process of the job lives on, all of it stays for a later run to look through.
+        If a process of the job is still running, a later run does this.
         """
         try:
             if not is_mounted_anywhere(f"/{self.path.name}/"):
@@ -85,8 +86,8 @@ class PrivateFolder:
             os.close(self._lock)
 
 
-def clean(changes: Path, say: Say) -> None:
-    """Settle what killed runs left, and forget what was kept long enough."""
+def settle_abandoned(changes: Path, say: Say) -> None:
+    """Settle the folders of killed runs, and delete kept files after their week."""
     if not changes.is_dir():
         return
     for folder in sorted(changes.iterdir()):
@@ -98,8 +99,8 @@ def clean(changes: Path, say: Say) -> None:
                 delete_tree(folder)
 
 
-def is_shown(changes: Path, root: str) -> bool:
-    """Whether a run that is not over shows something on this root."""
+def is_root_in_use(changes: Path, root: str) -> bool:
+    """Whether a running job has a mount on this root."""
     for folder in changes.iterdir():
         if not (folder / _RECORD).is_file():
             continue
@@ -116,7 +117,7 @@ def is_shown(changes: Path, root: str) -> bool:
 
 @contextlib.contextmanager
 def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """What was written down of a run that is over. Raises `BlockingIOError` for one that is not."""
+    """The record of a run that has ended. Raises `BlockingIOError` for one that has not."""
     record = folder / _RECORD
     if record.stat().st_size > _MAX_BYTES:
         raise ValueError
@@ -124,7 +125,7 @@ def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its process was killed, and the job may live on, with all its mounts.
+        # After `bootseer run` was killed, the job may still be running with its mounts.
         if is_mounted_anywhere(f"/{folder.name}/"):
             raise BlockingIOError
         yield value
@@ -152,8 +153,8 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
             _keep(upper, files / root.lstrip("/"))
     if num_dropped:
         say(
-            f"the job wrote {num_dropped} files into {', '.join(dropped[:3])}, and they are gone: folders of the system"
-            " belong to the environment; keep results elsewhere"
+            f"the job wrote {num_dropped} files into {listed(dropped)}, which were discarded: system folders belong to"
+            " the environment; write results elsewhere"
         )
     if not num_files:
         delete_tree(folder)
@@ -163,8 +164,8 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
             delete_tree(child)
     (folder / _RECORD).write_text(json.dumps({"roots": roots, "kept": time.time()}))
     say(
-        f"the job wrote {num_files} files ({num_bytes} bytes) into its environment, {', '.join(touched[:3])}:"
-        f" the environment stays as it was, and they are kept in {files} for a week"
+        f"the job wrote {num_files} files ({num_bytes} bytes) into its environment, {listed(touched)}: the environment"
+        f" is unchanged, and the files are kept in {files} for a week"
     )
 
 
@@ -172,18 +173,18 @@ def _keep(upper: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         upper.rename(target)
-    except OSError:  # it lies in memory
+    except OSError:  # on another file system: in memory
         shutil.copytree(upper, target, symlinks=True, ignore=_no_marks)
 
 
 def _no_marks(folder: str, names: Sequence[str]) -> list[str]:
-    """What is not a file of the job: overlayfs' deletions."""
+    """Entries that are not files of the job: overlayfs' whiteouts."""
     kinds = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)
     return [name for name in names if stat.S_IFMT(os.lstat(f"{folder}/{name}").st_mode) not in kinds]
 
 
 def _written(upper: Path) -> tuple[int, int]:
-    """Number and bytes of the files that a job wrote; bytecode and other caches do not count."""
+    """Number and bytes of the files that a job wrote, without bytecode and other caches."""
     num_files = num_bytes = 0
     for path, folders, names in os.walk(upper):
         folders[:] = [name for name in folders if not _CACHE.search(name)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.restoring.inside import Inside, new_folder
 from bootseer.env.restoring.loose import Conflict, plan
-from bootseer.env.restoring.place import apply
+from bootseer.env.restoring.placement import apply_plan
+from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.env.snapshot.manifest import Entry
 from plain_user import UID
 
@@ -69,7 +69,7 @@ def test_a_file_that_was_exchanged_while_it_was_written_is_not_given_away(theirs
     thread = threading.Thread(target=swap)
     thread.start()
     planned = plan([entry(size=7)], lambda path: source, root=str(theirs))
-    apply(planned, lambda path: source)
+    apply_plan(planned, lambda path: source)
     thread.join(PATIENCE_S)
     assert swapped == [0]
     assert is_roots(theirs / "given")  # the name leads to the victim now, which is as it was
@@ -82,16 +82,16 @@ def test_a_file_with_another_name_is_not_given_away(theirs: Path, tmp_path: Path
     source.write_text("root's own\n")
     (theirs / "given").write_text("root's own\n")
     planned = plan([entry(size=source.stat().st_size)], lambda path: source, root=str(theirs), captured=True)
-    assert [step.deed for step in planned.steps] == ["dress"]
+    assert [step.operation for step in planned.steps] == ["set_attributes"]
     (theirs / "given").unlink()
     os.link(theirs / "victim", theirs / "given")
     with pytest.raises(Conflict):
-        apply(planned, lambda path: source)
+        apply_plan(planned, lambda path: source)
     assert is_roots(theirs / "victim")
 
 
 def test_a_folder_that_was_exchanged_for_a_link_or_is_in_use_is_not_given_away(theirs: Path) -> None:
-    with Inside(str(theirs)).folder("") as above:
+    with SafeTree(str(theirs)).folder("") as above:
         with new_folder(above, "made", 0o700) as made:
             assert os.fstat(made).st_ino == (theirs / "made").stat().st_ino
         with pytest.raises(FileExistsError), new_folder(above, "made", 0o700):

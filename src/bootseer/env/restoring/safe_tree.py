@@ -1,5 +1,5 @@
-"""Look and write below a folder without ever following a symbolic link: one in a user's project must not lead us
-anywhere. `FoldersBelow` is what `roots` wants to know of the tree that a setup left behind."""
+"""Access files below a folder without following symbolic links, which may be placed there by users. `TreeFolders`
+implements `roots.Folders` for the tree that a setup has left."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def new_folder(above: int, name: str, mode: int) -> Iterator[int]:
-    """Make a folder in the one that is open as `above`; its descriptor, to give it an owner and a mode through.
+    """Create a folder in the one that is open as `above`; yields its descriptor, for setting owner and mode.
 
-    Raises `FileExistsError`, also when something else has the name by the time that it is opened.
+    Raises `FileExistsError`, also if it was replaced between its creation and its opening.
     """
     os.mkdir(name, mode, dir_fd=above)
     opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
@@ -33,17 +33,17 @@ def new_folder(above: int, name: str, mode: int) -> Iterator[int]:
         os.close(opened)
 
 
-class Inside:
-    """The tree below `root`. Paths are absolute, as seen from inside of it."""
+class SafeTree:
+    """The tree below `root`. Paths are absolute within it."""
 
     def __init__(self, root: str = "/") -> None:
         self._root = root
 
     @contextlib.contextmanager
     def folder(self, path: str) -> Iterator[int]:
-        """A descriptor of a folder (`""` for the root), for the `dir_fd` of others.
+        """A descriptor of a folder (`""` for the root), for use as `dir_fd`.
 
-        Raises `NotADirectoryError` or an `OSError` of ELOOP for what is reached through something else.
+        Raises `NotADirectoryError`, or `OSError` with ELOOP, if a component of the path is not a folder.
         """
         opened = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -56,7 +56,7 @@ class Inside:
             os.close(opened)
 
     def status(self, path: str) -> os.stat_result | None:
-        """What lies there, itself; None when nothing does."""
+        """The status of a file, links not followed; None if it does not exist."""
         above, _, name = path.rpartition("/")
         try:
             with self.folder(above) as folder:
@@ -75,13 +75,13 @@ class Inside:
         return opened
 
     def target(self, path: str) -> str:
-        """What a symbolic link says."""
+        """The target of a symbolic link."""
         above, _, name = path.rpartition("/")
         with self.folder(above) as folder:
             return os.readlink(name, dir_fd=folder)
 
     def names(self, path: str) -> list[str]:
-        """What a folder holds."""
+        """The names in a folder."""
         with self.folder(path) as folder:
             opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -90,11 +90,11 @@ class Inside:
                 os.close(opened)
 
 
-class FoldersBelow:
-    """Looks into the tree at `root`; symbolic links are not followed."""
+class TreeFolders:
+    """Folders of the tree at `root`; symbolic links are not followed."""
 
     def __init__(self, root: str = "") -> None:
-        """`root`: where `/` as the setup saw it can be read from here. The job works where this process does."""
+        """`root`: where the setup's `/` can be read. The job will run in this process's working folder."""
         self._root = root.rstrip("/")
         self.working_folder = os.path.realpath(".")
 

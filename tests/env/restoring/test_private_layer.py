@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.restoring.private import PrivateFolder
+from bootseer.env.restoring.private_layer import PrivateFolder
 
 
 def settled(changes: Path, root: str, *files: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""In the child of `seek`: the request key, the store's answer, and the lease of the one that builds."""
+"""The child process of `lookup`: computes the request key, asks the store, and holds the builder's lease."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys import gate
 from bootseer.env.keys.key import RequestKey
-from bootseer.env.keys.request_key import Ask, Base, facts_folder_of, request_key
+from bootseer.env.keys.request_key import Base, KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog
-from bootseer.env.life.decide import DOCUMENTS, Action, Decision, Lookup, decide, elected, waited
-from bootseer.env.life.local import Local
+from bootseer.env.life.decide import DOCUMENTS, Action, Decision, Lookup, after_election, after_wait, decide
+from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
-from bootseer.launch.background import Tell
-from bootseer.launch.environment.task import EnvironmentWanted, Task
+from bootseer.launch.background import Send
+from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.store.open import open_store
 
 if TYPE_CHECKING:
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 HOST = Base("host", "", {})
 
 
-def ask_for(
+def key_request(
     setup: str | None,
     requirements: Sequence[str],
-    wanted: EnvironmentWanted,
+    options: EnvironmentOptions,
     env: Mapping[str, str],
     *,
     base: Base | None = None,
-) -> Ask:
-    """The question; `base` None: the environment is on this machine."""
-    return Ask(
+) -> KeyRequest:
+    """The input of the request key; without `base` the setup runs on this machine."""
+    return KeyRequest(
         setup=setup,
         requirements=tuple(requirements),
         cwd=os.getcwd(),  # noqa: PTH109 - a name
         env=env,
         base=base or HOST,
-        inputs=wanted.inputs,
-        tenant=wanted.tenant,
-        kept=(*(f"left out {path}" for path in wanted.leave_out), *(f"kept {path}" for path in wanted.keep)),
-        variables=wanted.variables,
-        salt=wanted.place,
+        inputs=options.inputs,
+        tenant=options.tenant,
+        kept=(*(f"left out {path}" for path in options.leave_out), *(f"kept {path}" for path in options.keep)),
+        variables=options.variables,
+        salt=options.place,
     )
 
 
@@ -66,58 +66,58 @@ def base_of_image(request: Request) -> Base:
         return Base("image", source.digest, source.config)
 
 
-class Seeker:
-    """Answers `seek`."""
+class LookupProcess:
+    """The work of the child process."""
 
     _key: RequestKey
-    """There from the first answer on."""
+    """Set before the first decision."""
 
     def __init__(
-        self, task: Task, base: Callable[[], Base] | None, tell: Tell, stay: int, held: int, damaged: str
+        self, task: Task, base: Callable[[], Base] | None, send: Send, read_end: int, write_end: int, damaged: str
     ) -> None:
-        os.close(held)  # this process does not build
+        os.close(write_end)  # this process does not build
         self._task = task
         self._base = base
-        self._tell = tell
-        self._stay = stay
+        self._send = send
+        self._read_end = read_end
         self._damaged = damaged
 
-    def seek(self) -> None:
-        """Tell the key and answer once, twice if there was a builder to wait for; then keep the lease, if any."""
+    def run(self) -> None:
+        """Send the key and the decision, a second one after waiting for a builder; then hold the lease, if any."""
         task = self._task
         env = task.env if task.own_env is None else task.own_env
-        ask = ask_for(task.setup, task.requirements, task.wanted, env, base=self._base and self._base())
-        self._key = request_key(ask, facts_folder=facts_folder_of(task.wanted.cache))
-        self._tell(msgspec.to_builtins(self._key))
-        with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
+        ask = key_request(task.setup, task.requirements, task.options, env, base=self._base and self._base())
+        self._key = request_key(ask, facts_folder=facts_folder_of(task.options.cache))
+        self._send(msgspec.to_builtins(self._key))
+        with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
             catalog = Catalog(store, signatures=task.signatures)
-            decision = self._first(catalog)
+            decision = self._first_decision(catalog)
             lease: Lease | None = None
             if decision.action is Action.BUILD:
-                decision, lease = self._elected(catalog, decision)
+                decision, lease = self._ask_for_lease(catalog, decision)
             try:
-                self._tell(_encoded(decision))
+                self._send(_encoded(decision))
                 if decision.action is Action.WAIT:
-                    decision, lease = self._waited(catalog, decision)
-                    self._tell(_encoded(decision))
+                    decision, lease = self._wait_for_builder(catalog, decision)
+                    self._send(_encoded(decision))
                 if lease is not None and decision.action is Action.BUILD:
-                    self._keep(lease)
+                    self._hold(lease)
             finally:
                 if lease is not None:
                     lease.release()
 
-    def _first(self, catalog: Catalog) -> Decision:
+    def _first_decision(self, catalog: Catalog) -> Decision:
         task, key = self._task, self._key
-        mode = task.wanted.mode
+        mode = task.options.mode
         if key.problems:
             return decide(mode, Lookup("none"), now_s=time.time(), problems=key.problems)
-        local = Local(task.wanted.cache, self._say, task.signatures)
-        found = local.look(catalog, key.digest)
+        node_catalog = NodeCatalog(task.options.cache, self._say, task.signatures)
+        found = node_catalog.look_up(catalog, key.digest)
         document, suspicion = found.document, ""
         if document is not None:
-            document = self._limited(document)
+            document = self._with_age_limit(document)
             found = replace(found, document=document)
-            suspicion = Quarantine(catalog.store, local.store, self._say).why(document)
+            suspicion = Quarantine(catalog.store, node_catalog.store, self._say).reason(document)
         return decide(
             mode,
             found,
@@ -128,11 +128,11 @@ class Seeker:
         )
 
     def _say(self, line: str) -> None:
-        self._tell({"say": line})
+        self._send({"say": line})
 
-    def _limited(self, document: EnvironmentDocument) -> EnvironmentDocument:
-        """With this start's own limit of age, too."""
-        own = self._task.wanted.max_age_s
+    def _with_age_limit(self, document: EnvironmentDocument) -> EnvironmentDocument:
+        """With this start's own age limit, if that is stricter."""
+        own = self._task.options.max_age_s
         if own is None or own == math.inf or (document.max_age_s is not None and document.max_age_s <= own):
             return document
         return replace(document, max_age_s=own)
@@ -141,21 +141,21 @@ class Seeker:
         refusal = None if document is None else gate.check(document.platform, self._key.platform)
         return None if refusal is None else (refusal.code, refusal.message)
 
-    def _elected(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
+    def _ask_for_lease(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
         asked = election.elect(catalog, self._key.digest, self._task.node, replaces=decision.replaces)
         if isinstance(asked, Lease):
-            return elected(decision, "ours"), asked
+            return after_election(decision, "ours"), asked
         if isinstance(asked, Held):
-            return elected(decision, "held", asked.words), None
+            return after_election(decision, "held", asked.words), None
         if isinstance(asked, NoLease):
-            return elected(decision, "unavailable", asked.why), None
+            return after_election(decision, "unavailable", asked.why), None
         refusal = self._refusal(asked)
-        return waited(decision, "published", now_s=time.time(), document=asked, refusal=refusal), None
+        return after_wait(decision, "published", now_s=time.time(), document=asked, refusal=refusal), None
 
-    def _waited(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
-        key, wanted = self._key.digest, self._task.wanted
-        ended = election.wait(catalog, key, self._task.node, timeout_s=wanted.wait_s, replaces=decision.replaces)
-        decided = waited(
+    def _wait_for_builder(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
+        key, options = self._key.digest, self._task.options
+        ended = election.wait(catalog, key, self._task.node, timeout_s=options.wait_s, replaces=decision.replaces)
+        decided = after_wait(
             decision,
             ended.ended,
             now_s=time.time(),
@@ -166,15 +166,15 @@ class Seeker:
         )
         return decided, ended.lease
 
-    def _keep(self, lease: Lease) -> None:
-        """Heartbeats, until no process builds any more."""
-        while not select.select([self._stay], [], [], lease.interval_s)[0]:
+    def _hold(self, lease: Lease) -> None:
+        """Send heartbeats until all building processes have closed their end of the pipe."""
+        while not select.select([self._read_end], [], [], lease.interval_s)[0]:
             if not lease.beat():
                 return
 
 
 def _encoded(decision: Decision) -> dict[str, Any]:
-    """The decision as a message of the child."""
+    """The decision as a message."""
     message = {field.name: getattr(decision, field.name) for field in fields(decision)}
     documents = {name: message[name].encode().decode() for name in DOCUMENTS if message[name] is not None}
     return {**message, **documents, "action": decision.action.value}

@@ -1,11 +1,11 @@
-"""What this node knows of environments, so that a start survives a store that does not answer.
+"""This node's copies of environment documents, for starts while the store does not answer.
 
     <cache>/environments/environments/<key>/document    snapshots that were used or built here, named as in stores
-    <cache>/environments/environments/<key>/quarantine  what is held against them, where the store does not take it
+    <cache>/environments/environments/<key>/quarantine  quarantines that the store did not accept
     <cache>/environments/sha256/...                     their indexes and manifests (`artifact.objects`)
 
-A document's content never changes, so that an old one is worth as much as it was when it was found: its age limit and
-its quarantine hold here, too. A full disk costs the copy alone. Safe to use from many threads and processes.
+A document's content never changes, so a copy stays valid; age limit and quarantine apply to it, too. On a full disk
+only the copy is missing. Safe to use from many threads and processes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from bootseer.store.file import FileStore
 from bootseer.store.store import Store, Stored
 
 MAX_KNOWN = 200
-"""Snapshots that a node remembers: those that were used last."""
+"""Number of snapshots that a node remembers, by last use."""
 _OBJECT_S = 120.0
 
 
-class Local:
-    """What the node knows. `say` gets one line for what could not be kept."""
+class NodeCatalog:
+    """The copies. `say` gets a line for each copy that cannot be written."""
 
     def __init__(self, cache: Path, say: Callable[[str], None], signatures: Signatures = UNSIGNED) -> None:
         """`cache` is the root of the node's cache. Documents are kept with their signatures and verified again. Raises
-        `BootseerError` where that folder is not this user's."""
-        # Closed: snapshots hold files that only their owner may read, in objects with other modes.
+        `BootseerError` if the folder does not belong to this user."""
+        # Private: snapshots contain files that only their owner may read, in objects with other modes.
         self._folder = own_folder(environments_folder(cache), private=True)
         self._kept = LocalObjects(self._folder, say)
         self._catalog = Catalog(self.store, signatures=signatures)
@@ -47,37 +47,38 @@ class Local:
         """Also for `quarantine.Quarantine`."""
         return self._kept.store
 
-    def look(self, catalog: Catalog, key: str, *, timeout_s: float = FIND_S) -> Lookup:
-        """What the store says, and what this node knows where the store does not answer; remembers what it finds."""
+    def look_up(self, catalog: Catalog, key: str, *, timeout_s: float = FIND_S) -> Lookup:
+        """Look up a snapshot in the store, or in this node's copies if the store does not answer; updates the
+        copies."""
         found = catalog.look(key, timeout_s=timeout_s)
         if found.kind == "unreachable":
             return Lookup("unreachable", self._catalog.look(key).document, found.why)
         if found.document is not None:
             self.keep(found.document, found.data)
         elif found.kind == "none":
-            self.forget(key)  # it was removed on purpose, and must stay so
+            self.forget(key)  # it was removed on purpose
         return found
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:
-        """Remember a snapshot that was found, or built here; `data` is its document as it is stored."""
+        """Keep a copy of a snapshot's document; `data` is the document as stored."""
         if self._catalog.look(document.key).data == data:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / document.name)
             return
         self._kept.keep(document.name, data)
-        self._tidy()
+        self._prune()
 
     def forget(self, key: str) -> None:
-        """Do not use a snapshot any more when the store is away."""
+        """Delete the copy of a snapshot."""
         with contextlib.suppress(BootseerError):
             self.store.delete(document_name(key))
 
     def object(self, stored: Stored, origin: Store, *, timeout_s: float = _OBJECT_S) -> bytes:
-        """A small object that is named by its content, as `LocalObjects.content`: the manifest."""
+        """A small content-addressed object (the manifest), as `LocalObjects.content`."""
         return self._kept.content(stored, origin, timeout_s=timeout_s)
 
-    def _tidy(self) -> None:
-        """Forget the snapshots that were not used for the longest time, with what only they need."""
+    def _prune(self) -> None:
+        """Delete the least recently used copies, with objects that only they need."""
         with contextlib.suppress(OSError, BootseerError):
             documents = sorted(self._folder.glob("environments/*/document"), key=lambda path: path.stat().st_mtime)
             excess = documents[:-MAX_KNOWN]

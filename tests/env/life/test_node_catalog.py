@@ -12,10 +12,10 @@ import pytest
 
 from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument, document_name
-from bootseer.env.life import local as module
+from bootseer.env.life import node_catalog as module
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Lookup
-from bootseer.env.life.local import Local
+from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.store.store import Store
@@ -36,11 +36,11 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def local(tmp_path: Path, said: list[str]) -> Local:
-    return Local(tmp_path, said.append)
+def local(tmp_path: Path, said: list[str]) -> NodeCatalog:
+    return NodeCatalog(tmp_path, said.append)
 
 
-def keep(local: Local, document: EnvironmentDocument) -> None:
+def keep(local: NodeCatalog, document: EnvironmentDocument) -> None:
     local.keep(document, document.encode())
 
 
@@ -57,54 +57,56 @@ def published(store: Store, key: str = KEY, content: str = "content") -> Catalog
 
 
 def test_a_snapshot_that_was_found_once_is_known_when_the_store_is_away(
-    store: Store, local: Local, away: Catalog
+    store: Store, local: NodeCatalog, away: Catalog
 ) -> None:
-    assert local.look(away, KEY).document is None
-    assert local.look(published(store), KEY) == Lookup("found", document())
-    found = local.look(away, KEY)
+    assert local.look_up(away, KEY).document is None
+    assert local.look_up(published(store), KEY) == Lookup("found", document())
+    found = local.look_up(away, KEY)
     assert (found.kind, found.document) == ("unreachable", document())
     assert "503" in found.why
-    assert local.look(away, OTHER_KEY).document is None
+    assert local.look_up(away, OTHER_KEY).document is None
 
 
-def test_the_next_process_knows_it_too(store: Store, local: Local, away: Catalog, tmp_path: Path) -> None:
-    local.look(published(store), KEY)
-    assert Local(tmp_path, lambda line: None).look(away, KEY).document == document()
+def test_the_next_process_knows_it_too(store: Store, local: NodeCatalog, away: Catalog, tmp_path: Path) -> None:
+    local.look_up(published(store), KEY)
+    assert NodeCatalog(tmp_path, lambda line: None).look_up(away, KEY).document == document()
 
 
-def test_what_was_replaced_is_replaced_here(store: Store, local: Local, away: Catalog) -> None:
+def test_what_was_replaced_is_replaced_here(store: Store, local: NodeCatalog, away: Catalog) -> None:
     catalog = published(store)
-    local.look(catalog, KEY)
+    local.look_up(catalog, KEY)
     store_objects(store, "new")
     catalog.publish(document(content="new"), replace=True)
-    local.look(catalog, KEY)
-    assert local.look(away, KEY).document == document(content="new")
+    local.look_up(catalog, KEY)
+    assert local.look_up(away, KEY).document == document(content="new")
 
 
-def test_what_somebody_removed_is_not_used_when_the_store_is_away(store: Store, local: Local, away: Catalog) -> None:
+def test_what_somebody_removed_is_not_used_when_the_store_is_away(
+    store: Store, local: NodeCatalog, away: Catalog
+) -> None:
     catalog = published(store)
-    local.look(catalog, KEY)
+    local.look_up(catalog, KEY)
     catalog.remove(KEY, 0.0)
-    assert local.look(catalog, KEY).kind == "none"
-    assert local.look(away, KEY).document is None
+    assert local.look_up(catalog, KEY).kind == "none"
+    assert local.look_up(away, KEY).document is None
 
 
-def test_what_was_built_here_is_known_here(local: Local, away: Catalog) -> None:
+def test_what_was_built_here_is_known_here(local: NodeCatalog, away: Catalog) -> None:
     keep(local, document())
-    assert local.look(away, KEY).document == document()
+    assert local.look_up(away, KEY).document == document()
     local.forget(KEY)
-    assert local.look(away, KEY).document is None
+    assert local.look_up(away, KEY).document is None
 
 
-def test_a_damaged_memory_is_no_memory(local: Local, away: Catalog, tmp_path: Path) -> None:
+def test_a_damaged_memory_is_no_memory(local: NodeCatalog, away: Catalog, tmp_path: Path) -> None:
     keep(local, document())
     (environments_folder(tmp_path) / document_name(KEY)).write_bytes(b"{")
-    assert local.look(away, KEY).document is None
+    assert local.look_up(away, KEY).document is None
     keep(local, document())
-    assert local.look(away, KEY).document == document()
+    assert local.look_up(away, KEY).document == document()
 
 
-def test_a_manifest_is_fetched_once_and_verified(store: Store, local: Local, tmp_path: Path) -> None:
+def test_a_manifest_is_fetched_once_and_verified(store: Store, local: NodeCatalog, tmp_path: Path) -> None:
     store_objects(store)
     manifest = document().manifest
     with pytest.raises(TransientError):
@@ -121,13 +123,13 @@ def test_a_manifest_is_fetched_once_and_verified(store: Store, local: Local, tmp
         local.object(document(content="none").manifest, store)
 
 
-def test_a_quarantine_that_the_store_does_not_take_is_kept_beside(store: Store, local: Local) -> None:
+def test_a_quarantine_that_the_store_does_not_take_is_kept_beside(store: Store, local: NodeCatalog) -> None:
     quarantine = Quarantine(None, local.store, lambda line: None)
     quarantine.mark(document(), "node-1", "ImportError", 1.0)
-    assert quarantine.why(document())
+    assert quarantine.reason(document())
 
 
-def test_a_node_remembers_what_it_used_last(local: Local, away: Catalog, monkeypatch: pytest.MonkeyPatch,
+def test_a_node_remembers_what_it_used_last(local: NodeCatalog, away: Catalog, monkeypatch: pytest.MonkeyPatch,
                                              tmp_path: Path) -> None:  # fmt: skip
     monkeypatch.setattr(module, "MAX_KNOWN", 3)
     origin = MemoryStore(uuid.uuid4().hex)
@@ -142,7 +144,7 @@ def test_a_node_remembers_what_it_used_last(local: Local, away: Catalog, monkeyp
         if number == 2:
             keep(local, document(keys[0], "shared"))  # used again: now
             os.utime(folder / document_name(keys[0]), (10, 10))
-    known = [number for number, key in enumerate(keys) if local.look(away, key).document is not None]
+    known = [number for number, key in enumerate(keys) if local.look_up(away, key).document is not None]
     assert known == [0, 3, 4]
     kept = {path.name for path in (folder / "sha256").rglob("*") if path.is_file()}
     assert document(content="shared").manifest.name[7:] in kept
@@ -170,8 +172,8 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_full_disk_costs_the_memory_and_no_start(full_disk: Path, store: Store) -> None:
     said: list[str] = []
-    local = Local(full_disk, said.append)
-    assert local.look(published(store), KEY) == Lookup("found", document())
+    local = NodeCatalog(full_disk, said.append)
+    assert local.look_up(published(store), KEY) == Lookup("found", document())
     assert local.object(document().manifest, store) == b"manifest of content"
     assert len(said) == 2
     assert "no copy was stored on this node" in said[0]

@@ -1,0 +1,141 @@
+"""Look up the environment: compute its request key, ask the store, and decide what to do.
+
+This happens in a child process (`background`, `lookup_process`): clients of stores may start threads, and the run must
+be able to fork later. Meanwhile the run imports what most decisions need.
+
+The child that holds the builder's lease keeps running and sends its heartbeats. It watches the read end of a pipe whose
+write end is inherited by all processes that build: the pipe ends when the last of them has ended, however it ended, and
+then the child releases the lease.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.keys.key import RequestKey
+from bootseer.env.life.decide import DOCUMENTS, Action, Decision
+from bootseer.errors import BootseerError, TransientError
+from bootseer.launch.background import Background, Send, start_background
+from bootseer.launch.environment.task import Task
+from bootseer.launch.supervise import say
+from bootseer.logs import logger
+
+if TYPE_CHECKING:
+    from bootseer.env.keys.request_key import Base
+
+_KEY_S = 900.0
+"""Inputs of a setup may be large, or need a request to a repository."""
+_LOOK_S = 60.0
+"""More than all of the child's deadlines up to its decision."""
+_SLACK_S = 90.0
+_RELEASE_S = 10.0
+_log = logger(__name__)
+
+
+@dataclass(slots=True)
+class LookupResult:
+    """The decision, and the process that holds the lease."""
+
+    decision: Decision
+    key: RequestKey | None = None
+    """None if it could not be computed."""
+    helper: Background | None = None
+    """Holds the lease until the last process that has `lease_pipe` closes it."""
+    lease_pipe: int = -1
+
+    def release(self) -> None:
+        """Release the lease in this process; other processes may still hold it."""
+        if self.lease_pipe >= 0:
+            os.close(self.lease_pipe)
+            self.lease_pipe = -1
+
+    def close(self) -> None:
+        """Wait until the lease is released, so that the next start does not have to."""
+        self.release()
+        if self.helper is not None and not self.helper.wait(_RELEASE_S):
+            self.helper.stop()
+
+
+def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -> LookupResult:
+    """Look up the environment. Problems with the key or the store are not errors: they lead to running the setup.
+
+    `base` returns the image to run in, and is called in the child. `damaged` is the defect of the snapshot that was
+    found before, which is to be rebuilt.
+    """
+    # Needed by the child and by the run: imported before the fork, they are loaded once.
+    import bootseer.artifact.lease
+    import bootseer.env.life.quarantine
+    import bootseer.store.open
+
+    if task.store_uri.startswith("oci://"):  # the client of HDFS imports numpy, which starts threads
+        import bootseer.store.oci
+
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+
+    def work(send: Send) -> None:
+        from bootseer.launch.environment.lookup_process import LookupProcess
+
+        LookupProcess(task, base, send, read_end, write_end, damaged).run()
+
+    try:
+        helper = start_background(work, name="bootseer-lease", log=task.folder.path / "lookup.log")
+    except BootseerError:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    mode = task.options.mode
+    result = LookupResult(Decision(Action.INSTALL, "failed", ""), None, helper, write_end)
+    try:
+        with task.stage("key") as facts:
+            import bootseer.launch.environment.restore  # noqa: F401 - while the child works
+
+            key = result.key = msgspec.convert(_next_message(helper, _KEY_S), RequestKey)
+            facts["key"] = key.digest
+        with task.stage("lookup") as facts:
+            message = _next_message(helper, _LOOK_S)
+            facts["code"] = message["code"]
+        if message["action"] == Action.WAIT.value:
+            say(f"{message['words']}; waiting for it, {task.options.wait_s:g} s at most (--env-wait)")
+            with task.stage("wait") as facts:
+                facts["for"] = message["reason"]
+                message = _next_message(helper, task.options.wait_s + _SLACK_S)
+                facts["code"] = message["code"]
+        decision = _decoded(message)
+        _log.info("environment %s: %s (%s: %s)", key.digest[:12], decision.action.value, decision.code, decision.reason)
+    except TransientError as error:
+        helper.stop()
+        decision = Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
+    except BaseException:
+        helper.stop()
+        result.release()
+        raise
+    result.decision = decision
+    if decision.action is not Action.BUILD:
+        result.release()
+    return result
+
+
+def _next_message(helper: Background, timeout_s: float) -> dict[str, Any]:
+    until = time.monotonic() + timeout_s
+    message = helper.next_message(timeout_s)
+    while "say" in message:
+        say(message["say"])
+        message = helper.next_message(until - time.monotonic())
+    if "error" in message:
+        raise TransientError(message["error"])
+    return message
+
+
+def _decoded(message: Mapping[str, Any]) -> Decision:
+    documents = {
+        name: EnvironmentDocument.parse(message[name].encode()) for name in DOCUMENTS if message[name] is not None
+    }
+    return Decision(**{**message, **documents, "action": Action(message["action"])})
