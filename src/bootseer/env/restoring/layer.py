@@ -193,7 +193,7 @@ class _LayerMount(LazyMount):
 
         layers = self.layers
         (one,) = layers.stack
-        layers.say(f"the environment is unpacked: {reason}")
+        layers.say(f"the environment is written out: {reason}")
         layers.pull_all(reason)
 
         def write(folder: Path) -> None:
