@@ -14,7 +14,7 @@ GIVE_UP_S = 0.5
 
 def without_second_request() -> None:
     """No request counts as late: its answer is waited for."""
-    health.Health.late_at = lambda self, asked: asked.heard_s + 1e6  # type: ignore[method-assign]
+    health.Health.late_at = lambda self, request: request.active_s + 1e6  # type: ignore[method-assign]
 
 
 def without_breaker() -> None:
@@ -27,10 +27,10 @@ def without_patience() -> None:
     """An owner that says that it waits for the origin counts as late, and every node may ask the origin itself."""
     route = choice.Members.route
 
-    def routed(self: choice.Members, file: str, run: int, absent: frozenset[str] = frozenset()) -> choice.Route:
-        return replace(route(self, file, run, absent), may_ask_origin=True)
+    def routed(self: choice.Members, file: str, run: int, *nodes: frozenset[str]) -> choice.Route:
+        return replace(route(self, file, run, *nodes), may_ask_origin=True)
 
-    health.Health.late_at = lambda self, asked: asked.since_s + GIVE_UP_S  # type: ignore[method-assign]
+    health.Health.late_at = lambda self, request: request.begun_s + GIVE_UP_S  # type: ignore[method-assign]
     choice.Members.route = routed  # type: ignore[method-assign]
 
 
