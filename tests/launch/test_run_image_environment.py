@@ -115,7 +115,7 @@ def test_a_setup_that_writes_into_a_mount_is_not_kept(job: Callable[..., Any], t
     for _ in range(2):
         ran, start = job("--mount", f"{tmp_path}/project:/code", "--", "cat", "/code/result", setup="build.sh")
         assert (ran.stdout, start["mode"]) == ("built\n", "installed")
-    assert "project/result, in a mount, which is not kept" in ran.stderr
+    assert "project/result, in a mount, which is not captured" in ran.stderr
 
 
 def test_a_mount_that_the_setup_names_is_in_the_key_by_content(job: Callable[..., Any], tmp_path: Path) -> None:
@@ -272,5 +272,5 @@ def test_credentials_of_a_setup_in_an_image_are_in_no_store(job: Callable[..., A
     assert ".vault-token" in ran.stderr
     (tmp_path / "project" / "copy.sh").write_text(f"mkdir -p /opt; echo token={secret} > /opt/settings.conf\n")
     ran, start = job("--", "cat", "/opt/settings.conf", setup="copy.sh")
-    assert "it would hold what looks secret: /opt/settings.conf" in ran.stderr
+    assert "it would contain what looks like a secret: /opt/settings.conf" in ran.stderr
     assert secret.encode() not in stored(tmp_path / "store")
