@@ -103,7 +103,7 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
             message = _next_message(helper, _LOOK_S)
             facts["code"] = message["code"]
         if message["action"] == Action.WAIT.value:
-            say(f"{message['words']}; waiting for it, {task.options.wait_s:g} s at most (--env-wait)")
+            say(f"{message['reason']}; waiting for it, {task.options.wait_s:g} s at most (--env-wait)")
             with task.stage("wait") as facts:
                 facts["for"] = message["reason"]
                 message = _next_message(helper, task.options.wait_s + _SLACK_S)
