@@ -163,7 +163,7 @@ def test_stat_shows_parts_and_verify_shows_wrong_bytes(ckpt: Run, job: str, sour
     ]
     assert (problem["offset"], problem["part"], problem["repairable"]) == (3 * _MIB, part.name, True)
     part.unlink()
-    assert "not there" in ckpt("stat", f"{job}/step-10/model", code=1).stdout
+    assert "missing, or of the wrong length" in ckpt("stat", f"{job}/step-10/model", code=1).stdout
     said = ckpt("verify", f"{job}/step-10", code=1).stdout
     assert said.count(part.name) == 2, "one line, in which the reason names it too"
     assert "more places in it" in said

@@ -157,7 +157,7 @@ def test_each_field_of_the_difference_is_documented(kind: type) -> None:
 
 
 def test_the_limits_of_diff_are_those_of_the_code() -> None:
-    rule, limits = section("formats/diff.md", "When a stage counts as moved"), diff.Limits()
+    rule, limits = section("formats/diff.md", "When a stage counts as changed"), diff.Limits()
     assert f"`--min-share` ({limits.min_share:.2f})" in rule
     assert f"`--min-seconds` ({limits.min_s})" in rule
     assert f"fewer than {diff.MIN_TESTED} nodes" in rule

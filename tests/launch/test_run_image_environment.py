@@ -64,7 +64,7 @@ def test_the_setup_runs_once_in_the_image_and_later_its_layer_is_mounted(
     first, start = job(*words)
     assert first.stdout == "words of the project\nmore\ngreeting: hello\ntool\n"
     assert (start["mode"], start["trust"]) == ("captured", "observed")
-    assert "is not kept" not in first.stderr  # the runtime's own /etc/hosts and the like
+    assert "which is not" not in first.stderr  # the runtime's own /etc/hosts and the like
     (document,) = (tmp_path / "store").glob("environments/*/document")
     assert json.loads(document.read_text())["roots"] == []
     second, start = job(*words)

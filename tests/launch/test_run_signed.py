@@ -211,7 +211,7 @@ class TestImages:
             (("image", "run", node.reference, "--require-signature"), {}, "/etc/bootseer/trusted-keys"),
             (("image", "run", node.reference), {"BOOTSEER_REQUIRE_SIGNATURE": "1"}, "/etc/bootseer/trusted-keys"),
             (("run", "--image", node.reference, "--trusted-keys", str(key), "--", "true"), {}, "no public keys"),
-            (("run", "--trusted-keys", trusted, "--", "true"), {}, "about a container"),
+            (("run", "--trusted-keys", trusted, "--", "true"), {}, "--trusted-keys needs a container"),
         ):
             ran = run(*words, more=more)
             assert ran.returncode == 2, ran.stderr

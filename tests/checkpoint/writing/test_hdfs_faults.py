@@ -59,7 +59,7 @@ class Hdfs:
                 left -= step == "write"
                 if hurt or step != "write" or left > 0:
                     return
-                nodes = [node for block in self.cluster.where(f"/job/{path}") for node in block.nodes]
+                nodes = [node for block in self.cluster.where(path) for node in block.nodes]
                 if nodes:
                     hurt = True
                     fault(self.cluster.nodes.index(nodes[0]))
