@@ -174,7 +174,8 @@ class StartReport:
         """`record` writes the report; its argument is `TRAINING_BEGAN` or `COMMAND_ENDED`."""
         self._session = session
         self._record = record
-        self._is_sent = threading.Lock()  # acquired once and never released
+        self._lock = threading.Lock()
+        self._is_sent = False
 
     def watch(self, ended: threading.Event) -> None:
         """Wait for the hook's `training_began` event until the command has ended."""
@@ -188,10 +189,13 @@ class StartReport:
                 return
 
     def send(self, until: str) -> None:
-        """Report the start, with what ended it. Later calls do nothing."""
-        if self._is_sent.acquire(blocking=False):
-            with reporting_errors("the record of the start is not complete"):
-                self._record(until)
+        """Report the start, with what ended it. Later calls only wait until that report is written: their callers
+        unmount next, which would take away the daemon that the report asks for its figures."""
+        with self._lock:
+            if not self._is_sent:
+                self._is_sent = True
+                with reporting_errors("the record of the start is not complete"):
+                    self._record(until)
 
 
 @contextmanager
