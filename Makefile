@@ -41,7 +41,7 @@ test: setup ## Run the tests (17 minutes on 2 cores); WORKERS=0 runs them in one
 
 # All of these folders needs torch, which takes each worker 3 s to import.
 quick: WORKERS = 4  # each collects all tests for itself, and few of these wait
-quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (1.5 minutes)
+quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (1.2 minutes)
 	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp --ignore=tests/checkpoint/safetensors --hypothesis-profile=quick -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 
 fuzz: setup ## Random tests with many more examples, a service whose parts are killed, and three jobs that read from HDFS for ten minutes while a node dies

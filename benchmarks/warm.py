@@ -157,7 +157,7 @@ class _Work:
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        if mode == "on" and says not in done.stderr and "was recorded" not in done.stderr:
+        if mode == "on" and says not in done.stderr and "is recorded" not in done.stderr:
             raise RuntimeError(f"not warm: {done.stderr}")
         return done.stdout, job
 
