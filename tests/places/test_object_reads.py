@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import re
+import threading
 from contextlib import closing
 
 import pytest
@@ -102,3 +103,22 @@ def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for
         with opened(place, "file") as file, pytest.raises(TransientError, match="requested"):
             read(file, 0, 1000)
         assert len(proxy.requests) < 20
+
+
+def test_a_read_that_ends_while_bytes_of_another_connection_arrive_is_delivered_once() -> None:
+    outcomes: list[ReadOutcome] = []
+    read_of_all = object_data._Read(None, 0, memoryview(bytearray(8)), outcomes.append, 0.0)  # type: ignore[arg-type]
+
+    class EndedAfterRelease:
+        """The lock, behind whose first release the other connection ends the read."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            read_of_all._lock = threading.Lock()
+            read_of_all.finish(TransientError("not read in time"))
+
+    read_of_all._lock = EndedAfterRelease()  # type: ignore[assignment]
+    assert not read_of_all.put(0, memoryview(b"abcd"))
+    assert len(outcomes) == 1

@@ -82,10 +82,10 @@ class _Read:
             if self.is_over:
                 return False
             self._into[low - self.offset : high - self.offset] = data[low - start : high - start]
-            self.is_over = high == self.end
-        if self.is_over:
+            is_last = self.is_over = high == self.end
+        if is_last:  # not `is_over`: another connection, or the deadline, may have ended the read since
             self._tell(None)
-        return self.is_over
+        return is_last
 
     def finish(self, error: BootseerError | None) -> None:
         """Nothing more is written; the caller gets the error, unless the read has ended."""
@@ -164,9 +164,9 @@ class ObjectReads:
         self._at_once = _FIRST_AT_ONCE
         self._best_rate = 0.0
         self._window = (time.monotonic(), 0)
-        """Since when so many requests have ended, """
+        """When the window for measuring the rate began, and how many requests have ended in it."""
         self._window_bytes = 0
-        """... and so much has arrived."""
+        """Bytes that have arrived in that window."""
         self._running = 0
         self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
         """Of each request, the longest time in which nothing arrived."""
