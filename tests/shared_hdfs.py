@@ -16,7 +16,7 @@ SHARES_HDFS = frozenset(
     f"tests/{name}.py"
     for name in (
         *(f"hdfs/test_{name}" for name in ("bad_blocks", "block_writer", "client", "hung_namenode", "lease")),
-        *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placing", "reads")),
+        *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placement", "reads")),
         *("hdfs/test_writer", "store/test_hdfs"),
         *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
         *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks", "places/test_hdfs"),
@@ -36,6 +36,13 @@ def shared_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluste
     with _running:
         folder = tmp_path_factory.mktemp("shared")
         yield _running.enter_context(HdfsCluster(folder, num_datanodes=5, settings=settings))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file that is not in the list would find the cluster ended when its worker has run the others before it."""
+    for item in items:
+        if "shared_hdfs" in getattr(item, "fixturenames", ()) and not _shares(item):
+            raise pytest.UsageError(f"{item.nodeid} uses shared_hdfs: add its file to SHARES_HDFS")
 
 
 @pytest.hookimpl(trylast=True)
