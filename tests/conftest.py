@@ -19,6 +19,7 @@ pytest_plugins = [
     "once",  # before what imports it
     "conftest_launch",
     "conftest_ran",
+    "forked_workers",
     "image_node",
     "lock_tracker",
     "postgres",
@@ -112,6 +113,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest first, then what needs servers, the kernel or time: a slow file at the end would keep one worker while
     the others are idle."""
+    if config.option.collectonly:
+        return  # tests that a copy of this process runs (`forked_workers`) would have their examples reduced twice
     profile = settings.get_profile(settings.get_current_profile_name())
     factor = profile.max_examples / _EXAMPLES if profile.max_examples <= _EXAMPLES else 10.0
     for test in {getattr(item, "function", None) for item in items}:
