@@ -30,6 +30,17 @@ def test_addresses_have_a_root_and_a_path(uri: str, root: str, path: str) -> Non
     assert is_uri(uri)
 
 
+def test_an_address_behind_a_mount_table_is_the_one_that_its_link_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value = "fs.viewfs.mounttable.all.link./jobs", "hdfs://node:9000/teams/jobs"
+    text = f"<configuration><property><name>{name}</name><value>{value}</value></property></configuration>"
+    (tmp_path / "core-site.xml").write_text(text)
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    assert split("viewfs://all/jobs/moe/step-1") == ("hdfs://node:9000/", "teams/jobs/moe/step-1")
+    assert not is_uri("viewfs://all/models/a")
+
+
 @pytest.mark.parametrize("uri", ["ftp://bucket/a", "file://host/a", "http://host/a"])
 def test_other_addresses_are_refused(uri: str) -> None:
     with pytest.raises(UsageError, match="no place for checkpoints"):

@@ -28,7 +28,7 @@ _END_S = 10.0
 
 def breaks_forks(uri: str | None) -> bool:
     """Whether the client of this store must not be used before a fork."""
-    return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
+    return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs", "viewfs")
 
 
 def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> Any:

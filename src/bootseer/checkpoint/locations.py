@@ -27,7 +27,7 @@ from bootseer.errors import BootseerError, IsFolderError, PermanentError, UsageE
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
-from bootseer.places import BUCKETS, open_place
+from bootseer.places import BUCKETS, HDFS, open_place
 from bootseer.places.place import Place
 
 _LOG = logger(__name__)
@@ -179,7 +179,11 @@ def split(uri: str) -> tuple[str, str]:
     authority, _, path = rest.partition("/")
     if scheme == "file" and not authority:
         return FOLDERS, "/" + unquote(path)
-    if scheme not in ("hdfs", *BUCKETS):
+    if scheme == "viewfs":
+        from bootseer.hdfs.addresses import behind_mount_table  # needs an extra
+
+        return split(behind_mount_table(uri))
+    if scheme not in (*HDFS, *BUCKETS):
         raise UsageError(f"{uri} is no place for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path")
     return f"{scheme}://{authority}/", path
 
@@ -187,7 +191,7 @@ def split(uri: str) -> tuple[str, str]:
 def job_peers(uri: str, env: Mapping[str, str]) -> JobPeers | None:
     """The nodes that share chunks of checkpoints in this job; None if they do not. Local folders are not shared: they
     may differ between nodes."""
-    if not uri.startswith(("hdfs://", *(f"{scheme}://" for scheme in BUCKETS))):
+    if uri.partition("://")[0] not in (*HDFS, *BUCKETS):
         return None
     try:
         return JobPeers.of_environment(env)

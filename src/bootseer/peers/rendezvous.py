@@ -24,7 +24,7 @@ from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
 from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
-from bootseer.places import open_place
+from bootseer.places import HDFS, open_place
 from bootseer.places.place import join, name_of
 from bootseer.store.open import open_store
 
@@ -152,7 +152,8 @@ def rendezvous_name(job: str, attempt: int | None) -> str:
 
 
 def _is_place(uri: str) -> bool:
-    return "://" not in uri or uri.startswith(("file://", "hdfs://", "viewfs://"))
+    scheme, separator, _ = uri.partition("://")
+    return not separator or scheme in ("file", *HDFS)
 
 
 class _Files(Protocol):

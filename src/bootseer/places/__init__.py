@@ -15,6 +15,8 @@ from bootseer.places.place import RESERVED_PREFIXES, Place
 _FORMS = "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://…, az://…, file:///dir or a folder"
 BUCKETS = ("s3", "gs", "az")
 """Schemes of object storage."""
+HDFS = ("hdfs", "viewfs")
+"""Schemes of HDFS; the mount table of Hadoop's configuration says what is behind an address of the second."""
 
 
 def open_place(uri: str) -> Place:

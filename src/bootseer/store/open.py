@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
 """Environment variable: comma-separated registries to be accessed without encryption."""
-_SCHEMES = "a folder, file://, oci://, s3://, gs://, az:// hdfs:// or viewfs://"
+_SCHEMES = "a folder, file://, oci://, s3://, gs://, az://, hdfs:// or viewfs://"
 
 
 def open_store(uri: str, *, plain_http: bool = False) -> Store:
