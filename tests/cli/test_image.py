@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 
-from bootseer.cli.image_options import parse_size
+from bootseer.cli.options import parse_size
 from bootseer.cli.verbs import cli
 from bootseer.errors import UsageError
 from bootseer.mounts import kernel

@@ -106,7 +106,7 @@ def test_one_that_refuses_for_ever_is_left_alone() -> None:
 
 def test_bytes_that_drip_are_late_where_nothing_is_known_of_others() -> None:
     health = Health()
-    hedged(health, 2)
+    give_up(health, 2)
     assert health.late_at(receiving(health, 100, 17.0)) == 19.0  # by silence
     assert 20.0 < health.late_at(receiving(health, 100, 19.9)) < 20.2
 
@@ -161,7 +161,7 @@ def test_a_peer_all_of_whose_answers_are_slow_is_out_though_none_is_late() -> No
     for number in range(4):
         answered(health, "slow", MIB, 0.25, at_s=13.0 + number)
     assert health.absent(17.0) == {"slow"}
-    assert health.hedges == 0
+    assert health.num_given_up == 0
 
 
 def test_one_answer_at_the_usual_rate_ends_the_suspicion() -> None:
@@ -183,26 +183,26 @@ def test_an_old_late_answer_is_forgotten() -> None:
     assert health.absent(1.5) == frozenset()
 
 
-def hedged(health: Health, times: int) -> None:
+def give_up(health: Health, times: int) -> None:
     for _ in range(times):
-        health.hedged()
+        health.gave_up()
 
 
-def test_hedges_are_one_in_twenty() -> None:
+def test_one_request_in_twenty_may_be_given_up() -> None:
     health = Health()
-    hedged(health, 3)
-    assert health.hedges == 2
+    give_up(health, 3)
+    assert health.num_given_up == 2
     for _ in range(100):
         health.begin("a", 0.0)
-    hedged(health, 4)
-    assert health.hedges == 5
+    give_up(health, 4)
+    assert health.num_given_up == 5
 
 
-def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for_is_given_up() -> None:
+def test_when_enough_were_given_up_a_slow_peer_is_still_excluded_and_its_earlier_requests_end() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 8 * MIB, 1.0)
-    hedged(health, 2)
+    give_up(health, 2)
     slow = [health.begin("slow", at, 4 * MIB) for at in (0.0, 3.0)]
     for tenth in range(100):
         for asked, since in zip(slow, (0.0, 3.0), strict=True):
@@ -215,11 +215,11 @@ def test_without_a_hedge_left_a_slow_peer_is_still_out_and_what_it_was_asked_for
     assert health.late_at(health.begin("a", 5.0)) == 7.0
 
 
-def test_without_a_hedge_left_only_long_silence_is_late() -> None:
+def test_when_enough_were_given_up_only_long_silence_is_late() -> None:
     health = Health()
     for peer in "abc":
         answered(health, peer, 8 * MIB, 1.0)
-    hedged(health, 2)
+    give_up(health, 2)
     slow = receiving(health, 0.1 * MIB, 1.0)
     assert health.late_at(slow) == 3.0
     assert health.late_at(health.begin("a", 10.0)) == 12.0

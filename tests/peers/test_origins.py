@@ -92,7 +92,7 @@ def test_waiting_for_an_owner_that_waits_for_the_store_is_not_lateness(job: Job)
     job.plan = lambda _: Fault(delay_s=0.8)  # longer than the silence that is late
     job.read_all()
     assert job.copies == 1.0
-    assert sum(node.group.health.hedges for node in job.nodes) == 0
+    assert sum(node.group.health.num_given_up for node in job.nodes) == 0
 
 
 def test_a_reader_gets_a_block_of_each_owner(job: Job) -> None:
@@ -142,7 +142,7 @@ def test_lists_that_differ_make_no_node_wait_for_another(job: Job) -> None:
         node.meet([peer for number, peer in enumerate(job.peers) if number != (at + 1) % 4])
     job.read_all()
     assert job.copies <= 2.0
-    assert sum(node.group.health.hedges for node in job.nodes) == 0
+    assert sum(node.group.health.num_given_up for node in job.nodes) == 0
 
 
 def test_nodes_that_come_late_to_a_file_get_it_from_those_that_were_ahead(

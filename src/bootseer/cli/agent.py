@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bootseer.cli.command import Group, json_option, listen_address
-from bootseer.cli.image_options import parse_size
+from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
 from bootseer.units import format_bytes, format_seconds
 

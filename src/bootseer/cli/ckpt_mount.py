@@ -11,7 +11,7 @@ import click
 from bootseer.checkpoint.layout import MAX_STRIPES
 from bootseer.cli.ckpt_place import tell_fallback
 from bootseer.cli.command import json_option
-from bootseer.cli.image_options import parse_size
+from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
 from bootseer.units import format_bytes
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES
-from bootseer.cli.image_options import parse_size
-from bootseer.cli.options import COUNT, FLAG, Option
+from bootseer.cli.options import COUNT, FLAG, Option, parse_size
 from bootseer.cli.output import Progress
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 

@@ -14,7 +14,8 @@ import click
 
 from bootseer.cli.command import json_option, listen_address
 from bootseer.cli.env_options import parse_duration
-from bootseer.cli.image_options import parse_layer_limits, parse_size, signatures
+from bootseer.cli.image_options import parse_layer_limits, signatures
+from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural

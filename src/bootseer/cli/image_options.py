@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bootseer.cli.options import FLAG, Option, Values, split
+from bootseer.cli.options import FLAG, Option, Values, parse_size, split
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -286,16 +286,6 @@ def _devices(names: Sequence[str]) -> tuple[str, ...]:
                 hint="for example /dev/infiniband/uverbs0, or vendor.com/class=name",
             )
     return tuple(names)
-
-
-def parse_size(text: str, option: str) -> int:
-    """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
-    import re
-
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
-    if match is None:
-        raise UsageError(f"{option} {text!r} is not a size", hint="for example 512m or 8g")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
 
 
 def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence[str] = ()) -> Signatures:

@@ -102,3 +102,13 @@ def split(
             flag = [flag for flag in option.flags if flag.startswith("--")][-1]
             raise UsageError(f"{flag} needs {about}", hint=hint)
     return {name: value for name, value in values.items() if name not in ours}, ours
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
+    import re
+
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{option} {text!r} is not a size", hint="for example 512m or 8g")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bootseer.cli import env_options, image_options
 from bootseer.cli.env_options import ENVIRONMENT, REQUIREMENTS
 from bootseer.cli.image_options import IMAGE
-from bootseer.cli.options import COUNT, FLAG, Option, Values, split
+from bootseer.cli.options import COUNT, FLAG, Option, Values, parse_size, split
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
 
@@ -251,13 +251,13 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
     if source == "auto" and store:
         source = store
-    before = image_options.parse_size(limit, "--peers-limit") if limit and limit != "none" else None
+    before = parse_size(limit, "--peers-limit") if limit and limit != "none" else None
     return PeersOptions(
         source=source,
         secret=Path(secret) if secret else None,
         interfaces=tuple(values["peers_interface"]),
         before=before if limit else 1 << 30,
-        after=0 if after == "off" else image_options.parse_size(after, "--peers-after-training") if after else None,
+        after=0 if after == "off" else parse_size(after, "--peers-after-training") if after else None,
         runtime=runtime_root(env, os.getuid()),
         tls=bool(values["peers_tls"]),
         wait_s=values["wait_for_nodes"],
@@ -289,7 +289,7 @@ def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> Chec
     return CheckpointOptions(
         uri=values["checkpoint"],
         target=Path(folder).absolute() if folder else None,
-        memory_bytes=image_options.parse_size(memory, "--checkpoint-memory") if memory else None,
+        memory_bytes=parse_size(memory, "--checkpoint-memory") if memory else None,
         cache=cache_root(env, os.getuid()) if values["checkpoint_cache"] else None,
         runtime=runtime_root(env, os.getuid()),
         way=values["checkpoint_read"],

@@ -218,7 +218,7 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Origin:
+class OriginQueues:
     """The queues of one origin by purpose, its pace, and its running requests.
 
     Prefetch queues are cleaned lazily: an entry that was fetched for another reason is dropped when it reaches the
@@ -268,7 +268,7 @@ class File:
     """One block file."""
 
     geometry: Geometry
-    origins: tuple[Origin, ...]
+    origins: tuple[OriginQueues, ...]
     """In the order in which they are tried."""
     done: bytearray
     hot: bytearray
@@ -279,7 +279,7 @@ class Request:
     """A running request."""
 
     fetch: Fetch
-    origin: Origin
+    origin: OriginQueues
     left: dict[int, int]
     """Stored bytes of each outstanding block."""
     started: float
@@ -293,7 +293,7 @@ class Ledger:
     def __init__(self, settings: FetchSettings) -> None:
         self._settings = settings
         self.files: list[File] = []
-        self.origins: dict[str, Origin] = {}
+        self.origins: dict[str, OriginQueues] = {}
         self.wanted: dict[Key, Wanted] = {}
         self.running: dict[int, Request] = {}
         self.inflight_bytes = 0
@@ -313,13 +313,13 @@ class Ledger:
         """
         for name in origins:
             if name not in self.origins:
-                self.origins[name] = Origin(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
+                self.origins[name] = OriginQueues(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
         size = geometry.num_blocks
         found = tuple(self.origins[name] for name in origins)
         self.files.append(File(geometry, found, bytearray(size), bytearray(size)))
         return len(self.files) - 1
 
-    def origin_of(self, key: Key) -> Origin:
+    def origin_of(self, key: Key) -> OriginQueues:
         wanted = self.wanted.get(key)
         return self.files[key[0]].origins[wanted.origin if wanted is not None else 0]
 

@@ -6,8 +6,8 @@ The path of a missing block:
 2. `_advance`: the scheduler decides which blocks to request now, together with which others, and from which of the
    file's origins (`schedule`); each request goes to a worker thread.
 3. `_fetch`, on that thread: `transfer.fetch_blocks` claims the blocks against other processes, asks the origin,
-verifies
-   each block as it arrives and stores it in the cache. Blocks claimed by another process are polled (`_check_claim`).
+   verifies each block as it arrives and stores it in the cache. Blocks claimed by another process are polled
+   (`_check_claim`).
 4. `_process_step`: the scheduler is told of the arrival (or of damage, then it retries or gives up), and complete reads
    are served (`_serve`), from memory or from the cache.
 

@@ -24,7 +24,7 @@ from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.ledger import Fetch, Geometry, Key, Origin, Pace, Wanted
+from bootseer.fetch.ledger import Fetch, Geometry, Key, OriginQueues, Pace, Wanted
 from bootseer.fetch.schedule import Scheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 
@@ -76,7 +76,7 @@ class Routes(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class PeerQueues(Origin):
+class PeerQueues(OriginQueues):
     """The queues of the origin that consists of all peers."""
 
     running: Counter[Hashable] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ class PeerQueues(Origin):
     """No prefetch can be started before this time, unless something happens."""
 
     def enqueue(self, key: Key, purpose: Purpose) -> None:
-        Origin.enqueue(self, key, purpose)
+        OriginQueues.enqueue(self, key, purpose)
         self.blocked_until = _NEVER
 
     def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
@@ -220,7 +220,7 @@ class RoutedScheduler(Scheduler):
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 
-    def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
+    def _is_next(self, key: Key, purpose: Purpose, origin: OriginQueues) -> bool:
         if origin is not self._peers and key[0] in self._routes and key not in self.wanted:
             return False  # not in the peers' queue: it may follow a block that was moved on
         return super()._is_next(key, purpose, origin)
@@ -261,7 +261,7 @@ class RoutedScheduler(Scheduler):
 
     # What to start
 
-    def _start_demand(self, origin: Origin, now: float, fetches: list[Fetch]) -> None:
+    def _start_demand(self, origin: OriginQueues, now: float, fetches: list[Fetch]) -> None:
         peers, settings = self._peers, self._settings
         if peers is None or origin is not peers:
             super()._start_demand(origin, now, fetches)
@@ -286,14 +286,14 @@ class RoutedScheduler(Scheduler):
                 continue
             fetches.append(self._start_request(peers, step, key[0], blocks, sizes, Purpose.DEMAND, now))
 
-    def _has_demand_slot(self, origin: Origin) -> bool:
+    def _has_demand_slot(self, origin: OriginQueues) -> bool:
         if origin is not self._peers:
             return super()._has_demand_slot(origin)
         limit = self._settings.max_requests + self._settings.reserved_requests
         return origin.num_running < self._settings.total_peer_requests and len(self.running) < limit
 
     def _start_prefetch(
-        self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
+        self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
     ) -> None:
         peers, settings = self._peers, self._settings
         if peers is None or origin is not peers:

@@ -6,9 +6,8 @@ start now and when to call it again. The rules:
 - A block is requested from the first healthy one of its file's origins, and after a failure from the next one; the last
   one is retried with growing pauses. Pace and health of each origin are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
-the
-  whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then on,
-  without a second request. A late one is hedged.
+  the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
+  on, without a second request. A late one is hedged.
 - Hot blocks are fetched in the recorded order, adjacent ones in one request, as long as the hot set proves its worth
   (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set.
 - Cold blocks are fetched when hot ones are done and readers are idle.
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.fetch.hotset import HotSetTrust
-from bootseer.fetch.ledger import Fetch, Key, Ledger, Origin, Request, Wanted
+from bootseer.fetch.ledger import Fetch, Key, Ledger, OriginQueues, Request, Wanted
 from bootseer.fetch.settings import FetchSettings, Purpose
 
 # Minimum delay until the next call: a clock may not advance.
@@ -232,7 +231,7 @@ class Scheduler(Ledger):
         given_up, self._given_up = self._given_up, []
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
-    def _start_demand(self, origin: Origin, now: float, fetches: list[Fetch]) -> None:
+    def _start_demand(self, origin: OriginQueues, now: float, fetches: list[Fetch]) -> None:
         if now < origin.pace.paused_until:
             return
 
@@ -248,7 +247,7 @@ class Scheduler(Ledger):
             fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now))
 
     def _start_prefetch(
-        self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
+        self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
     ) -> None:
         if now < max(origin.pace.paused_until, origin.pace.prefetch_after) or not window_bytes:
             return
@@ -300,7 +299,7 @@ class Scheduler(Ledger):
     def _may_hedge(self, wanted: Wanted) -> bool:
         return wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
 
-    def _has_demand_slot(self, origin: Origin) -> bool:
+    def _has_demand_slot(self, origin: OriginQueues) -> bool:
         reserved = self._settings.reserved_requests
         limit = self._settings.max_requests + reserved
         return origin.num_running < origin.pace.limit + reserved and len(self.running) < limit
@@ -329,7 +328,7 @@ class Scheduler(Ledger):
 
     def _launch(
         self,
-        origin: Origin,
+        origin: OriginQueues,
         file: int,
         blocks: range,
         sizes: list[int],
@@ -378,7 +377,7 @@ class Scheduler(Ledger):
     def _hot_suspended(self) -> bool:
         return self.trust.suspended and not self._fetch_all_now
 
-    def _hot_window(self, origin: Origin, now: float) -> int:
+    def _hot_window(self, origin: OriginQueues, now: float) -> int:
         window_bytes = origin.pace.window_bytes()
         if self._fetch_all_now:
             return window_bytes
@@ -387,7 +386,7 @@ class Scheduler(Ledger):
             return 0
         return self.trust.allowance(window_bytes)
 
-    def _next_hot(self, origin: Origin) -> Key | None:
+    def _next_hot(self, origin: OriginQueues) -> Key | None:
         while origin.hot:
             if self._is_next(origin.hot[0], Purpose.HOT, origin):
                 near = self._fetch_all_now or self.trust.is_near(
@@ -397,7 +396,7 @@ class Scheduler(Ledger):
             origin.hot.popleft()
         return None
 
-    def _next_cold(self, origin: Origin) -> Key | None:
+    def _next_cold(self, origin: OriginQueues) -> Key | None:
         while origin.cold:
             file, blocks = origin.cold[0]
             for position, block in enumerate(blocks):
@@ -408,7 +407,7 @@ class Scheduler(Ledger):
             origin.cold.popleft()
         return None
 
-    def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
+    def _is_next(self, key: Key, purpose: Purpose, origin: OriginQueues) -> bool:
         """Whether a block can be prefetched from this origin now. Suspended hot blocks are fetched with the cold
         ones."""
         wanted = self.wanted.get(key)

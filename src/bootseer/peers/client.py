@@ -85,7 +85,7 @@ class Watch:
                     health.sent_wrong(request.peer, str(error))
                 case TransientError(retry_after_s=None) if not isinstance(error, FillFailedError):
                     late = True
-                    health.hedged()
+                    health.gave_up()
                 case TransientError() if error.retry_after_s is not None:
                     health.refused(request.peer, now_s)
             health.ended(request, late=late, now_s=now_s)

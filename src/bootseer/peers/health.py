@@ -1,12 +1,12 @@
-"""The health of peers: which are late, when a request is hedged, and which peers are excluded for a while.
+"""The health of peers: which are late, when a request is given up, and which peers are excluded for a while.
 
 An owner that waits for the origin is not late: it reports `filling` at once and repeatedly. Taking that for a timeout
 would send the whole job to the origin, since all wait for the origin at the beginning of a start. A request is late
 when its peer is silent, or sends at less than an eighth of the median peer's rate. A peer that reports `filling` too
 long is excluded if others send meanwhile: then the origin does not hang.
 
-Three limits: at most 5 % of all requests are hedged, a peer that was late 2 times of its last 8 is excluded for 5 s (a
-circuit breaker), and one that sent a wrong block is excluded for the rest of the job.
+Three limits: at most 5 % of all requests are given up and made to another peer, a peer that was late 2 times of its
+last 8 is excluded for 5 s (a circuit breaker), and one that sent a wrong block is excluded for the rest of the job.
 
 A slow peer need not be late: each of many small responses arrives soon, but the start waits for their sum. So a peer
 that has sent at less than an eighth of the median for two seconds, over all its responses, is excluded for 5 s too.
@@ -26,7 +26,7 @@ a job, processors are busy, and a node that is no slower than the others is not 
 _USUAL: Final = 4
 """... this many times the 90th percentile of the time to the first byte."""
 _LONG_SILENCE_S: Final = 2.0
-"""Limit while there are few samples, and where no hedge is left."""
+"""Limit while there are few samples, and where enough requests were given up."""
 _MIN_SAMPLES: Final = 8
 _SAMPLES: Final = 64
 _MIN_SECONDS: Final = 1.0
@@ -38,9 +38,9 @@ _WORTH_S: Final = 2.0
 _SLOWER: Final = 8
 _SLOW_S: Final = 2.0
 """Of responses in a row: a single one depends more on the network's queues than on the peer."""
-_HEDGED: Final = 0.05
-_FIRST_HEDGES: Final = 2
-"""This many requests may be hedged at the beginning."""
+_MAX_GIVEN_UP: Final = 0.05
+_FIRST_GIVEN_UP: Final = 2
+"""This many requests may be given up at the beginning."""
 STILL_S: Final = 20.0
 """A peer that reports `filling`, and for so long has neither sent nor received bytes, is given up: a reader waits for
 30 s in all, and must still try the second in rank or the origin."""
@@ -105,7 +105,7 @@ class Health:
         """Recent times to the first byte or report."""
         self._silence_s = _LONG_SILENCE_S
         self.requests = 0
-        self.hedges = 0
+        self.num_given_up = 0
 
     def begin(self, peer: str, now_s: float, length: int = 1 << 20) -> PeerRequest:
         """A request begins."""
@@ -129,14 +129,14 @@ class Health:
             request.body_s = now_s
         request.num_bytes += num_bytes
         self._known.setdefault(request.peer, _Known()).sent_s = now_s
-        if now_s >= self._slow_at(request):  # without a hedge left it goes on, but its peer counts as late
+        if now_s >= self._slow_at(request):  # it may not be given up any more, but its peer counts as late
             self._note_late(request, now_s)
 
     def late_at(self, request: PeerRequest) -> float:
-        """When this request is late if nothing more arrives. Where no hedge is left, only long silence is late, and
+        """When this request is late if nothing more arrives. Where enough were given up, only long silence is late, and
         requests sent before the peer was known to be late."""
         still_at = self._idle_at(request)
-        if self._has_hedged_enough and request.active_s >= self._out.get((request.peer, ""), request.active_s):
+        if self._has_given_up_enough and request.active_s >= self._out.get((request.peer, ""), request.active_s):
             return min(request.active_s + _LONG_SILENCE_S, still_at)
         return min(request.active_s + self._silence_s, self._slow_at(request), still_at)
 
@@ -191,14 +191,14 @@ class Health:
         self._known.setdefault(peer, _Known()).sent_wrong = problem
         self._leave_alone(peer, "", float("inf"))
 
-    def hedged(self) -> None:
-        """A late request is sent to another peer."""
-        if not self._has_hedged_enough:
-            self.hedges += 1
+    def gave_up(self) -> None:
+        """A late request ended without its blocks, which are requested from another peer."""
+        if not self._has_given_up_enough:
+            self.num_given_up += 1
 
     @property
-    def _has_hedged_enough(self) -> bool:
-        return self.hedges >= max(_FIRST_HEDGES, self.requests * _HEDGED)
+    def _has_given_up_enough(self) -> bool:
+        return self.num_given_up >= max(_FIRST_GIVEN_UP, self.requests * _MAX_GIVEN_UP)
 
     def absent(self, now_s: float, file: str = "") -> frozenset[str]:
         """The peers excluded now, for this file. The same object until that changes."""

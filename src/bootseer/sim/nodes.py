@@ -160,9 +160,9 @@ class Job:
         return self.store.link.carried
 
     def requests(self) -> tuple[int, int]:
-        """Number of requests to peers, and of hedged requests."""
+        """Number of requests to peers, and of those given up as late."""
         healths = [loader.health for node in self.nodes for loader in node.loaders]
-        return sum(health.requests for health in healths), sum(health.hedges for health in healths)
+        return sum(health.requests for health in healths), sum(health.num_given_up for health in healths)
 
 
 class _Routes:
@@ -389,7 +389,7 @@ class Loader:
         if late_s > now:
             self._engine.at(max(late_s, now + _FILLS_EVERY_S), lambda: self._look(request, peer))
             return
-        self.health.hedged()
+        self.health.gave_up()
         self._end(request, TransientError("late"))
 
     def _arrived(self, request: _Request) -> None:
