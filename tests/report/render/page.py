@@ -5,6 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
+from bootseer.report.model import Report
+from bootseer.report.render import html
+
 _VOID = {"meta", "input", "br", "wbr", "img"}
 
 
@@ -54,3 +57,25 @@ def look_up(document: Any, key: str) -> Any:
         else:
             document = document[part]
     return document
+
+
+_rendered: list[tuple[Report, str]] = []
+_read: list[tuple[Report, Page]] = []
+
+
+def rendered(report: Report) -> str:
+    """The page of a report that a session has once."""
+    for known, text in _rendered:
+        if known is report:
+            return text
+    _rendered.append((report, html.render(report)))
+    return _rendered[-1][1]
+
+
+def page_of(report: Report) -> Page:
+    """The same, read; it is not changed."""
+    for known, page in _read:
+        if known is report:
+            return page
+    _read.append((report, Page(rendered(report))))
+    return _read[-1][1]

@@ -20,7 +20,7 @@ from bootseer.report.model import Report
 from bootseer.report.render import html
 from fleet import INSTALL, Fleet
 from report.render import sample
-from report.render.page import Page, look_up
+from report.render.page import Page, look_up, page_of, rendered
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ _SECTIONS = (
 def test_each_number_is_the_one_of_the_json(name: str, request: pytest.FixtureRequest) -> None:
     report = request.getfixturevalue(name)
     document = report.to_json()
-    numbers = Page(html.render(report)).with_key()
+    numbers = page_of(report).with_key()
     assert len(numbers) >= (4 if name == "empty" else 20)
     for key, raw, text in numbers:
         expected = look_up(document, key)
@@ -51,7 +51,7 @@ def test_each_number_is_the_one_of_the_json(name: str, request: pytest.FixtureRe
 
 
 def test_the_key_figures_are_there(small: Report) -> None:
-    keys = {key for key, _, _ in Page(html.render(small)).with_key()}
+    keys = {key for key, _, _ in page_of(small).with_key()}
     parts = ("overhead", "coverage")
     document = small.to_json()
     wanted = {f"{part}.{name}" for part in parts for name in document[part]} - {
@@ -63,7 +63,7 @@ def test_the_key_figures_are_there(small: Report) -> None:
 
 
 def test_the_page_is_in_the_order_of_an_incident(small: Report) -> None:
-    text = html.render(small)
+    text = rendered(small)
     verdict, banner, tiles = text.index('id="verdict"'), text.index('class="banners"'), text.index('class="tiles"')
     places = [verdict, banner, tiles, *(text.index(f'<section id="{name}"') for name in _SECTIONS)]
     assert places == sorted(places)
@@ -73,7 +73,7 @@ def test_the_page_is_in_the_order_of_an_incident(small: Report) -> None:
 
 @pytest.mark.parametrize("name", ["small", "big", "empty", "hostile"])
 def test_the_structure_is_sound(name: str, request: pytest.FixtureRequest) -> None:
-    page = Page(html.render(request.getfixturevalue(name)))
+    page = page_of(request.getfixturevalue(name))
     assert page.open == []
     idents = Counter(attrs["id"] for _, attrs in page.elements if "id" in attrs)
     assert max(idents.values()) == 1
@@ -93,8 +93,7 @@ def test_the_structure_is_sound(name: str, request: pytest.FixtureRequest) -> No
 
 
 def test_nothing_is_loaded_from_elsewhere(big: Report) -> None:
-    text = html.render(big)
-    page = Page(text)
+    page = page_of(big)
     assert {tag for tag, _ in page.elements} & {"link", "img", "iframe", "object", "base", "form"} == set()
     assert not any({"src", "srcset", "action"} & attrs.keys() for _, attrs in page.elements)
     style = next(page.text[i] for i, (tag, _) in enumerate(page.elements) if tag == "style")
@@ -102,7 +101,7 @@ def test_nothing_is_loaded_from_elsewhere(big: Report) -> None:
 
 
 def test_the_policy_allows_the_own_style_and_script_only(small: Report) -> None:
-    page = Page(html.render(small))
+    page = page_of(small)
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
@@ -115,8 +114,8 @@ def test_the_policy_allows_the_own_style_and_script_only(small: Report) -> None:
 
 
 def test_hostile_text_stays_text(hostile: Report, small: Report) -> None:
-    text = html.render(hostile)
-    page, harmless = Page(text), Page(html.render(small))
+    text = rendered(hostile)
+    page, harmless = page_of(hostile), page_of(small)
     known = {tag for tag, _ in harmless.elements}
     assert {tag for tag, _ in page.elements} - known == {"label", "input"} - known
     assert sum(tag == "script" for tag, _ in page.elements) == 2
@@ -127,13 +126,13 @@ def test_hostile_text_stays_text(hostile: Report, small: Report) -> None:
     text.encode("utf-8")
 
 
-def data_of(text: str) -> dict[str, Any]:
-    page = Page(text)
+def data_of(report: Report) -> dict[str, Any]:
+    page = page_of(report)
     return json.loads(next(page.text[i] for i, (_, attrs) in enumerate(page.elements) if attrs.get("id") == "data"))
 
 
 def test_a_name_comes_back_whole_from_the_embedded_json(hostile: Report) -> None:
-    names = [node[0] for node in data_of(html.render(hostile))["nodes"]]
+    names = [node[0] for node in data_of(hostile)["nodes"]]
     assert names[0] == sample.HOSTILE[0]
     assert names[4] == sample.HOSTILE[1] + "1"
 
@@ -148,9 +147,8 @@ def test_up_to_32_nodes_have_a_row_each() -> None:
 
 
 def test_a_big_startup_folds_and_stays_small(big: Report) -> None:
-    text = html.render(big)
-    assert len(text.encode()) < 3_000_000
-    page = Page(text)
+    assert len(rendered(big).encode()) < 3_000_000
+    page = page_of(big)
     names = [page.text[i] for i, (_, attrs) in enumerate(page.elements) if attrs.get("class") == "who"]
     assert names[:4] == ["p0–p50720 nodes", "p50–p90576 nodes", "p90–p99129 nodes", "p99–p10015 nodes"]
     assert len(names) == 24
@@ -159,7 +157,7 @@ def test_a_big_startup_folds_and_stays_small(big: Report) -> None:
 
 
 def test_the_embedded_nodes_are_the_reports(big: Report) -> None:
-    data = data_of(html.render(big))
+    data = data_of(big)
     assert len(data["nodes"]) == len(big.nodes)
     for node, (name, rank, _, _, outcome, start, cuts) in zip(big.nodes, data["nodes"], strict=True):
         assert (name, rank, outcome, start) == (node.node, node.rank, node.outcome, round(node.start_s * 1000))
@@ -168,7 +166,7 @@ def test_the_embedded_nodes_are_the_reports(big: Report) -> None:
 
 
 def test_marks_of_a_truncated_node(small: Report) -> None:
-    text = html.render(small)
+    text = rendered(small)
     row = text[text.index(">gpu-b-0203<") :]
     row = row[: row.index("</details>")]
     assert '<b class="tag bad">truncated</b>' in row
@@ -188,7 +186,7 @@ def test_what_is_not_a_number_is_unobserved(small: Report) -> None:
 
 
 def test_the_bars_cover_the_time_axis(small: Report) -> None:
-    text = html.render(small)
+    text = rendered(small)
     row = text[text.index('<span class="name" title="gpu-a-0018"') :]
     row = row[: row.index("</summary>")]
     widths = re.findall(r'<rect class="[ch]\w(?: v\d)?" x="[\d.]+%" y="4" width="([\d.]+)%"', row)

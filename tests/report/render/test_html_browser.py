@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 
 from bootseer.report.model import Report
 from bootseer.report.render import html
-from report.render.page import Page, look_up
+from report.render.page import Page, look_up, rendered
 from startups import began, report, span
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -29,31 +30,30 @@ Opener = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One for all pages: its start takes a second of processor time."""
+def tab() -> Iterator[Any]:
+    """One tab of one browser: the browser's start takes a second of processor time, and a new tab for each page as much
+    as the page."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
+        yield running.new_page(viewport={"width": 1280, "height": 900})
         running.close()
 
 
 @pytest.fixture
-def opened(tmp_path: Path, browser: Any) -> Opener:
+def opened(tmp_path: Path, tab: Any) -> Opener:
     """Opens a page and returns its DOM after the scripts ran, as text."""
+    numbers = itertools.count()
 
     def run(text: str, *, fragment: str = "", steps: str = "") -> str:
         if steps:
             text = _with_steps(text, steps)
-        file = tmp_path / "report.html"
+        file = tmp_path / f"report-{next(numbers)}.html"
         file.write_text(text, encoding="utf-8")
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(file.as_uri() + fragment)
-        page.wait_for_selector("html[data-said], html[data-ready], html[data-error]", state="attached", timeout=120_000)
-        dom = str(page.content())
-        page.close()
-        return dom
+        tab.goto(file.as_uri() + fragment)
+        tab.wait_for_selector("html[data-said], html[data-ready], html[data-error]", state="attached", timeout=120_000)
+        return str(tab.content())
 
     return run
 
@@ -79,7 +79,7 @@ def _said(dom: str) -> Any:
 @pytest.mark.parametrize("name", ["small", "big", "empty"])
 def test_the_numbers_on_the_screen_are_the_jsons(name: str, opened: Opener, request: pytest.FixtureRequest) -> None:
     report = request.getfixturevalue(name)
-    dom = opened(html.render(report))
+    dom = opened(rendered(report))
     root = _root(dom)
     assert "data-error" not in root
     assert "data-ready" in root
@@ -93,7 +93,7 @@ def test_the_numbers_on_the_screen_are_the_jsons(name: str, opened: Opener, requ
 def test_hostile_text_does_not_run(opened: Opener, hostile: Report) -> None:
     find = "const box = document.getElementById('find'); box.value = 'script'; box.dispatchEvent(new Event('input'));"
     count = "said.rows = document.querySelectorAll('#found .row').length; said.shown = document.title;"
-    dom = opened(html.render(hostile), steps=find + count)
+    dom = opened(rendered(hostile), steps=find + count)
     assert "data-pwned" not in _root(dom)
     said = _said(dom)
     assert said["rows"] == 10
@@ -102,7 +102,7 @@ def test_hostile_text_does_not_run(opened: Opener, hostile: Report) -> None:
 
 def test_the_policy_holds_even_if_escaping_failed(opened: Opener, small: Report) -> None:
     bad = "<script>document.documentElement.dataset.pwned = '1'</script><img src=x onerror=\"document.title='pwned'\">"
-    text = html.render(small).replace("<main>", "<main>" + bad)
+    text = rendered(small).replace("<main>", "<main>" + bad)
     dom = opened(text)
     assert "data-pwned" not in _root(dom)
     assert "<title>pwned" not in dom
@@ -111,7 +111,7 @@ def test_the_policy_holds_even_if_escaping_failed(opened: Opener, small: Report)
 def test_a_big_startup_folds_and_any_node_is_found(opened: Opener, big: Report) -> None:
     node = big.nodes[777]
     dom = opened(
-        html.render(big),
+        rendered(big),
         fragment=f"#find={node.node}",
         steps="""
         const row = document.querySelector("#found .row");
@@ -136,7 +136,7 @@ def test_a_big_startup_folds_and_any_node_is_found(opened: Opener, big: Report) 
 def test_zoom_sorting_and_filter(opened: Opener, small: Report) -> None:
     said = _said(
         opened(
-            html.render(small),
+            rendered(small),
             steps="""
             const bar = document.querySelector("details .bar");
             const width = () => Math.round(bar.getBoundingClientRect().width);
@@ -174,7 +174,7 @@ def test_zoom_sorting_and_filter(opened: Opener, small: Report) -> None:
 def test_dragging_zooms_and_does_not_open_the_row(opened: Opener, small: Report) -> None:
     said = _said(
         opened(
-            html.render(small),
+            rendered(small),
             steps="""
             const plot = document.querySelector("summary .plot");
             const box = plot.getBoundingClientRect();
@@ -203,7 +203,7 @@ def test_dragging_zooms_and_does_not_open_the_row(opened: Opener, small: Report)
 def test_tooltips_tell_the_segment(opened: Opener, small: Report) -> None:
     said = _said(
         opened(
-            html.render(small),
+            rendered(small),
             steps="""
             const bar = document.querySelector("details .bar > rect.c3");
             bar.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: 400, clientY: 300 }));
@@ -321,7 +321,7 @@ def test_the_page_never_scrolls_sideways(
     """
     # A headless window is at least 500 px wide; a frame in it may be narrower.
     inner = tmp_path / "inner.html"
-    inner.write_text(_with_steps(html.render(request.getfixturevalue(name)), measured), encoding="utf-8")
+    inner.write_text(_with_steps(rendered(request.getfixturevalue(name)), measured), encoding="utf-8")
     frame = f"""<!doctype html><html><body>
     <script>addEventListener("message", (event) => {{ document.documentElement.dataset.said = event.data; }});</script>
     <iframe src="{inner.as_uri()}" width="{width}" height="900" style="border:0"></iframe></body></html>"""
@@ -334,7 +334,7 @@ def test_the_page_never_scrolls_sideways(
 
 
 def test_it_reads_without_script(opened: Opener, small: Report) -> None:
-    text = re.sub(r"<script>.*</script>", "", html.render(small), flags=re.DOTALL)
+    text = re.sub(r"<script>.*</script>", "", rendered(small), flags=re.DOTALL)
     click = "document.querySelector('details.node .name').click();"
     dom = opened(text, steps=click + "said.opened = document.querySelector('.detail').innerText;")
     assert "data-ready" not in _root(dom)
