@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import warm
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from bootseer.trace.event import ALIVE, Event
@@ -17,6 +19,7 @@ from once import secret_rules
 
 BOOTSEER = (sys.executable, "-m", "bootseer")
 _LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC_", "SKYPILOT_", "BOOTSEER_", "TRACEPARENT", "OTEL_", "POD_UID")
+_OF_THE_INTERPRETER = ("PYTHON", "LANG", "LC_")
 
 
 @pytest.fixture
@@ -26,16 +29,36 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {**clean, "BOOTSEER_SPOOL": str(tmp_path / "spool"), "KF_RULE_CACHE_DIR": str(secret_rules())}
 
 
-@pytest.fixture
-def run(env: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run(words, ...)`: bootseer with these words, to its end."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
+
+@pytest.fixture
+def run(env: dict[str, str], tmp_path: Path) -> Run:
+    """`run(words, ...)`: bootseer with these words, to its end."""
+    return _run(env, tmp_path)
+
+
+@pytest.fixture
+def run_copy(env: dict[str, str], tmp_path: Path) -> Run:
+    """The same, by the copy of a process that has imported the verbs, wherever that can be."""
+    anew = _run(env, tmp_path)
+
+    def call(*words: str, more: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        more = more or {}
+        if kwargs.keys() - {"cwd", "timeout"} or any(name.startswith(_OF_THE_INTERPRETER) for name in more):
+            return anew(*words, more=more, **kwargs)
+        return warm.bootseer(words, env={**env, **more}, **{"cwd": tmp_path, **kwargs})
+
+    return call
+
+
+def _run(env: dict[str, str], cwd: Path) -> Run:
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
         options: dict[str, object] = {
             "capture_output": True,
             "text": True,
             "timeout": 600,
-            "cwd": tmp_path,
+            "cwd": cwd,
             "check": False,
             **kwargs,
         }

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from sqlalchemy import select
 
 from bootseer.service import schema
 from bootseer.service.app import Service, Settings, _configured, _Server
+
+_NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def ask(method: str, url: str, **options: Any) -> httpx.Response:
+    """As `httpx.request`, which reads the machine's certificates for each: 25 ms of processor time, that http need not
+    spend."""
+    return httpx.request(method, url, verify=_NO_CERTIFICATES, timeout=300, **options)
 
 
 class RunningService:
@@ -43,7 +53,7 @@ class RunningService:
 
     def post(self, path: str, data: bytes, **headers: str) -> httpx.Response:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.post(self.url + path, content=data, headers=sent, timeout=300)
+        return ask("POST", self.url + path, content=data, headers=sent)
 
     def raw(self) -> dict[str, bytes]:
         """The lines of all objects."""

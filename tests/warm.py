@@ -54,6 +54,11 @@ _bootseer = _Parent(
     *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
 )
+_service = _Parent(
+    *("bootseer.cli.main", "bootseer.cli.serve", "bootseer.service.app", "bootseer.cli.pattern"),
+    *("alembic.command", "alembic.script", "sqlalchemy.dialects.sqlite"),
+    *("concurrent.futures.thread", "runpy", "unittest.mock"),
+)
 
 
 def bootseer(
@@ -66,7 +71,7 @@ def bootseer(
     )
     with ThreadPoolExecutor(2) as threads:
         try:
-            _bootseer.start([process])
+            (_service if words[0] == "serve" else _bootseer).start([process])
         finally:
             for _, writer in pipes:
                 writer.close()

@@ -16,7 +16,7 @@ from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
 from bootseer.service.app import _check_access
 from conftest_launch import BOOTSEER
 from fleet import Fleet
-from running_service import RunningService, running_service
+from running_service import RunningService, ask, running_service
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def status(running: RunningService, path: str, token: str = "", method: str = "G
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     if token:
         sent["authorization"] = f"Bearer {token}"
-    return httpx.request(method, running.url + path, headers=sent).status_code
+    return ask(method, running.url + path, headers=sent).status_code
 
 
 def test_each_scope_allows_its_own_and_a_revoked_token_nothing(tmp_path, monkeypatch):

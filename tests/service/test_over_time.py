@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm
 from bootseer.errors import UsageError
 from bootseer.service.deadlines import Day, Deadlines
 from bootseer.service.over_time import band, exported, now, since_day
@@ -38,9 +39,7 @@ def fleets() -> list[Fleet]:
 
 def told(*words: str, **env: str) -> Any:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")}
-    done = subprocess.run(
-        [*BOOTSEER, *words, "--json"], capture_output=True, text=True, check=False, env={**kept, **env}, timeout=60
-    )
+    done = warm.bootseer([*words, "--json"], cwd=Path.cwd(), env={**kept, **env})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -28,7 +28,7 @@ from bootseer.service.over_time import Answers
 from bootseer.service.rows import day_of
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
-from running_service import RunningService, running_service
+from running_service import RunningService, ask, running_service
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 def get(service: RunningService, path: str, code: int = 200) -> httpx.Response:
-    answer = httpx.get(service.url + path, timeout=300)
+    answer = ask("GET", service.url + path)
     assert answer.status_code == code, (path, answer.status_code, answer.text[:300])
     return answer
 
@@ -276,9 +276,9 @@ def test_pages_in_a_browser(service: RunningService) -> None:
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         for path in (*PAGES, "/job/moe", "/start/0/0/moe", f"/job/{quote(HOSTILE, safe='')}"):
+            page.goto(service.url + path)
             for width in (390, 1400):
                 page.set_viewport_size({"width": width, "height": 800})
-                page.goto(service.url + path)
                 element = "document.documentElement"
                 assert page.evaluate(f"{element}.scrollWidth - {element}.clientWidth") == 0, (path, width)
         page.goto(service.url + "/now")
