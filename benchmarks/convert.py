@@ -39,7 +39,7 @@ def measure(quick: bool) -> Outcome:
     from bootseer.image.sources import decompress
 
     rounds = 1 if quick else 5
-    has_isal = decompress.inflating() is not gzip
+    has_isal = decompress.gzip_module() is not gzip
     arms = [
         (layers, library) for layers in (1, _LAYERS) for library in ("isal", "zlib") if has_isal or library == "zlib"
     ]
@@ -102,17 +102,17 @@ def _convert(layout: Path, store: Path, library: str) -> tuple[float, float]:
 
     before = resource.getrusage(resource.RUSAGE_SELF)
     began_s = time.monotonic()
-    found = decompress.inflating
+    found = decompress.gzip_module
     try:
         if library == "zlib":
-            decompress.inflating = lambda: gzip
+            decompress.gzip_module = lambda: gzip
         with (
             closing(open_source(parse_reference(f"oci:{layout}"))) as source,
             closing(open_store(str(store))) as opened,
         ):
             convert(source, opened)
     finally:
-        decompress.inflating = found
+        decompress.gzip_module = found
     took_s = time.monotonic() - began_s
     after = resource.getrusage(resource.RUSAGE_SELF)
     return took_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

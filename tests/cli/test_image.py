@@ -284,7 +284,7 @@ def test_a_mount_in_use_tells_how_to_find_who_uses_it(bootseer: Run, node: Node)
 def test_a_layer_beyond_a_limit_names_the_option_that_helps(bootseer: Run, node: Node) -> None:
     small = ("--layer-limit", "members=3")
     error = bootseer("image", "convert", node.reference, *small, code=1).stderr
-    assert error.endswith("if that is right: --layer-limit members=6\n")
+    assert error.endswith("to allow more: --layer-limit members=6\n")
     words = ("image", "run", "--entrypoint", "none", node.reference)
     assert bootseer(*words, *small, "--", "true", code=1).stderr.endswith("--layer-limit members=6\n")
     small = ("--layer-limit", "unpacked_bytes=1m")

@@ -169,7 +169,7 @@ def test_memory_and_processors_are_limited_and_nothing_of_it_stays(run: Run) -> 
     assert "looked" in ran.stdout
     assert ran.returncode == 137
     assert ran.stderr.splitlines()[-1] == (
-        "bootseer: processes of the container were killed: they needed more than --memory 64m"
+        "bootseer: processes of the container were killed: they exceeded --memory 64m"
     )
     assert run("sh", "-c", take).returncode == 0
     places = {line.rpartition(":")[2] for line in ran.stdout.splitlines() if "bootseer-" in line}
@@ -367,7 +367,8 @@ def test_crun_where_both_versions_of_cgroups_have_controllers(tmp_path: Path, ro
         container.close()
     assert ran.returncode == 125
     assert (
-        "crun starts no container where both versions of cgroups have controllers\nhint: --runtime runc" in ran.stderr
+        "crun cannot start containers where both versions of cgroups have controllers\nhint: --runtime runc"
+        in ran.stderr
     )
 
 

@@ -150,7 +150,7 @@ def test_manifests_that_cannot_be_converted_are_refused(changes: dict[str, Any],
         ("application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", "outside the registry"),
         ("application/vnd.docker.image.rootfs.foreign.diff.tar.gzip", "outside the registry"),
         ("application/vnd.oci.image.layer.v1.tar+gzip+encrypted", "encrypted"),
-        ("application/vnd.cncf.helm.chart.content.v1.tar+gzip", "not a layer"),
+        ("application/vnd.cncf.helm.chart.content.v1.tar+gzip", "not a file system layer"),
     ],
 )
 def test_layers_that_cannot_be_converted_are_refused(media_type: str, words: str, tmp_path: Path) -> None:

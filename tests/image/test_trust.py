@@ -198,14 +198,14 @@ class TestSigned:
 
     def test_an_image_that_is_not_converted_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
         for reference in (node.reference, f"dir:{node.folder}/tree"):
-            with pytest.raises(SignatureError, match="is not converted, and so not signed"):
+            with pytest.raises(SignatureError, match="is not converted, so it has no signature"):
                 look(reference)
 
     def test_an_image_that_was_converted_here_before_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
         """A tag may have been moved to it: nothing says that the user wants it."""
         assert look(signatures=UNSIGNED)
         assert (node.cache / "converted").is_dir()
-        with pytest.raises(SignatureError, match="is not converted, and so not signed"):
+        with pytest.raises(SignatureError, match="is not converted, so it has no signature"):
             look()
 
     def test_an_image_that_is_pinned_in_its_registry_is_pulled(self, node: Node, look: Callable[..., bool]) -> None:

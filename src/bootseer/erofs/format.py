@@ -1,7 +1,7 @@
 """The EROFS structures that BootSeer writes and reads: superblock, extended inode, directory block, inline xattrs.
 
-Everything is little-endian and uncompressed, in blocks of 4 KiB. The kernel's `fs/erofs/erofs_fs.h` is the authority;
-docs/formats/erofs.md names the subset. Decides nothing about order or place: that is `layout`.
+Everything is little-endian and uncompressed, in blocks of 4 KiB, as in the kernel's `fs/erofs/erofs_fs.h`;
+docs/formats/erofs.md describes the subset. The order and placement of the structures is `writer.Layout`'s. No I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from bootseer.errors import CorruptError, PermanentError
 
 BLOCK = 4096
-SLOT = 32  # an inode number counts slots from the beginning of the metadata area
+SLOT = 32  # an inode's number (nid) is its offset in the metadata area in units of this size
 SUPER_OFFSET = 1024
 MAGIC = 0xE0F5E1E2
 FEATURE_CHECKSUM = 0x1
@@ -35,7 +35,7 @@ _XATTR_HEADER = struct.Struct("<IB7x")
 _XATTR_ENTRY = struct.Struct("<BBH")
 _XATTR_MAX = _XATTR_HEADER.size + 4 * (0xFFFF - 1)  # i_xattr_icount is 16 bits wide
 
-# Name index to prefix. The ACLs are whole names, hence first: no other prefix begins with "system.".
+# Indexes of name prefixes. The two ACLs are whole names, stored without a suffix.
 _PREFIXES = (
     (2, b"system.posix_acl_access"),
     (3, b"system.posix_acl_default"),
@@ -60,9 +60,9 @@ NO_XATTRS: Mapping[bytes, bytes] = {}
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What `stat` and `getxattr` tell about a file, except size and links.
+    """A file's attributes as in stat(2) and getxattr(2), without size and link count.
 
-    `mode` holds the type too. `rdev` is a pair (major, minor), used for devices only.
+    `mode` includes the type. `rdev` is a pair (major, minor), used for devices only.
     """
 
     mode: int
@@ -75,7 +75,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The fields that vary."""
+    """The superblock's variable fields."""
 
     root_nid: int
     inodes: int
@@ -93,7 +93,7 @@ class Superblock:
             0,
             self.root_nid,
             self.inodes,
-            0,  # no build time: same input, same image
+            0,  # no build time, so that equal input gives equal images
             0,
             self.blocks,
             self.meta_block,
@@ -109,7 +109,7 @@ class Superblock:
 
     @classmethod
     def parse(cls, block: bytes) -> Superblock:
-        """Read block 0. Raises `CorruptError`, or `PermanentError` for an EROFS image of another kind."""
+        """Parse block 0. Raises `CorruptError`, and `PermanentError` for an EROFS image with unsupported features."""
         if len(block) != BLOCK:
             raise CorruptError("EROFS image: shorter than one block")
         fields = _SUPER.unpack_from(block, SUPER_OFFSET)
@@ -117,7 +117,7 @@ class Superblock:
         if magic != MAGIC:
             raise CorruptError("not an EROFS image: wrong magic number")
         if incompat or slots or bits != BLOCK.bit_length() - 1 or not compat & FEATURE_CHECKSUM:
-            raise PermanentError("EROFS image: not of the kind that BootSeer writes; mount it with the kernel")
+            raise PermanentError("EROFS image: unsupported features; BootSeer reads only images that it wrote")
         clean = bytearray(block[SUPER_OFFSET:])
         _CHECKSUM.pack_into(clean, 4, 0)
         if _crc32c(clean) != checksum:
@@ -126,9 +126,9 @@ class Superblock:
 
 
 def encode_rdev(major: int, minor: int) -> int:
-    """Device numbers as the kernel's `new_encode_dev` packs them. Raises `PermanentError` when they do not fit."""
+    """Encode device numbers as the kernel's `new_encode_dev`. Raises `PermanentError` if they are out of range."""
     if not (0 <= major < 1 << 12 and 0 <= minor < 1 << 20):
-        raise PermanentError(f"device number {major}:{minor} is outside what Linux can have")
+        raise PermanentError(f"device number {major}:{minor} is outside Linux's range")
     return (minor & 0xFF) | major << 8 | (minor & ~0xFF) << 12
 
 
@@ -143,17 +143,18 @@ def file_type(mode: int) -> int:
 
 
 def known_mode(mode: int) -> bool:
-    """Whether the type bits are those of a kind of file that exists."""
+    """Whether the mode has a valid file type."""
     return stat.S_IFMT(mode) in _FILE_TYPES
 
 
 def has_prefix(name: bytes) -> bool:
-    """Whether an extended attribute of this name can be stored at all."""
+    """Whether EROFS can store an extended attribute of this name: only those with known prefixes."""
     return _split_name(name) is not None
 
 
 def encode_xattrs(xattrs: Mapping[bytes, bytes]) -> bytes:
-    """The inline xattr area behind an inode, empty without attributes. Raises `PermanentError` when too large."""
+    """The inline xattr area that follows an inode, empty without attributes. Raises `PermanentError` if an attribute
+    or the area is too large."""
     if not xattrs:
         return b""
     parts = [_XATTR_HEADER.pack(0, 0)]
@@ -177,7 +178,7 @@ def decode_xattrs(area: bytes) -> dict[bytes, bytes]:
     if not area:
         return {}
     if len(area) < _XATTR_HEADER.size or area[4]:
-        raise CorruptError("EROFS image: unknown form of extended attributes")
+        raise CorruptError("EROFS image: unsupported form of extended attributes")
     found: dict[bytes, bytes] = {}
     at = _XATTR_HEADER.size
     while at + _XATTR_ENTRY.size <= len(area):
@@ -185,14 +186,14 @@ def decode_xattrs(area: bytes) -> dict[bytes, bytes]:
         begin = at + _XATTR_ENTRY.size
         end = begin + name_length + value_length
         if end > len(area) or index not in _PREFIX_OF:
-            raise CorruptError("EROFS image: an extended attribute runs over its end")
+            raise CorruptError("EROFS image: an extended attribute exceeds its area")
         found[_PREFIX_OF[index] + area[begin : begin + name_length]] = area[begin + name_length : end]
         at += align(end - at, 4)
     return found
 
 
 def xattr_count(area_bytes: int) -> int:
-    """`i_xattr_icount` for an area of this length."""
+    """`i_xattr_icount` for an area of this length in bytes."""
     return (area_bytes - _XATTR_HEADER.size) // 4 + 1 if area_bytes else 0
 
 
@@ -202,7 +203,7 @@ def xattr_bytes(count: int) -> int:
 
 
 def split_directory(names: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
-    """How sorted names fall into directory blocks: (first, end, bytes used) of each block."""
+    """Split sorted names into directory blocks: (first name, end, bytes used) of each block."""
     first, used = 0, 0
     for number, name in enumerate(names):
         need = DIRENT.size + len(name)
@@ -241,13 +242,13 @@ def decode_directory_block(block: bytes) -> Iterable[tuple[bytes, int, int]]:
         if number + 1 == len(entries):
             name = name.partition(b"\0")[0]
         if not name or len(name) > MAX_NAME or b"/" in name or b"\0" in name:
-            raise CorruptError("EROFS image: a directory holds something that is not a name")
+            raise CorruptError("EROFS image: a directory has an invalid name")
         found.append((name, nid, kind))
     return found
 
 
 def align(value: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """`value`, rounded up to a multiple of `unit`."""
     return -(-value // unit) * unit
 
 
@@ -273,7 +274,7 @@ _CRC = _crc_table()
 
 
 def _crc32c(data: bytes | bytearray | memoryview) -> int:
-    """CRC-32C from all ones, not inverted at the end: the kernel's `crc32c(~0, ...)`."""
+    """CRC-32C with an initial value of all ones and no final inversion, as the kernel's `crc32c(~0, ...)`."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _CRC[(value ^ byte) & 0xFF] ^ value >> 8

@@ -1,10 +1,9 @@
-"""Read an EROFS image of the kind that `writer` makes, without a mount.
+"""Read an EROFS image as `writer` writes it, without mounting it.
 
-The image may be anything: everything that it says is checked before it is believed, and a broken one ends in
-`CorruptError`, never in a loop or in memory that grows without bound. It reads through a callable, so that the image
-can be a file, or blocks in a store.
+The image is untrusted: every field is checked before use, and a damaged image raises `CorruptError` instead of causing
+an endless loop or unbounded memory. Data comes from a callable, so that the image can be a file, or blocks in a store.
 
-Safe to use from several threads when `read` is.
+Thread-safe if that callable is.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from bootseer.errors import CorruptError
 
 Read = Callable[[int, int], bytes]
 _PIECE = 1 << 20
-# A directory is held while it is listed; 64 MiB are some two million names.
-_MAX_DIRECTORY = 64 << 20
+_MAX_DIRECTORY = 64 << 20  # some two million names
 _MAX_DEPTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Inode:
-    """One file of an image. `number` is its nid; two names of one file have the same."""
+    """One inode. `number` is its nid, which hard links share."""
 
     number: int
     mode: int
@@ -53,9 +51,9 @@ class Inode:
     mtime_ns: int
     rdev: tuple[int, int]
     place: int
-    """First block of the content; of its end, too, unless that is inline."""
+    """First block of the content, without an inline tail."""
     tail_at: int | None
-    """Where the part of the content that fills no block lies, when it is inline."""
+    """Byte offset of the inline tail, the content's last partial block; None if the content has none."""
     xattrs_at: int
     xattrs_bytes: int
 
@@ -70,7 +68,10 @@ class Entry:
 
 
 class ErofsReader:
-    """An image behind `read(offset, length)`, which returns exactly that many bytes or raises."""
+    """An image, read with `read(offset, length)`, which returns exactly that many bytes or raises.
+
+    All methods raise `CorruptError` for a damaged image, and the errors of `read`.
+    """
 
     def __init__(self, read: Read) -> None:
         self._read_raw = read
@@ -82,18 +83,18 @@ class ErofsReader:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the image."""
+        """Size of the image in bytes."""
         return self._size
 
     def root(self) -> Inode:
-        """The root directory. Raises `CorruptError`, as all methods do."""
+        """The root directory."""
         root = self.inode(self._super.root_nid)
         if not stat.S_ISDIR(root.mode):
             raise CorruptError("EROFS image: the root is not a directory")
         return root
 
     def inode(self, number: int) -> Inode:
-        """The inode of this number (nid)."""
+        """The inode with this number (nid)."""
         at = self._meta + number * SLOT
         fields = INODE.unpack(self._read(at, INODE.size))
         form, xattr_count, mode, _, size, place, _, uid, gid, seconds, nanoseconds, nlink = fields
@@ -101,7 +102,7 @@ class ErofsReader:
         if not form & EXTENDED or data_layout not in (FLAT_PLAIN, FLAT_INLINE) or not known_mode(mode):
             raise CorruptError(f"EROFS image: inode {number} is malformed")
         if nanoseconds >= 1_000_000_000 or not nlink:
-            raise CorruptError(f"EROFS image: inode {number} has impossible attributes")
+            raise CorruptError(f"EROFS image: inode {number} has invalid attributes")
         device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
         area = xattr_bytes(xattr_count)
         tail_at = at + INODE.size + area if data_layout == FLAT_INLINE else None
@@ -123,7 +124,7 @@ class ErofsReader:
         )
 
     def attributes(self, inode: Inode) -> Attributes:
-        """Everything but size and links."""
+        """All attributes except size and link count."""
         return Attributes(inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.rdev, self.xattrs(inode))
 
     def xattrs(self, inode: Inode) -> dict[bytes, bytes]:
@@ -139,7 +140,7 @@ class ErofsReader:
             yield piece
 
     def pread(self, inode: Inode, offset: int, length: int) -> bytes:
-        """A part of a file's content, shorter at its end."""
+        """At most `length` bytes of a file's content, fewer only at its end."""
         length = max(0, min(length, inode.size - offset))
         inline_from = inode.size if inode.tail_at is None else inode.size - inode.size % BLOCK
         plain = max(0, min(length, inline_from - offset))
@@ -149,13 +150,13 @@ class ErofsReader:
         return data
 
     def readlink(self, inode: Inode) -> bytes:
-        """Where a symbolic link points."""
+        """The target of a symbolic link."""
         if not stat.S_ISLNK(inode.mode) or not 0 < inode.size <= MAX_TARGET:
             raise CorruptError(f"EROFS image: inode {inode.number} is not a symbolic link")
         return self.pread(inode, 0, inode.size)
 
     def entries(self, directory: Inode) -> Iterator[Entry]:
-        """What a directory holds, without `.` and `..`, in the order of the names' bytes."""
+        """The entries of a directory, without `.` and `..`, sorted by name."""
         if not stat.S_ISDIR(directory.mode) or directory.size > _MAX_DIRECTORY:
             raise CorruptError(f"EROFS image: inode {directory.number} is not a directory")
         last = b""
@@ -168,11 +169,11 @@ class ErofsReader:
                     yield Entry(name, number, kind)
 
     def lookup(self, directory: Inode, name: bytes) -> Inode | None:
-        """The file of this name in a directory, by bisection over its blocks."""
+        """The file of this name in a directory, or None. Bisects over the directory's blocks."""
         if not stat.S_ISDIR(directory.mode) or not directory.size or len(name) > MAX_NAME:
             return None
         low, high = 0, (directory.size - 1) // BLOCK
-        while low < high:  # the last block whose first name is not behind the one looked for
+        while low < high:  # find the last block whose first name is not greater than `name`
             middle = (low + high + 1) // 2
             first = next(iter(decode_directory_block(self.pread(directory, middle * BLOCK, BLOCK))))[0]
             low, high = (middle, high) if first <= name else (low, middle - 1)
@@ -182,13 +183,13 @@ class ErofsReader:
         return None
 
     def walk(self) -> Iterator[tuple[bytes, Inode]]:
-        """Every name with its path (`b""` is the root), parents before children."""
+        """Every path (`b""` is the root) with its inode, parents before children."""
         seen: set[int] = set()
         root = self.root()
-        waiting: list[tuple[bytes, Inode, int]] = [(b"", root, 0)]
+        pending: list[tuple[bytes, Inode, int]] = [(b"", root, 0)]
         yield b"", root
-        while waiting:
-            path, directory, depth = waiting.pop()
+        while pending:
+            path, directory, depth = pending.pop()
             if directory.number in seen or depth > _MAX_DEPTH:
                 raise CorruptError("EROFS image: a directory contains itself or has two names")
             seen.add(directory.number)
@@ -199,12 +200,12 @@ class ErofsReader:
                 yield name, inode
                 if stat.S_ISDIR(inode.mode):
                     deeper.append((name, inode, depth + 1))
-            waiting.extend(reversed(deeper))
+            pending.extend(reversed(deeper))
 
     def _checked(self, number: int, kind: int) -> Inode:
         inode = self.inode(number)
         if file_type(inode.mode) != kind:
-            raise CorruptError(f"EROFS image: inode {number} does not have the type that its directory entry has")
+            raise CorruptError(f"EROFS image: the types of inode {number} and of its directory entry differ")
         return inode
 
     def _check_content(self, number: int, size: int, place: int, tail_at: int | None) -> None:
@@ -213,15 +214,15 @@ class ErofsReader:
         if plain and (place < 1 or place * BLOCK + plain > self._size):
             raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
         if tail and tail_at is not None and tail_at % BLOCK + tail > BLOCK:
-            raise CorruptError(f"EROFS image: the end of inode {number} crosses a block")
+            raise CorruptError(f"EROFS image: the inline tail of inode {number} crosses a block")
 
     def _read(self, offset: int, length: int) -> bytes:
         if offset < 0 or offset + length > self._size:
-            raise CorruptError("EROFS image: something lies outside the image")
+            raise CorruptError("EROFS image: an offset is outside the image")
         return self._exactly(offset, length)
 
     def _exactly(self, offset: int, length: int) -> bytes:
         data = self._read_raw(offset, length)
         if len(data) != length:
-            raise CorruptError(f"EROFS image: {len(data)} bytes at {offset} where {length} should be")
+            raise CorruptError(f"EROFS image: {len(data)} bytes read at {offset}, {length} expected")
         return data

@@ -1,9 +1,7 @@
-"""The directory tree of an image while it is written: which names lead where, and every inode's attributes.
+"""The directory tree of an image that is being written: names and inodes.
 
-A tree of a million files must fit into memory, so inodes are numbers and their fields are columns; names and children
-are what takes most of it. Nothing here knows about blocks, apart from carrying the place of a file's data.
-
-One thread owns a tree.
+A tree of a million files must fit into memory, so inodes are numbers and their fields are stored in arrays; names take
+most of the memory. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _DEFAULT_ROOT = Attributes(stat.S_IFDIR | 0o755)
 
 
 class Tree:
-    """Inodes and names. It begins with a root directory, inode `ROOT`, of mode 0755."""
+    """Inodes and names. A new tree has a root directory, inode `ROOT`, with mode 0755."""
 
     def __init__(self) -> None:
         self.modes = array("H")
@@ -40,18 +38,19 @@ class Tree:
         self.seconds = array("q")
         self.nanoseconds = array("I")
         self.sizes = array("Q")
-        self.places = array("I")  # a file's first block, a device's number
-        self.xattrs: dict[int, bytes] = {}  # encoded, of the inodes that have any
+        self.places = array("I")  # first block of a file, or device number
+        self.xattrs: dict[int, bytes] = {}  # encoded; only of inodes with attributes
         self.targets: dict[int, bytes] = {}  # of symbolic links
         self._children: dict[int, dict[bytes, int]] = {}
         self.add(_DEFAULT_ROOT)
 
     def __len__(self) -> int:
-        """Inodes ever added, those without a name included."""
+        """The number of inodes added, including those without a name."""
         return len(self.modes)
 
     def add(self, attributes: Attributes, *, size: int = 0, place: int = 0, target: bytes = b"") -> int:
-        """A new inode without a name. `size` and `place` are a regular file's, `target` is a symbolic link's.
+        """Add an inode without a name; returns its number. `size` (bytes) and `place` (first block) are for regular
+        files, `target` is for symbolic links.
 
         Raises `PermanentError` for attributes that an image cannot hold.
         """
@@ -59,7 +58,7 @@ class Tree:
         if not known_mode(mode):
             raise PermanentError(f"mode {mode:#o} is not a known file type")
         if stat.S_ISLNK(mode) and not 0 < len(target) <= MAX_TARGET:
-            raise PermanentError(f"a symbolic link to {len(target)} bytes: Linux takes 1 to {MAX_TARGET}")
+            raise PermanentError(f"a symbolic link's target of {len(target)} bytes: Linux allows 1 to {MAX_TARGET}")
         area = encode_xattrs(attributes.xattrs)
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
             place = encode_rdev(*attributes.rdev)
@@ -79,7 +78,7 @@ class Tree:
         return number
 
     def update(self, inode: int, attributes: Attributes) -> None:
-        """Give an inode other attributes; its type stays. Raises `PermanentError` as `add` does."""
+        """Replace an inode's attributes, except its type. Raises `PermanentError` as `add` does."""
         area = encode_xattrs(attributes.xattrs)
         self.modes[inode] = stat.S_IFMT(self.modes[inode]) | stat.S_IMODE(attributes.mode)
         self._set_times_and_owner(inode, attributes)
@@ -89,7 +88,7 @@ class Tree:
             self.xattrs.pop(inode, None)
 
     def attributes(self, inode: int) -> Attributes:
-        """What was given to `add` or `update`."""
+        """The attributes set by `add` or `update`."""
         mode = self.modes[inode]
         device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
         return Attributes(
@@ -102,30 +101,31 @@ class Tree:
         )
 
     def is_directory(self, inode: int) -> bool:
-        """Whether the inode can have children."""
+        """Whether the inode is a directory."""
         return inode in self._children
 
     def child(self, directory: int, name: bytes) -> int | None:
-        """The inode of this name in the directory."""
+        """The inode of this name in the directory, or None."""
         return self._children[directory].get(name)
 
     def names(self, directory: int) -> KeysView[bytes]:
-        """The names in a directory, without `.` and `..`, in no order."""
+        """The names in a directory, without `.` and `..`, unordered."""
         return self._children[directory].keys()
 
     def link(self, directory: int, name: bytes, inode: int) -> None:
-        """Give an inode a name, or one more; what had the name loses it. A directory gets one name only."""
+        """Add a name for an inode, or replace the one that has this name. Give a directory only one name. Raises
+        `PermanentError` for an invalid name."""
         if not 0 < len(name) <= MAX_NAME or b"/" in name or b"\0" in name or name in {b".", b".."}:
             shown = name[:MAX_NAME].decode("utf-8", "replace")
             raise PermanentError(f"{shown!r} ({len(name)} bytes) is not the name of a file")
         self._children[directory][name] = inode
 
     def unlink(self, directory: int, name: bytes) -> None:
-        """Take a name away, if it is there; what it stood for is not written when no name is left."""
+        """Remove a name, if it exists. Inodes without a name are not written."""
         self._children[directory].pop(name, None)
 
     def walk_directory(self, directory: int) -> Iterator[tuple[bytes, int]]:
-        """(name, inode) of a directory, in the order in which an image lists them."""
+        """(name, inode) of each entry, sorted by name as in the image."""
         children = self._children[directory]
         for name in sorted(children):
             yield name, children[name]
@@ -136,6 +136,6 @@ class Tree:
             self.uids[inode] = attributes.uid
             self.gids[inode] = attributes.gid
         except OverflowError as error:
-            raise PermanentError(f"owner {attributes.uid}:{attributes.gid} is outside what Linux can have") from error
+            raise PermanentError(f"owner {attributes.uid}:{attributes.gid} is outside Linux's range") from error
         self.seconds[inode] = max(-_MAX_SECONDS, min(_MAX_SECONDS, seconds))
         self.nanoseconds[inode] = nanoseconds

@@ -1,15 +1,15 @@
-"""Write an EROFS image as a stream: data first, as it arrives; then the metadata; the superblock last.
+"""Write an EROFS image as a stream: file data as it arrives, then the metadata, and the superblock last.
 
 The image is never whole in memory or on disk. Block 0 is the superblock, which is known only at the end: `finish`
-returns it, and the sink is one that takes the first block last (`blocks.BlockWriter`) or a file opened behind it.
+returns it. The sink accepts the first block last (`blocks.BlockWriter`), or is a file positioned after block 0.
 
-Behind the files' data come, in this order: directory blocks that are not full inodes' tails, and the metadata area of
-inodes, each followed by its xattrs and, where it fits into the same block, by the end of its directory or the target of
-its symbolic link. Parents come before children and the children of a directory lie together, so that `ls -l` and a
-Python import touch few blocks.
+The files' data is followed by the blocks of directories and symbolic links, and by the metadata area of inodes. Each
+inode is followed by its xattrs and, if it fits into the same block, by the inline tail: the last partial block of its
+directory, or its link target. Parents precede children, and the children of a directory are adjacent, so that `ls -l`
+and a Python import read few blocks.
 
-What is written depends on what was given and in which order, not on time, machine or hash seed; the order of the
-metadata depends on names alone. One thread owns a writer.
+The image depends only on the input and its order, not on time, machine or hash seed; the order of the metadata depends
+on names alone. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -43,26 +43,29 @@ from bootseer.errors import PermanentError
 _PIECE = 1 << 20
 _ZEROS = bytes(_PIECE)
 _UNPLACED = 2**64 - 1
-# fsck.erofs 1.5 reads the header of xattrs behind every inode, also behind one that has none and ends the image.
+# Padding at the end of the image: fsck.erofs 1.5 reads an xattr header after every inode, even if it has no xattrs.
 _SPARE = 12
 
 
 class Sink(Protocol):
-    """What takes the image from block 1 on."""
+    """Receives the image from block 1 on."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Append."""
 
 
 class Extent(NamedTuple):
-    """Where a file's data lies: first block and size in bytes. An empty file has block 0."""
+    """First block and size in bytes of a file's data. An empty file has block 0."""
 
     block: int
     size: int
 
 
 class ErofsWriter:
-    """An image on its way into `sink`. Put the tree into `tree`; the data of a file goes before its inode."""
+    """Writes an image to `sink`. First write a file's data, then add its inode with the resulting extent to `tree`.
+
+    Methods raise `PermanentError` if the image exceeds EROFS's limits, and the sink's errors.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.tree = Tree()
@@ -72,17 +75,17 @@ class ErofsWriter:
 
     @property
     def position(self) -> int:
-        """Bytes of the image so far."""
+        """Bytes written so far, including block 0."""
         return self._position
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append to the data of the file that is being written."""
+        """Append to the current file's data."""
         self._position += len(data)
         self._check_size()
         self._sink.write(data)
 
     def write_zeros(self, count: int) -> None:
-        """Append zeros; `count` may be huge, memory is not used for them."""
+        """Append `count` zeros, in constant memory."""
         self._position += count
         self._check_size()
         while count > 0:
@@ -91,16 +94,16 @@ class ErofsWriter:
             count -= piece
 
     def end_file(self) -> Extent:
-        """End the data of a file. What is written next belongs to another."""
+        """End the current file's data and return its extent. The next write starts another file."""
         extent = Extent(self._begin // BLOCK, self._position - self._begin)
         self.write_zeros(align(self._position, BLOCK) - self._position)
         self._begin = self._position
         return extent if extent.size else Extent(0, 0)
 
     def finish(self) -> bytes:
-        """Write the metadata and return block 0. The writer is not used afterwards."""
+        """Write the metadata and return block 0. The writer cannot be used afterwards."""
         if self._position != self._begin:
-            raise PermanentError("an image was finished in the middle of a file")
+            raise PermanentError("an image was finished without the end of its last file")
         layout = Layout(self.tree, self._position // BLOCK)
         digest = hashlib.sha256()
         pending = bytearray()
@@ -120,11 +123,11 @@ class ErofsWriter:
 
     def _check_size(self) -> None:
         if self._position > MAX_BLOCKS * BLOCK:
-            raise PermanentError(f"an image of more than {MAX_BLOCKS} blocks: EROFS ends there")
+            raise PermanentError(f"an image of more than {MAX_BLOCKS} blocks: EROFS has at most {MAX_BLOCKS}")
 
 
 def _uuid(digest: bytes) -> bytes:
-    """A UUID of version 8 (made by an own rule) from the digest of the metadata."""
+    """A UUID of version 8 (custom content) from the digest of the metadata."""
     uuid = bytearray(digest[:16])
     uuid[6] = uuid[6] & 0x0F | 0x80
     uuid[8] = uuid[8] & 0x3F | 0x80
@@ -132,18 +135,18 @@ def _uuid(digest: bytes) -> bytes:
 
 
 class Layout:
-    """The metadata of one tree, behind `first_block` blocks of superblock and data."""
+    """Places and encodes the metadata of a tree, after `first_block` blocks of superblock and data."""
 
     def __init__(self, tree: Tree, first_block: int) -> None:
         self._tree = tree
         self._next_block = first_block
-        self._end = 0  # bytes of the metadata area so far
-        self._order = array("I")  # inodes as they lie in the metadata area
+        self._end = 0  # size of the metadata area so far, in bytes
+        self._order = array("I")  # inodes in the order of the metadata area
         self._nids = array("Q", [_UNPLACED]) * len(tree)
         self._parents = array("I", [0]) * len(tree)
         self._links = array("I", [0]) * len(tree)
-        self._outside: list[int] = []  # inodes with blocks of their own
-        self._tails: dict[int, int] = {}  # inline bytes behind an inode
+        self._outside: list[int] = []  # inodes whose content, or its beginning, is not inline
+        self._tails: dict[int, int] = {}  # size of each inline tail
         self._first_blocks: dict[int, int] = {}
         self._place_all()
         self._meta_block = self._next_block
@@ -172,9 +175,9 @@ class Layout:
         self._links[ROOT] = 2
         tree.sizes[ROOT] = self._directory_size(ROOT)
         self._place(ROOT)
-        waiting = [ROOT]
-        while waiting:
-            directory = waiting.pop()
+        pending = [ROOT]
+        while pending:
+            directory = pending.pop()
             deeper = []
             for _, inode in tree.walk_directory(directory):
                 if tree.is_directory(inode):
@@ -187,7 +190,7 @@ class Layout:
                     self._links[inode] += 1
                 if self._nids[inode] == _UNPLACED:
                     self._place(inode)
-            waiting.extend(reversed(deeper))
+            pending.extend(reversed(deeper))
 
     def _directory_size(self, directory: int) -> int:
         names = sorted([*self._tree.names(directory), b".", b".."])
@@ -210,7 +213,7 @@ class Layout:
                 self._outside.append(inode)
                 self._first_blocks[inode] = self._next_block
                 self._next_block += blocks
-        # An inode lies in one block, and an inline tail in the same one, which the kernel insists on.
+        # The kernel requires that an inode does not cross a block, and that an inline tail is in the inode's block.
         need = header + tail if tail else INODE.size
         if self._end % BLOCK + need > BLOCK:
             self._end = align(self._end, BLOCK)
@@ -221,7 +224,7 @@ class Layout:
         self._end += align(header + tail, SLOT)
 
     def _content(self, inode: int) -> list[bytes]:
-        """A directory or a symbolic link's target, cut into blocks, the last one without padding."""
+        """The content of a directory or symbolic link in blocks, the last one without padding."""
         tree = self._tree
         target = tree.targets.get(inode)
         if target is not None:
@@ -248,7 +251,7 @@ class Layout:
             0,
             tree.sizes[inode],
             place,
-            (nid + 1) & 0xFFFFFFFF,  # what 32-bit programs see
+            (nid + 1) & 0xFFFFFFFF,  # i_ino, the inode number for 32-bit stat
             tree.uids[inode],
             tree.gids[inode],
             tree.seconds[inode],

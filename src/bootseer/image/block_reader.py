@@ -1,7 +1,6 @@
-"""Read a block file straight from its store, without a cache on disk: a few blocks of metadata, or all of it once.
+"""Read a block file directly from its store, with a small cache in memory: for metadata, or for one pass over a file.
 
-Mounted images go through `fetch` and `cache` instead. Safe to use from several threads; one
-lock guards the blocks that are kept.
+Mounted images use `fetch` and `cache` instead. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _BLOCK_TIMEOUT_S = 60.0
 
 
 class BlockReader:
-    """Ranges of the file behind `index`; every block is verified."""
+    """Reads ranges of the file that `index` describes. Every block is verified."""
 
     def __init__(self, store: Store, index: Index) -> None:
         self._store = store
@@ -33,7 +32,8 @@ class BlockReader:
         self._lock = threading.Lock()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes. Raises `CorruptError` outside the file or for wrong bytes, and what the store raises."""
+        """Exactly `length` bytes. Raises `CorruptError` for a range outside the file or damaged data, and the store's
+        errors."""
         if offset < 0 or length < 0 or offset + length > self._index.size_bytes:
             raise CorruptError(f"{self._store.uri}: bytes {offset} to {offset + length} lie outside their file")
         size = self._index.block_size
@@ -71,6 +71,6 @@ class BlockReader:
 
 
 def open_layer(store: Store, file: BlockFile) -> ErofsReader:
-    """The EROFS image in a block file, read from the store as it is asked for. Raises what the store raises."""
+    """The EROFS image in a block file; blocks are read from the store on demand. Raises the store's errors."""
     index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
     return ErofsReader(BlockReader(store, index).read)

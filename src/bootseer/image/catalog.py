@@ -36,7 +36,8 @@ from bootseer.store.store import Store
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
 _SILENT_S = 3600.0
-"""A conversion whose lease was not renewed for so long is dead. Measured with the clocks of two nodes, which differ."""
+"""A conversion whose lease was not renewed for this long counts as dead. Generous, because it compares the clocks of
+two nodes."""
 
 
 def _check_digest(digest: str) -> None:
@@ -75,20 +76,21 @@ IMAGES = Kind(
 
 
 def images_in(store: Store, say: Say = lambda line: None, signatures: Signatures = UNSIGNED) -> Catalog[ImageDocument]:
-    """The images of a store."""
+    """The catalog of a store's images."""
     return Catalog(IMAGES, store, say, signatures)
 
 
 def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
-    """The document of an image in one store, verified against the digest by `check_document`.
+    """The document of an image in a store, verified against the digest by `check_document`.
 
-    Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
+    Raises `NotFoundError` if there is none, `SignatureError` if it lacks a required signature, `CorruptError` and the
+    store's errors.
     """
     return images_in(store, signatures=signatures).parse_stored(digest, read_stored(store, digest))
 
 
 def read_stored(store: Store, digest: str) -> bytes:
-    """The document as it is stored, with its signatures. Raises what `read_all` raises."""
+    """The document's stored bytes, with signatures. Raises as `read_all` does."""
     return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
 
 
@@ -99,7 +101,7 @@ def converting(store: Store, digest: str, node: str) -> AbstractContextManager[N
 
 
 def conversions(store: Store, now_s: float) -> dict[str, str]:
-    """The digests of images that are being converted into a store, each with a line for the user."""
+    """Digests of the images that are being converted into a store, each with a message that names the node."""
     found = {}
     for stored in store.list(_LEASES):
         record = look(store, stored.name).record
@@ -114,9 +116,9 @@ class RemovalResult:
     """What `remove` did."""
 
     removed: list[str] = field(default_factory=list)
-    """Digests."""
+    """Digests of removed images."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Digests of what was not removed, each with the reason."""
+    """Digests of images that were not removed, with the reasons."""
 
 
 def remove(
@@ -132,9 +134,9 @@ def remove(
     Images that are being converted or are mounted here are not removed; `mounted` maps digests to mount points.
     """
     done = RemovalResult()
-    under_way = conversions(catalog.store, now_s)
+    converting_now = conversions(catalog.store, now_s)
     for digest in dict.fromkeys(digests):
-        reason = f"it is mounted at {mounted[digest]}" if digest in mounted else under_way.get(digest, "")
+        reason = f"it is mounted at {mounted[digest]}" if digest in mounted else converting_now.get(digest, "")
         if not reason and catalog.look(digest).kind == "none":
             reason = f"{catalog.store.uri} does not have it"
         if reason:
@@ -154,11 +156,11 @@ def prune(
     mounted: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, and delete layer documents whose objects are gone. `mounted` are digests of images.
+    """Run `artifact.prune.prune`, then delete layer documents whose objects are gone. `mounted` are image digests.
 
     A converted image that is attached to its source image in a registry expires when the source image is deleted.
     """
-    from bootseer.store.oci import OciStore  # starts of images, which import this module, may need none
+    from bootseer.store.oci import OciStore  # mounts import this module, and not all need a registry
 
     store = catalog.store
     is_gone = store.has_lost_subject if isinstance(store, OciStore) else lambda name: False
@@ -190,7 +192,7 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
         data = UNSIGNED.open(name, read_all(store, name, stored_limit(layer_document.MAX_BYTES)), store.uri)
         layer = layer_document.parse(data)
     except (BootseerError, NotFoundError):
-        return False  # a conversion that cannot read it converts the layer again
+        return False  # unreadable: a conversion replaces it
     return isinstance(layer, layer_document.ConvertedLayer) and any(
         stored.name in deleted for stored in layer.file.objects
     )

@@ -1,9 +1,9 @@
 """The document of a converted image: its manifest, its configuration and the block files of its layers.
 
-A store keeps it under `images/sha256-<hex>`, the digest of the image's manifest, so that users keep their image names:
-what resolves a name to a manifest finds the converted image. The bytes depend on the source alone. Manifest and
-configuration are kept to the byte, so that both can be compared with the digest wherever the document is read
-(`sources.manifest.check_document`). The format is written down in docs/formats/image.md. Decides and touches nothing.
+A store keeps it under `images/sha256-<hex>`, the digest of the image's manifest, so that image names need not change:
+a registry resolves a name to that digest. The document's bytes depend on the source alone. Manifest and configuration
+are kept as exact bytes, so that every reader can verify them against the digest (`sources.manifest.check_document`).
+The format is described in docs/formats/image.md. No I/O.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bootseer.store.store import Stored
 SCHEMA = "bootseer.image/2"
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 4 << 20
-MAX_LAYERS = 500  # what overlayfs mounts at once
+MAX_LAYERS = 500  # overlayfs's limit
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """A layer as an EROFS image in blocks.
+    """A layer as an EROFS image in a block file.
 
-    Digests are of the layer as the image's manifest and configuration name it; empty for a layer that was made from
-    something else: a folder, or the attributes of the root directory.
+    `source_digest` and `diff_id` are the layer's digests in the image's manifest and configuration. Both are empty for
+    a layer that was made from a folder or from the attributes of the root directory.
     """
 
     source_digest: Annotated[str, Meta(pattern=r"\A(sha256:[0-9a-f]{64})?\Z")]
@@ -44,9 +44,9 @@ class ImageDocument:
 
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     manifest: bytes
-    """As the source has it; empty for an image that has none: of an archive or a folder."""
+    """The source's exact bytes; empty for an image from an archive or a folder, which has no manifest."""
     config_data: bytes
-    """The OCI image configuration, as the source has it."""
+    """The OCI image configuration, the source's exact bytes."""
     layers: Annotated[tuple[LayerFile, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     """Bottom first."""
 
@@ -57,7 +57,7 @@ class ImageDocument:
 
     @property
     def name(self) -> str:
-        """What the document is called in a store."""
+        """The document's name in a store."""
         return document_name(self.digest)
 
     @property
@@ -67,16 +67,16 @@ class ImageDocument:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all layers, uncompressed."""
+        """Size of all layers' EROFS images, uncompressed."""
         return sum(layer.file.size_bytes for layer in self.layers)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all layers as the store keeps them."""
+        """Size of all layers in the store."""
         return sum(layer.file.stored_bytes for layer in self.layers)
 
     def encode(self) -> bytes:
-        """JSON; the same image gives the same bytes."""
+        """Encode as JSON; equal images give equal bytes. Raises `PermanentError` if the result is too large."""
         texts = {"manifest": self.manifest, "config": self.config_data}
         value = {
             **{name: data.decode("utf-8", "surrogateescape") for name, data in texts.items()},
@@ -85,12 +85,12 @@ class ImageDocument:
         }
         data = encode(value, SCHEMA)
         if len(data) > MAX_DOCUMENT_BYTES:
-            raise PermanentError(f"image {self.digest}: its document would have {len(data)} bytes, too many to read")
+            raise PermanentError(f"image {self.digest}: its document has {len(data)} bytes, over {MAX_DOCUMENT_BYTES}")
         return data
 
     @classmethod
     def parse(cls, data: bytes) -> ImageDocument:
-        """Read a document. Raises `CorruptError`, or `PermanentError` for one of another version."""
+        """Parse a document. Raises `CorruptError`, and `PermanentError` for another schema version."""
         value = parse_object(data, "image document", MAX_DOCUMENT_BYTES)
         if value.get("schema") != SCHEMA:
             raise PermanentError(
@@ -104,5 +104,5 @@ class ImageDocument:
 
 
 def document_name(digest: str) -> str:
-    """Where a store keeps the document of the image with this manifest digest (`sha256:…`)."""
+    """The name in a store of the document for this manifest digest (`sha256:…`)."""
     return "images/" + digest.replace(":", "-")

@@ -1,7 +1,7 @@
-"""Several layers as one tree, the way overlayfs shows them: upper over lower, whiteouts, opaque directories.
+"""Merge layers into one tree as overlayfs does, with whiteouts and opaque directories, but without mounting them.
 
-Nothing is mounted: layers are read through `ErofsReader`. Used where a layer cannot be understood without those below
-it (`layer_tree`), and to write an image out (`unpack`).
+Layers are read with `ErofsReader`. Used to convert a layer that depends on those below (`layer_tree`) and to unpack an
+image (`unpack`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ OVERLAY = b"trusted.overlay."
 OPAQUE = OVERLAY + b"opaque"
 _ESCAPED = OVERLAY + b"overlay."
 WHITEOUT_MODE = stat.S_IFCHR
-_MAX_SEEN = 1 << 16
+_MAX_CACHED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. `identity` tells its content apart from that of any other."""
+    """One layer. `identity` is unique to its content."""
 
     reader: ErofsReader
     identity: str
@@ -30,49 +30,50 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A file of the merged tree: the inode that shows, and for a directory those below that it merges with."""
+    """A file or directory of the merged tree."""
 
     parts: tuple[tuple[Layer, Inode], ...]
+    """The visible inode; for a directory followed by the directories of lower layers that are merged with it."""
 
     @property
     def inode(self) -> Inode:
-        """The uppermost inode: attributes and content are its own."""
+        """The uppermost inode, which has the attributes and content."""
         return self.parts[0][1]
 
     @property
     def identity(self) -> str:
-        """The same for two names of one file, and for nothing else."""
+        """Equal exactly for hard links to one file."""
         layer, inode = self.parts[0]
         return f"{layer.identity}:{inode.number}"
 
     @property
     def is_directory(self) -> bool:
-        """Whether it has children."""
+        """Whether this is a directory."""
         return stat.S_ISDIR(self.inode.mode)
 
     def attributes(self) -> Attributes:
-        """Attributes as a user of the mount sees them, without the marks of overlayfs."""
+        """The attributes, without overlayfs's own extended attributes."""
         layer, inode = self.parts[0]
         found = layer.reader.attributes(inode)
         xattrs = {name: value for name, value in found.xattrs.items() if not is_mark(name)}
         return Attributes(found.mode, found.uid, found.gid, found.mtime_ns, found.rdev, xattrs)
 
     def target(self) -> bytes:
-        """Where a symbolic link points."""
+        """The target of a symbolic link."""
         layer, inode = self.parts[0]
         return layer.reader.readlink(inode)
 
     def content(self) -> Iterator[bytes]:
-        """Data of a regular file."""
+        """The data of a regular file."""
         layer, inode = self.parts[0]
         return layer.reader.read(inode)
 
     def child(self, name: bytes) -> Node | None:
-        """The file of this name in the directory."""
+        """The entry of this name in the directory."""
         return _merge((layer, layer.reader.lookup(directory, name)) for layer, directory in self.parts)
 
     def children(self) -> Iterator[tuple[bytes, Node]]:
-        """Everything in the directory, in the order of the names' bytes."""
+        """The directory's entries, sorted by name."""
         names = {entry.name for layer, directory in self.parts for entry in layer.reader.entries(directory)}
         for name in sorted(names):
             node = self.child(name)
@@ -81,45 +82,45 @@ class Node:
 
 
 class MergedTree:
-    """Layers, bottom first. Not safe for several threads: it remembers where it was."""
+    """The merged tree of layers, bottom first. Not thread-safe: it caches lookups."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.root = Node(tuple((layer, layer.reader.root()) for layer in reversed(layers))) if layers else None
-        self._seen: dict[tuple[bytes, ...], Node | None] = {}
+        self._cached: dict[tuple[bytes, ...], Node | None] = {}
 
     def lookup(self, path: tuple[bytes, ...]) -> Node | None:
-        """The file at a path of names; symbolic links on the way are not followed."""
+        """The file at a path, or None; symbolic links are not followed."""
         known = len(path)
-        while known and path[:known] not in self._seen:
+        while known and path[:known] not in self._cached:
             known -= 1
-        node = self._seen[path[:known]] if known else self.root
+        node = self._cached[path[:known]] if known else self.root
         for end in range(known + 1, len(path) + 1):
             if node is None or not node.is_directory:
                 return None
             node = node.child(path[end - 1])
-            if len(self._seen) >= _MAX_SEEN:
-                self._seen.clear()
-            self._seen[path[:end]] = node
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[path[:end]] = node
         return node
 
 
 def is_mark(name: bytes) -> bool:
-    """Whether an extended attribute of a layer is overlayfs's own and is not shown."""
+    """Whether an extended attribute is one of overlayfs's own, which it hides from users."""
     return name.startswith(OVERLAY) and not name.startswith(_ESCAPED)
 
 
 def escape_xattr(name: bytes) -> bytes:
-    """The name under which a layer stores an attribute, so that overlayfs shows it and does not obey it."""
+    """The name under which a layer stores an attribute: escaped, if overlayfs would otherwise interpret it."""
     return _ESCAPED + name[len(OVERLAY) :] if name.startswith(OVERLAY) else name
 
 
 def unescape_xattr(name: bytes) -> bytes:
-    """Reverse of `escape_xattr`: the name that a user sees."""
+    """Reverse of `escape_xattr`."""
     return OVERLAY + name[len(_ESCAPED) :] if name.startswith(_ESCAPED) else name
 
 
 def _merge(found: Iterator[tuple[Layer, Inode | None]]) -> Node | None:
-    """What overlayfs shows of files of one name, uppermost first."""
+    """Merge the layers' entries of one name, uppermost first; None if the name is not visible."""
     parts: list[tuple[Layer, Inode]] = []
     for layer, inode in found:
         if inode is None:

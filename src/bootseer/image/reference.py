@@ -1,16 +1,15 @@
-"""Parse the names of images that users type.
+"""Parse image references.
 
 | text | meaning |
 |---|---|
-| `[docker://]host[:port]/repository[:tag][@sha256:…]` | in a registry; the tag is `latest` when nothing is said |
-| `host#repository[:tag]` | the same, as enroot and pyxis write it |
+| `[docker://]host[:port]/repository[:tag][@sha256:…]` | an image in a registry; the default tag is `latest` |
+| `host#repository[:tag]` | the same, in the syntax of enroot and pyxis |
 | `oci:FOLDER[:TAG]` | an OCI layout |
-| `docker-archive:FILE[:NAME]` | what `docker save` writes |
+| `docker-archive:FILE[:NAME]` | a file that `docker save` wrote |
 | `dir:FOLDER`, or a path that begins with `/`, `./`, `../` | a root file system |
-| `sha256:…` | an image that is already converted, by the digest of its manifest |
+| `sha256:…` | a converted image, by the digest of its manifest |
 
-There is no default registry: a name without a host is an error, not a guess. Decides and touches nothing: whether any
-of it exists is for `source` to find out.
+There is no default registry: a name without a host is an error. No I/O: `sources` finds out whether the image exists.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FORMS = "use host/repository:tag, oci:FOLDER, docker-archive:FILE or dir:FOLDER
 
 
 class SourceKind(Enum):
-    """Kinds of sources of images."""
+    """The kinds of image sources."""
 
     REGISTRY = "registry"
     LAYOUT = "oci"
@@ -42,13 +41,13 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The name of an image. Fields that its kind of source does not use are empty."""
+    """A parsed image reference. Fields that its kind does not use are empty."""
 
     kind: SourceKind
     host: str = ""
     repository: str = ""
     tag: str = ""
-    """Of a registry or a layout; the name inside a docker archive."""
+    """The tag in a registry or a layout, or the image's name in a docker archive."""
     digest: str = ""
     path: str = ""
 
@@ -63,15 +62,15 @@ class Reference:
 
     @property
     def version(self) -> str:
-        """What to request from the registry: the digest if there is one, because tags move."""
+        """What to request from the registry: the digest if given, because tags move; else the tag."""
         return self.digest or self.tag
 
 
 def parse_reference(text: str) -> Reference:
     """Parse a reference. Raises `UsageError` for an invalid one."""
-    in_registry = text.startswith("docker://")  # as skopeo and podman call it
+    in_registry = text.startswith("docker://")  # the syntax of skopeo and podman
     text = text.removeprefix("docker://")
-    is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is not a path
+    is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # no reference, and may contain a password
     if (
         is_url
         or not text
@@ -81,29 +80,29 @@ def parse_reference(text: str) -> Reference:
     ):
         scheme = re.match(r"https?://", text, re.IGNORECASE)
         hint = f"leave out {scheme[0]}; {_FORMS}" if scheme else _FORMS
-        if text.startswith(("dockerd://", "podman://")):  # as enroot calls what such a program has on this machine
-            hint = "push it into a registry, or write it into a file (docker save) for docker-archive:FILE"
+        if text.startswith(("dockerd://", "podman://")):  # enroot's syntax for images of local engines
+            hint = "push it to a registry, or save it to a file (docker save) for docker-archive:FILE"
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=hint)
-    return _in_registry(text) if in_registry else _of_any_place(text)
+    return _in_registry(text) if in_registry else _parse_any(text)
 
 
 def store_uri(reference: Reference, given: str | None) -> str | None:
     """The URI of an image's store: the given one, else the image's own repository.
 
-    None for images that do not come from a registry: they are converted on the node, if no store is named.
+    None without a given store for an image that is not in a registry: it is converted on the node.
     """
     if not given and reference.kind is SourceKind.REGISTRY:
         return f"oci://{reference.host}/{reference.repository}"
     return given or None
 
 
-def _of_any_place(text: str) -> Reference:
+def _parse_any(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
         return Reference(SourceKind.CONVERTED, digest=text)
     if text.endswith((".sqsh", ".squashfs")):
         raise UsageError(
-            f"{shown(text)!r} is a squashfs, which has no layers",
-            hint="name the image that it was made of: host#repository:tag",
+            f"{shown(text)!r} is a squashfs file, which has no layers",
+            hint="name its source image: host#repository:tag",
         )
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
         return Reference(SourceKind.FOLDER, path=text)
@@ -114,7 +113,7 @@ def _of_any_place(text: str) -> Reference:
         path, tag = _split_tag(rest)
         return Reference(SourceKind.LAYOUT, path=_path(path, text), tag=tag)
     if colon and kind == SourceKind.ARCHIVE.value:
-        # A name inside an archive has a tag of its own; the file's name ends at the first colon.
+        # An image's name in an archive may contain a colon, so the file's name ends at the first one.
         path, _, name = rest.partition(":")
         return Reference(SourceKind.ARCHIVE, path=_path(path, text), tag=name)
     return _in_registry(text)
@@ -129,8 +128,8 @@ def _in_registry(text: str) -> Reference:
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"
     if not slash or not named or not _HOST.fullmatch(host):
-        known = _REPOSITORY.match(name) and not at  # what stands in front of an @ may be a password
-        hint = f"there is no default one: registry.example:5000/{name}; or " if known else ""
+        printable = _REPOSITORY.match(name) and not at  # text before an @ may be a password
+        hint = f"there is no default registry: use registry.example:5000/{name}; or " if printable else ""
         raise UsageError(f"{shown(text)!r} names no registry", hint=hint + _FORMS)
     repository, colon, tag = path.partition(":")
     if not _REPOSITORY.fullmatch(repository) or len(repository) > 255:
@@ -145,7 +144,7 @@ def _in_registry(text: str) -> Reference:
 
 
 def _split_tag(text: str) -> tuple[str, str]:
-    """A folder and the tag behind its last colon, if what stands there can be one."""
+    """Split a folder from the tag after its last colon, if that text is a valid tag."""
     path, colon, tag = text.rpartition(":")
     return (path, tag) if colon and path and _TAG.fullmatch(tag) else (text, "")
 

@@ -1,9 +1,8 @@
-"""Write a converted image into a folder: the last resort where nothing can be mounted.
+"""Unpack a converted image into a folder: the last fallback where nothing can be mounted.
 
-The layers are merged here, without the kernel. As root everything is as in a mount; other users own all files, and get
-neither devices nor attributes that only root may set. Root of a user namespace stands between the two: what it may, it
-does. The folder must be empty: then no name in it can lead elsewhere.
-
+For root the result equals a mount. Other users own all unpacked files, and devices and attributes that only root may
+set are left out. Root of a user namespace sets as much as the kernel permits. The folder must be empty, so that no
+symbolic link in it can redirect a write.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from bootseer.image.merged import Layer, MergedTree, Node, unescape_xattr
 
 
 def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
-    """Write the tree of layers that are complete on this node into an empty folder, as `unpack` does."""
+    """Unpack layers whose blocks are all cached on this node. Raises as `unpack` does."""
     unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
 
 
 def unpack(tree: MergedTree, folder: Path) -> None:
-    """Write the tree into an empty folder, which is made when it is not there.
+    """Write the tree to an empty folder, which is created if missing.
 
-    Raises `UsageError` when the folder is not empty, `PermanentError` for what this machine cannot store, and what
-    reading the image raises. What was written stays after an error.
+    Raises `UsageError` if the folder is not empty, `PermanentError` if a file cannot be written, and the errors of
+    reading the image. After an error the files written so far remain.
     """
     root = tree.root
     if root is None:
@@ -50,34 +49,35 @@ class _Unpacking:
     def __init__(self, folder: bytes) -> None:
         self._folder = folder
         self._attributes = AttributeWriter()
-        self._first: dict[str, bytes] = {}  # of files with several names
-        self._seen: set[str] = set()
+        self._first_name: dict[str, bytes] = {}  # of each file with hard links
+        self._directories: set[str] = set()
 
     def run(self, root: Node) -> None:
-        # A directory gets its attributes behind its content: writing into it moves its time, and may be forbidden.
-        waiting: list[tuple[bytes, Node, bool]] = [(self._folder, root, False)]
-        while waiting:
-            path, directory, filled = waiting.pop()
+        # A directory's attributes are set after its content is written: writing changes its mtime, and its mode may
+        # forbid it. The flag says whether the content is written.
+        pending: list[tuple[bytes, Node, bool]] = [(self._folder, root, False)]
+        while pending:
+            path, directory, filled = pending.pop()
             if filled:
                 self._set_attributes(path, directory.attributes())
                 continue
-            if directory.identity in self._seen:
+            if directory.identity in self._directories:
                 raise CorruptError(f"{os.fsdecode(path)}: a directory contains itself or has two names")
-            self._seen.add(directory.identity)
-            waiting.append((path, directory, True))
+            self._directories.add(directory.identity)
+            pending.append((path, directory, True))
             for name, node in directory.children():
                 full = path + b"/" + name
                 if node.is_directory:
                     os.mkdir(full, 0o700)  # noqa: PTH102 - bytes: names need not be text
-                    waiting.append((full, node, False))
+                    pending.append((full, node, False))
                 else:
                     self._write(full, node)
 
     def _write(self, path: bytes, node: Node) -> None:
         if node.inode.nlink > 1:
-            first = self._first.setdefault(node.identity, path)
+            first = self._first_name.setdefault(node.identity, path)
             if first != path:
-                with contextlib.suppress(FileNotFoundError):  # a device that was left out
+                with contextlib.suppress(FileNotFoundError):  # a device, left out without root
                     os.link(first, path, follow_symlinks=False)
                 return
         attributes = node.attributes()

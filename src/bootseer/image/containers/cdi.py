@@ -1,8 +1,8 @@
-"""Container Device Interface: a vendor's description of what a container needs to use a device, such as a GPU.
+"""Container Device Interface: files that describe what a container needs to use a device, such as a GPU.
 
 `nvidia-ctk cdi generate` and similar tools write one file for a kind of device (`nvidia.com/gpu`): device nodes,
-libraries to mount, variables, hooks. They are in `/etc/cdi` and `/var/run/cdi`; the latter has precedence. The files
-belong to the machine's administrator: their content is trusted, but it may be malformed.
+libraries to mount, variables, hooks. They are in `/etc/cdi` and `/var/run/cdi`; the latter has precedence. The
+machine's administrator owns the files: they are trusted, but may be malformed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Edits:
     groups: list[int] = field(default_factory=list)
 
     def add(self, edits: object) -> None:
-        """Add one `containerEdits` object; parts that this version does not know are ignored."""
+        """Add one `containerEdits` object; unknown parts are ignored."""
         if not isinstance(edits, dict):
             return
         for name, target in (("deviceNodes", self.nodes), ("mounts", self.mounts), ("hooks", self.hooks)):
@@ -43,7 +43,7 @@ class Edits:
 
 
 def gpu_names(words: str) -> list[str]:
-    """The CDI names for `--gpus all` or `--gpus 0,1`; names with a vendor are kept."""
+    """The CDI names for `--gpus all` or `--gpus 0,1`; full CDI names are kept. Raises `UsageError`."""
     names = [word.strip() for word in words.split(",") if word.strip()]
     if not names:
         raise UsageError("--gpus names no GPU", hint="--gpus all, or --gpus 0,1")
@@ -62,7 +62,7 @@ def edits_for(names: Sequence[str], folders: Sequence[Path] = CDI_FOLDERS) -> Ed
     general: set[int] = set()
     for name in names:
         kind, _, device = name.partition("=")
-        # A later folder outranks an earlier one.
+        # The last match wins: later folders have precedence.
         found = [(spec, each) for spec in specs.get(kind, ()) for each in _devices(spec) if each.get("name") == device]
         if not found:
             raise _unknown(name, specs, folders)
@@ -80,14 +80,12 @@ def _unknown(name: str, specs: Mapping[str, Sequence[Mapping[str, Any]]], folder
     where = " and ".join(str(folder) for folder in folders)
     if known:
         return UsageError(f"no device {name!r}", hint=f"{kind} has: {', '.join(known[:20])}")
-    hint = (
-        "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml" if kind == NVIDIA else f"its vendor's tool for {kind}"
-    )
-    return UsageError(f"no CDI file for {kind} in {where}", hint=f"make one with {hint}")
+    tool = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml" if kind == NVIDIA else "the vendor's tool"
+    return UsageError(f"no CDI file for {kind} in {where}", hint=f"generate one with {tool}")
 
 
 def _specs(folders: Iterable[Path]) -> dict[str, list[Mapping[str, Any]]]:
-    """All readable files by the kind of device that they describe."""
+    """All files, by kind of device. Raises `PermanentError` for a file that cannot be read or parsed."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for folder in folders:
         try:
@@ -108,7 +106,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise PermanentError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) > _MAX_BYTES:
-        raise PermanentError(f"{path}: larger than 16 MiB is not a CDI file")
+        raise PermanentError(f"{path}: not a CDI file: larger than 16 MiB")
     load = json.loads if path.suffix == ".json" else _yaml_loader(path)
     try:
         spec = load(text.decode())
@@ -119,7 +117,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _yaml_loader(path: Path) -> Callable[[str], Any]:
     try:
-        yaml: Any = importlib.import_module("yaml")  # only machines with devices in YAML need it
+        yaml: Any = importlib.import_module("yaml")  # optional: needed only for CDI files in YAML
     except ImportError as error:
         raise PermanentError(f"{path}: reading YAML needs PyYAML (pip install PyYAML); or {_NO_YAML}") from error
 

@@ -1,8 +1,8 @@
-"""A container around a mounted image: its folder, its `config.json`, the command that starts it, and its end.
+"""Prepare, start and remove a container for a mounted image.
 
-runc or crun starts it, behind `shim`. The result is an ordinary command line for `launch.supervise`, so that signals,
-standard streams and the exit code pass as they do without a container. A guard process cleans up behind a `bootseer`
-that was killed.
+runc or crun starts it, called by `shim`. The result is an ordinary command line for `launch.supervise`, so that
+signals, standard streams and the exit code work as without a container. A guard process cleans up if `bootseer` is
+killed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from bootseer.mounts.user_namespace import is_host, num_owners
 _LOG = logger(__name__)
 
 Runtime = Literal["auto", "runc", "crun"]
-_INSTALL = "apt-get install runc, or put the static program of a release of runc or crun into a folder of PATH"
-# Neither fails where cgroups cannot be changed. Nothing depends on their device rules: see `runtime_config`.
+_INSTALL = "apt-get install runc, or put a released static binary of runc or crun into a folder of PATH"
+# With these options neither fails where cgroups cannot be changed. Their device rules are not needed: see
+# `runtime_config`.
 _WITHOUT_CGROUPS = {"runc": ("--rootless", "true"), "crun": ("--cgroup-manager=disabled",)}
 _SHIM = Path(__file__).with_name("shim.py")
 _OF_HOST = ("resolv.conf", "hosts", "hostname")
@@ -42,13 +43,13 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of the user for a container."""
+    """The user's options for a container."""
 
     process: ProcessOptions = field(default_factory=ProcessOptions)
     limits: Limits = field(default_factory=Limits)
     binds: tuple[Bind, ...] = ()
     gpus: str = ""
-    """`all`, or numbers; empty: none."""
+    """`all`, or comma-separated numbers; empty: no GPU."""
     devices: tuple[str, ...] = ()
     """CDI names (`vendor.com/class=name`) and device nodes of the host."""
     runtime: Runtime = "auto"
@@ -57,7 +58,7 @@ class Options:
 
 
 class Container:
-    """One prepared container. Owner of its folder: `config.json`, copies of the host's name files, runc's state."""
+    """One prepared container. Owns its folder: `config.json`, copies of /etc/hosts etc., the runtime's state."""
 
     def __init__(
         self,
@@ -69,15 +70,15 @@ class Container:
         *,
         cdi_folders: Sequence[Path] = CDI_FOLDERS,
     ) -> None:
-        """Prepare the container in `folder`, which is created when missing, for the tree at `root`.
+        """Prepare the container in `folder`, which is created if missing, for the tree at `root`.
 
-        Raises `UsageError` for invalid options, `PermanentError` when the folder cannot be written.
+        Raises `UsageError` for invalid options, `PermanentError` if the folder cannot be written.
         """
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
         self.process = process_of(image, options.process, root, host_env)
         if options.process.groups and not is_host() and max(self.process.user.groups, default=0) >= num_owners():
-            raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
+            raise UsageError("--group-add needs root", hint="leave it out")
         renamed = not is_host() and is_renamed(self.process.user, num_owners())
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
         _LOG.info("container %s: %s starts %s", folder.name, self.runtime, self.process.args[0])
@@ -88,7 +89,7 @@ class Container:
         nodes = [name for name in options.devices if "=" not in name]
         self._folder = folder
         self._state = folder / "state"
-        # Nodes that are containers have the same process ids, and may share the cgroups that runtimes name so.
+        # Random: nodes that are containers have equal process ids, and may share the cgroups named by this ID.
         self._id = f"bootseer-{os.urandom(6).hex()}-{folder.name}"[:100]
         self._guard: subprocess.Popen[bytes] | None = None
         try:
@@ -109,16 +110,19 @@ class Container:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command line that runs the user's command in the container. Its own environment is only `PATH`."""
+        """The command line that runs the user's command in the container, with only `PATH` in the environment."""
         folder = str(self._folder)
-        bare = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
+        empty_env = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
         pids = ("own" if is_host() else "try") if self._own_pids else "host"
         shim = (sys.executable, "-I", "-S", str(_SHIM), pids, folder)
         start = ("run", "--detach", "--pid-file", f"{folder}/pid", "--bundle", folder, self._id)
-        return (*bare, *shim, *self._program, *start)
+        return (*empty_env, *shim, *self._program, *start)
 
     def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
-        """Start a process that removes the container and then runs the commands of `then` if this process is killed."""
+        """Start a process that removes the container and then runs the commands `then` if this process is killed.
+
+        Raises `PermanentError`.
+        """
         cgroups = [["rmdir", str(path)] for path in self._cgroups]
         commands = json.dumps([self._delete(), *cgroups, *map(list, then)])
         words = [sys.executable, "-I", "-S", str(_SHIM), "guard", commands]
@@ -128,26 +132,25 @@ class Container:
             raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
 
     def renew(self, env: Mapping[str, str]) -> None:
-        """Prepare the container for another run of its program, with these variables added.
+        """Prepare the container for another run of its program, with `env` added to its environment.
 
-        Changes to the tree at its root stay. Raises `PermanentError` where the program never started, and what `close`
-        raises.
+        Changes to its files are kept. Raises `PermanentError` if the program never started, and as `close` does.
         """
         pid = self._folder / "pid"
         if not pid.exists():
             raise PermanentError(f"{self.runtime} did not start the container")
         self._remove()
         pid.unlink()
-        self._make_cgroups()  # they count what was killed
+        self._make_cgroups()  # new ones, because they count killed processes
         process = self._config["process"]
         given = dict(word.split("=", 1) for word in process["env"])
         process["env"] = [f"{name}={value}" for name, value in {**given, **env}.items()]
         self._write_config()
 
     def close(self) -> None:
-        """Remove the container and its folder. The caller unmounts the tree at its root.
+        """Remove the container and its folder. The caller unmounts its root.
 
-        Raises `TransientError` when the runtime takes too long; the guard tries again after this process has ended.
+        Raises `TransientError` if the runtime takes too long; the guard tries again after this process has ended.
         """
         self._remove()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -168,22 +171,22 @@ class Container:
         remove_cgroups(self._cgroups)
 
     def dismiss_guard(self) -> None:
-        """Let the guard end without doing anything: everything is cleaned up."""
+        """End the guard without a cleanup, after `close`."""
         guard, self._guard = self._guard, None
         if guard is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it has the message, and ends when it can
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the byte is sent; the guard ends later
                 guard.communicate(b".", timeout=_END_S)
 
     @property
     def _program(self) -> tuple[str, ...]:
-        log = str(self._folder / "log")  # else its warnings stand among what the program says
+        log = str(self._folder / "log")  # else its warnings go to the program's stderr
         return (self.runtime, *_WITHOUT_CGROUPS[self.runtime], "--log", log, "--root", str(self._state))
 
     def _delete(self) -> list[str]:
         return [*self._program, "delete", "--force", self._id]
 
     def _name_files(self, hostname: str) -> list[Bind]:
-        """Binds of copies of the host's files for name resolution: the container may write to them."""
+        """Binds of copies of the host's files for name resolution. Copies, because the container may write to them."""
         binds = []
         for name in _OF_HOST:
             try:
@@ -198,9 +201,9 @@ class Container:
 
 
 def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None:
-    """Raise `UsageError` with a shell's exit code when the program is missing: runc's message and code tell less.
+    """Raise `UsageError` with a shell's exit code if the program is missing, because runc's error is less clear.
 
-    What lies below one of `mounted` is not in the image and is left to the runtime.
+    A program below one of `mounted` is not in the image, and only the runtime can check it.
     """
     program = process.args[0]
     folders = process.env.get("PATH", "").split(":") if "/" not in program else [""]
@@ -218,14 +221,14 @@ def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None
 
 
 def _check_places(root: Path) -> None:
-    """Refuse a tree where `/proc`, `/sys` or `/dev` is a link: runc creates device nodes wherever it leads."""
+    """Refuse a tree where `/proc`, `/sys` or `/dev` is a link: runc would create device nodes at its target."""
     for name in ("proc", "sys", "dev"):
         if (root / name).is_symlink():
-            raise PermanentError(f"the image's /{name} is a symbolic link: such an image is not started")
+            raise PermanentError(f"the image's /{name} is a symbolic link, which is unsafe: the image is not started")
 
 
 def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "crun"]:
-    """The runtime to use. `renamed`: the user has an id that this user namespace does not map."""
+    """The runtime to use. `renamed`: see `runtime_config.is_renamed`."""
     if renamed and wanted == "runc":
         raise UsageError(
             f"user {user.uid}:{user.gid} of a container without root needs crun", hint="--runtime crun, or --user 0"
@@ -235,6 +238,6 @@ def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "
         if shutil.which(name) is not None and not (renamed and name == "runc"):
             return name
     if renamed:
-        reason = f"user {user.uid}:{user.gid} of a container without root needs crun, and there is none on PATH"
+        reason = f"user {user.uid}:{user.gid} of a container without root needs crun, which is not on PATH"
         raise UsageError(reason, hint="apt-get install crun, or --user 0")
-    raise UsageError(f"there is no {' or '.join(order)} on PATH", hint=_INSTALL)
+    raise UsageError(f"{' or '.join(order)} is not on PATH", hint=_INSTALL)

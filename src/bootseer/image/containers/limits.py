@@ -1,9 +1,8 @@
-"""Options of a container as in docker: capabilities, limits, variables from a file, tmpfs mounts.
+"""Container options as in docker: capabilities, limits, variables from a file, tmpfs mounts.
 
-They are parsed before anything is fetched; `runtime_config` applies them. `--memory` and `--cpus` get a cgroup below
-our own, so that the job stays within its scheduler's limits. The runtimes are told not to touch cgroups, because most
-users may not change them; a limit is set here, for runc and crun and in both versions of cgroups, or refused with the
-reason.
+They are parsed before anything is fetched; `runtime_config` applies them. `--memory` and `--cpus` need a cgroup, which
+is created below our own, so that the job stays within its scheduler's limits. The runtimes run without cgroups, because
+most users may not change them; so limits are set here, in both versions of cgroups, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from bootseer.errors import UsageError
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
                 "NET_BIND_SERVICE", "SYS_CHROOT", "KILL")  # fmt: skip
-"""Podman's default. Docker adds MKNOD, NET_RAW and AUDIT_WRITE: here the network is the host's, and device rules depend
-on cgroups, which often cannot be changed."""
+"""Podman's default. Docker's MKNOD, NET_RAW and AUDIT_WRITE are unsafe here: the network is the host's, and device
+rules depend on cgroups, which often cannot be changed."""
 _ALL = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
         "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
         "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
@@ -40,7 +39,7 @@ _MAX_ENV_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The user's options for the container around the process."""
+    """The user's options for the container, apart from those for its process."""
 
     read_only: bool = False
     shm_bytes: int | None = None
@@ -50,9 +49,9 @@ class Limits:
     dropped: tuple[str, ...] = ()
     """Removed from the default ones; ALL: only those of `capabilities` are left."""
     rlimits: tuple[tuple[str, int, int], ...] = ()
-    """Instead of our own: name (`nofile`), soft and hard limit; unlimited is the largest number."""
+    """Replace our own: name (`nofile`), soft and hard limit; the largest 64-bit number is unlimited."""
     tmpfs: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """File systems in memory: mount point and mount options."""
+    """Mount point and mount options of each tmpfs."""
     hostname: str = ""
     """Empty: the host's."""
     memory_bytes: int | None = None
@@ -60,7 +59,7 @@ class Limits:
 
 
 def capabilities_of(limits: Limits) -> list[str]:
-    """The container's capabilities. Raises `UsageError` for unknown names, and for those that bootseer lacks itself."""
+    """The container's capabilities. Raises `UsageError` for unknown ones and for those that this process lacks."""
     added = _names("--cap-add", limits.capabilities)
     dropped = _names("--cap-drop", limits.dropped)
     ours = _bounding()
@@ -87,7 +86,8 @@ def _bounding() -> int:
 
 
 def rlimits_of(limits: Limits) -> list[dict[str, object]]:
-    """All limits of the process: the user's, else our own. All, because runc raises that of open files for itself."""
+    """All limits of the process: the user's, else our own. Ours are explicit, because runc raises that of open files
+    for itself."""
     named = {name: (soft, hard) for name, soft, hard in limits.rlimits}
     found = []
     for name, number in sorted(_RLIMITS.items()):
@@ -127,24 +127,24 @@ def parse_tmpfs(words: str) -> tuple[str, tuple[str, ...]]:
     target, _, rest = words.partition(":")
     options = tuple(rest.split(",")) if rest else ()
     if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):
-        raise UsageError(f"--tmpfs {words!r}: no folder of a container", hint="for example --tmpfs /scratch:size=8g")
+        raise UsageError(f"--tmpfs {words!r} is not an absolute path", hint="for example --tmpfs /scratch:size=8g")
     for option in options:
         if not _TMPFS_OPTION.fullmatch(option):
             known = "size=8g, mode=1777, uid=N, gid=N, nr_inodes=N, ro, exec, suid"
-            raise UsageError(f"--tmpfs {words!r}: {option!r} is not an option of it", hint=f"options: {known}")
+            raise UsageError(f"--tmpfs {words!r}: unknown option {option!r}", hint=f"options: {known}")
     usual = ("nosuid", "nodev", "noexec")
     return target, (*(word for word in usual if word.removeprefix("no") not in options), *options)
 
 
 def parse_hostname(name: str) -> str:
-    """The name itself. Raises `UsageError`."""
+    """Return the name. Raises `UsageError` if it is not a valid host name."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?", name):
         raise UsageError(f"--hostname {name!r} is not a host name", hint="use letters, digits, - and ., at most 63")
     return name
 
 
 def parse_cpus(text: str) -> float:
-    """Processors, in hundredths. Raises `UsageError`."""
+    """A number of processors, with fractions. Raises `UsageError`."""
     most = os.cpu_count() or 1
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not 0.01 <= float(text) <= most:
         raise UsageError(f"--cpus {text!r}: not between 0.01 and {most}", hint="for example --cpus 1.5")
@@ -152,8 +152,8 @@ def parse_cpus(text: str) -> float:
 
 
 def read_env_file(path: str) -> tuple[str, ...]:
-    """The lines `NAME=VALUE` or `NAME` of a file, as docker reads them: no quotes, `#` begins a comment in front of a
-    name alone. Raises `UsageError`."""
+    """The lines `NAME=VALUE` or `NAME` of a file, parsed as by docker: quotes are kept, and `#` begins a comment only
+    at the start of a line. Raises `UsageError`."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_ENV_BYTES + 1)
@@ -181,14 +181,14 @@ _HINT = "limit the whole command instead: by the scheduler, or systemd-run --sco
 
 
 def make_cgroups(name: str, limits: Limits) -> list[Path]:
-    """Create the cgroups for the limits, none without limits. Raises `UsageError` where that is not possible."""
+    """Create the cgroups that the limits need. Raises `UsageError` where that is impossible."""
     wanted = {"memory": ("--memory", limits.memory_bytes), "cpu": ("--cpus", limits.cpus)}
     made: list[Path] = []
     for controller, (option, value) in wanted.items():
         if value is None:
             continue
         try:
-            folder, version = _place(controller)
+            folder, version = _own_cgroup(controller)
             folder /= name
             if folder not in made:
                 folder.mkdir()
@@ -198,12 +198,12 @@ def make_cgroups(name: str, limits: Limits) -> list[Path]:
         except (OSError, ValueError) as error:
             remove_cgroups(made)
             reason = f"{error.filename or 'its cgroup'}: {error.strerror}" if isinstance(error, OSError) else error
-            raise UsageError(f"{option} cannot be had here: {reason}", hint=_HINT) from error
+            raise UsageError(f"{option} is not possible here: {reason}", hint=_HINT) from error
     return made
 
 
 def remove_cgroups(folders: list[Path]) -> None:
-    """Remove cgroups whose processes have ended or are ending."""
+    """Remove cgroups whose processes have ended or end within `_END_S`."""
     until = time.monotonic() + _END_S
     for folder in folders:
         while folder.is_dir():
@@ -211,7 +211,7 @@ def remove_cgroups(folders: list[Path]) -> None:
                 folder.rmdir()
                 break
             if time.monotonic() > until:
-                break  # a process that left the container on purpose is in it
+                break  # it still has a process
             time.sleep(0.01)
 
 
@@ -224,8 +224,9 @@ def _settings(controller: str, version: int, value: float) -> dict[str, str]:
     return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
 
 
-def _place(controller: str) -> tuple[Path, int]:
-    """The folder of our own cgroup, ready for one below it, and the version. Raises `OSError` and `ValueError`."""
+def _own_cgroup(controller: str) -> tuple[Path, int]:
+    """The folder of our own cgroup, with the controller enabled for children, and its version. Raises `OSError` and
+    `ValueError`."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
@@ -234,20 +235,20 @@ def _place(controller: str) -> tuple[Path, int]:
         for root, mounted in _mounted(controller, version):
             below = os.path.relpath(path, root)
             if below.startswith(".."):
-                continue  # our own cgroup is not visible, and another one is not under the job's limits
+                continue  # our own cgroup is not in this mount, and any other would escape the job's limits
             folder = mounted / below
             if version == 1:
                 return folder, version
             if controller in (folder / "cgroup.controllers").read_text().split():
                 if controller not in (folder / "cgroup.subtree_control").read_text().split():
-                    # Refused while processes are in it, as at the end of each branch: only the root may have both.
+                    # Fails if the cgroup has processes: only the root may have both processes and controllers.
                     (folder / "cgroup.subtree_control").write_text(f"+{controller}")
                 return folder, version
     raise ValueError(f"no cgroup with the controller {controller!r} is mounted")
 
 
 def _mounted(controller: str, version: int) -> Iterator[tuple[str, Path]]:
-    """The roots and mount points of the hierarchy's mounts."""
+    """Root and mount point of each mount of the controller's hierarchy."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, kind = line.partition(" - ")
         root, point = fields.split()[3:5]

@@ -1,6 +1,6 @@
 """A container's process: the image's configuration, the user's options and the host's environment combined.
 
-The image's settings are `Entrypoint`, `Cmd`, `Env`, `WorkingDir` and `User` of OCI. They are untrusted, and accepted
+The image's settings are OCI's `Entrypoint`, `Cmd`, `Env`, `WorkingDir` and `User`. They are untrusted, and accepted
 only in the form that the OCI specification defines.
 """
 
@@ -22,11 +22,11 @@ _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "L
            "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy")  # fmt: skip
 _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
-# Logins of schedulers and collectors; a user who wants one in the container names it.
+# Credentials of schedulers and collectors are not passed on, unless the user names the variable.
 _SECRET = re.compile(
     r"JWT|TOKEN|HEADERS|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|COOKIE|(?:^|_)(?:AUTH|PASS|CREDS?|KEYS?|PAT)(?:_|$)"
 )
-# About this machine, or about how the image was fetched: meaningless in the container.
+# These concern the host or how the image was fetched, and have no meaning in the container.
 _NOT_PASSED = frozenset(
     f"BOOTSEER_{name}"
     for name in ("SPOOL", "CACHE", "RUNTIME", "STORE", "PLAIN_HTTP", "AUTH_HOSTS", "REQUIRE_SIGNATURE", "PODINFO")
@@ -39,7 +39,7 @@ class ProcessOptions:
 
     command: tuple[str, ...] = ()
     entrypoint: str | None = None
-    """Empty: the image's entry point is left out."""
+    """Empty: no entry point."""
     env: tuple[str, ...] = ()
     """`NAME=VALUE`, or `NAME` to pass the host's value on."""
     workdir: str | None = None
@@ -47,14 +47,14 @@ class ProcessOptions:
     groups: tuple[str, ...] = ()
     """Supplementary groups, by number or by the image's names."""
     unset: tuple[str, ...] = ()
-    """Variables to remove, whatever set them."""
+    """Variables to remove, from whatever source."""
     prepend: Mapping[str, str] = field(default_factory=dict)
-    """Folders to prepend to variables that hold lists of folders (PYTHONPATH)."""
+    """Folders to prepend to variables that are lists of folders (PYTHONPATH)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process to start, with paths and ids as they are in the container."""
+    """The process to start, with paths and ids of the container."""
 
     args: tuple[str, ...]
     env: Mapping[str, str]
@@ -65,11 +65,11 @@ class Process:
 def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host_env: Mapping[str, str]) -> Process:
     """The process for an image configuration (the OCI JSON) whose tree is mounted at `root`.
 
-    Raises `UsageError` when there is no command or a name is unknown, `CorruptError` for an invalid configuration.
+    Raises `UsageError` if there is no command or a name is unknown, `CorruptError` for an invalid configuration.
     """
     config = image.get("config") or {}
     if not isinstance(config, dict):
-        raise CorruptError("the image's configuration is not what OCI describes: config is no object")
+        raise CorruptError("invalid image configuration: config is not an object")
     user = resolve_user(root, words.user if words.user is not None else _text(config, "User"), words.groups)
     cwd = words.workdir or _text(config, "WorkingDir") or "/"
     if not cwd.startswith("/"):
@@ -79,12 +79,12 @@ def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host
 
 def _args(config: Mapping[str, Any], words: ProcessOptions) -> tuple[str, ...]:
     if words.entrypoint is None:
-        # As engines do: another command replaces Cmd, another entry point replaces both.
+        # As in docker and podman: a command replaces Cmd, an entry point replaces both.
         args = (*_list(config, "Entrypoint"), *(words.command or _list(config, "Cmd")))
     else:
         args = (*([words.entrypoint] if words.entrypoint else []), *words.command)
     if not args:
-        raise UsageError("the image names no command", hint="put one behind --")
+        raise UsageError("the image has no default command", hint="give one after --")
     return args
 
 
@@ -109,9 +109,9 @@ def _env(config: Mapping[str, Any], words: ProcessOptions, user: User, host_env:
 
 
 def passed_variables(host_env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a container gets from the host by default: the job's identity, event sinks, devices.
+    """The variables that a container inherits from the host by default: job identity, event sinks, devices.
 
-    Variables whose names suggest secrets are left out, and addresses lose user names and passwords.
+    Variables whose names suggest secrets are left out, and credentials are removed from addresses.
     """
     return {
         name: _without_login(value) if name.endswith("_proxy") else without_credentials(value)
@@ -123,7 +123,7 @@ def passed_variables(host_env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_login(proxy: str) -> str:
-    """A proxy's address, which may come without a scheme."""
+    """A proxy's address, with or without a scheme, and without credentials."""
     scheme, separator, rest = proxy.rpartition("://")
     return scheme + separator + rest.rpartition("@")[2]
 
@@ -131,12 +131,12 @@ def _without_login(proxy: str) -> str:
 def _text(config: Mapping[str, Any], name: str) -> str:
     value = config.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is not text")
+        raise CorruptError(f"invalid image configuration: {name} is not text")
     return value
 
 
 def _list(config: Mapping[str, Any], name: str) -> Sequence[str]:
     value = config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
-        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is not a list of texts")
+        raise CorruptError(f"invalid image configuration: {name} is not a list of texts")
     return value

@@ -1,8 +1,8 @@
 """Look up users, groups and programs in an image's tree, without leaving that tree.
 
 An image is untrusted: its `/etc/passwd` may be a link to the host's, a device, or a terabyte long. The kernel resolves
-each path inside the tree (openat2), only regular files are read, and only up to a limit. `User` of the image's
-configuration (`user`, `user:group`, names or numbers) is looked up in its own `/etc/passwd` and `/etc/group`.
+each path inside the tree (openat2), and only regular files are read, up to a limit. Users (`user` or `user:group`, as
+names or numbers) are looked up in the image's own `/etc/passwd` and `/etc/group`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _RESOLVE_NO_MAGICLINKS = 0x02
 
 
 def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
-    """At most `max_bytes` of a plain file below `root`; None when there is no such file.
+    """At most `max_bytes` of a regular file below `root`; None if there is no such file.
 
-    Raises `PermanentError` when it cannot be read.
+    Raises `PermanentError` if it cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO or a device must not block
     try:
@@ -44,7 +44,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
 
 
 def is_executable(root: Path, path: str) -> bool | None:
-    """Whether the plain file at `path` below `root` has an execute bit; None when there is no such file."""
+    """Whether the regular file at `path` below `root` has an execute bit; None if there is no such file."""
     try:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -79,7 +79,7 @@ _MAX_ID = (1 << 32) - 2
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Numeric ids, and the home folder in the image's passwd (`/` without one)."""
+    """Numeric ids, and the home folder from the image's passwd (default `/`)."""
 
     uid: int
     gid: int
@@ -88,8 +88,8 @@ class User:
 
 
 def resolve_user(root: Path, words: str, more_groups: Iterable[str] = ()) -> User:
-    """The user that `words` names in the tree at `root`, in further groups. Empty is root. Raises `UsageError` for
-    unknown names."""
+    """The user that `words` names in the tree at `root` (empty: root), with `more_groups` as supplementary groups.
+    Raises `UsageError` for unknown names."""
     user_word, colon, group_word = words.partition(":")
     row = _find(root, "/etc/passwd", user_word or "0", columns=7)
     uid = _number(user_word or "0")
@@ -100,7 +100,7 @@ def resolve_user(root: Path, words: str, more_groups: Iterable[str] = ()) -> Use
             )
         uid = _number(row[2])
     if uid is None or uid > _MAX_ID:
-        raise UsageError(f"user {user_word!r} has no usable number", hint="give one, as in --user 1000:1000")
+        raise UsageError(f"user {user_word!r} has no valid number", hint="give one, as in --user 1000:1000")
     gid = (_number(row[3]) if row else None) or 0
     groups = {_group(root, word) for word in more_groups}
     if colon and group_word:
@@ -131,7 +131,7 @@ def _groups_of(root: Path, name: str) -> set[int]:
 
 
 def _find(root: Path, path: str, word: str, *, columns: int) -> list[str] | None:
-    """The row with this name, or with this number where `word` is one."""
+    """The row with this name, or with this number if `word` is a number."""
     number = _number(word)
     for row in _rows(root, path):
         if len(row) >= columns and (row[0] == word if number is None else _number(row[2]) == number):

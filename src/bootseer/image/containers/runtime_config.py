@@ -1,14 +1,13 @@
 """The `config.json` of a container, as the OCI runtime specification defines it; runc and crun read it.
 
-What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
-network is the host's, the host name and limits are too unless the user says otherwise, and mounts, System V IPC and
-process ids (which `shim` adds) are its own: through `/proc/PID/root` of a process of the host it would reach the host's
-files. No sandbox; it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount
-of an image or a folder of the host has any.
+A training job should run as it would without a container, but with other files. So it shares the host's network and, by
+default, host name and limits. Mounts, System V IPC and process ids (which `shim` adds) are private: with the host's
+process ids, `/proc/PID/root` of a host process would expose the host's files. This is no sandbox, but the container has
+only the usual capabilities and devices. Device nodes work in `/dev` alone: images and host folders are mounted `nodev`.
 
-Where root is that of a user namespace alone, the kernel gives it no new views of processes, devices or the network,
-because these belong to the host's namespaces: so the host's views are bound in their place (`without_root`). Device
-nodes cannot be made and are bound, too.
+Without root on the host, this process is root of a user namespace. The kernel lets it mount no new `/proc` or `/sys`,
+because the PID and network namespaces belong to the host, and create no device nodes. So the host's are bind-mounted
+instead (`without_root`, `node_binds`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Bind:
 
 
 def parse_bind(words: str) -> Bind:
-    """`SOURCE:TARGET[:ro]`. Raises `UsageError` when it is something else or the source is not there."""
+    """`SOURCE:TARGET[:ro]`. Raises `UsageError` for another form or a source that does not exist."""
     source, *rest = words.split(":")
     target, mode = rest[0] if rest else "", rest[1] if len(rest) > 1 else "rw"
     if not source or not target.startswith("/") or mode not in ("ro", "rw") or len(rest) > 2:
@@ -56,17 +55,21 @@ def parse_bind(words: str) -> Bind:
 def runtime_config(
     process: Process, root: Path, binds: Sequence[Bind], edits: Edits, limits: Limits, devices: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The whole document. `devices` are nodes of the host (`/dev/infiniband/uverbs0`) beside those of `edits`."""
+    """The whole document. `devices` are paths of device nodes (`/dev/infiniband/uverbs0`) in addition to `edits`.
+
+    Raises `UsageError` for a device that does not exist, an unknown capability and a malformed CDI mount.
+    """
     capabilities = capabilities_of(limits)
     nodes = [_node(node) for node in [*edits.nodes, *({"path": path} for path in devices)]]
     env = {**process.env, **dict(word.split("=", 1) for word in edits.env)}
     own = [*map(_tmpfs, limits.tmpfs), *map(_bind, binds)]
-    own.sort(key=lambda mount: mount["destination"].rstrip("/").count("/"))  # none hides one that was asked for
+    # Parents first: a mount on /a after one on /a/b would hide it.
+    own.sort(key=lambda mount: mount["destination"].rstrip("/").count("/"))
     return {
         "ociVersion": "1.0.2",
         **({"hostname": limits.hostname} if limits.hostname else {}),
         "process": {
-            "terminal": False,  # the standard streams are passed on as they are, a terminal's included
+            "terminal": False,  # the program inherits our standard streams, also a terminal
             "user": {
                 "uid": process.user.uid,
                 "gid": process.user.gid,
@@ -98,7 +101,7 @@ def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
         ("/proc", "proc", "proc", ["nosuid", "noexec", "nodev"]),
         ("/dev", "tmpfs", "tmpfs", ["nosuid", "strictatime", "mode=755", "size=65536k"]),
         ("/dev/pts", "devpts", "devpts", pts),
-        ("/dev/shm", "tmpfs", "shm", shm),  # noqa: S108 - the container's own, just being made
+        ("/dev/shm", "tmpfs", "shm", shm),  # noqa: S108 - the container's own
         ("/dev/mqueue", "mqueue", "mqueue", ["nosuid", "noexec", "nodev"]),
         ("/sys", "sysfs", "sysfs", ["nosuid", "noexec", "nodev", "ro"]),
     ]
@@ -115,7 +118,7 @@ def _tmpfs(mount: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
 
 
 def _bind(bind: Bind) -> dict[str, Any]:
-    # `rro`: so are mounts below it, where the program knows the word. crun 1.8 fails for a file with it.
+    # `rro` makes submounts read-only too, where the runtime supports it. crun 1.8 fails with it for a file.
     read_only = ["ro", "rro"] if Path(bind.source).is_dir() else ["ro"]
     options = ["rbind", "rprivate", "nosuid", "nodev", *(read_only if bind.read_only else ["rw"])]
     return {"destination": bind.target, "type": "bind", "source": bind.source, "options": options}
@@ -125,20 +128,20 @@ def _device_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
     source, target = mount.get("hostPath"), mount.get("containerPath")
     options = [word for word in mount.get("options") or () if isinstance(word, str)]
     if not isinstance(source, str) or not isinstance(target, str):
-        raise UsageError("a CDI file names a mount without hostPath or containerPath", hint="generate it anew")
+        raise UsageError("a CDI file has a mount without hostPath or containerPath", hint="generate the file again")
     if not {"bind", "rbind"}.intersection(options):
         options.append("rbind")
     return {"destination": target, "type": "bind", "source": source, "options": options}
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A device node with its numbers; those that CDI leaves out are the host's."""
+    """A device node with its numbers; attributes that CDI leaves out are the host node's."""
     path = str(node.get("path") or "")
     host = str(node.get("hostPath") or path)
     try:
         status = Path(host).stat()
     except (OSError, ValueError) as error:
-        raise UsageError(f"device {host} is not there", hint="is the driver loaded?") from error
+        raise UsageError(f"device {host} does not exist", hint="is the driver loaded?") from error
     if not stat.S_ISCHR(status.st_mode) and not stat.S_ISBLK(status.st_mode):
         raise UsageError(f"{host} is not a device", hint="--device takes a device node or VENDOR/CLASS=NAME")
     found = {
@@ -171,18 +174,19 @@ _FROM_HOST = {"proc": [], "sysfs": ["ro", "rro"]}
 
 
 def node_binds(nodes: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> list[Bind]:
-    """The device nodes of CDI files and of the host, as binds."""
+    """Bind mounts for the device nodes of CDI files and for the paths in `devices`."""
     found = [(str(node.get("hostPath") or node.get("path") or ""), str(node.get("path") or "")) for node in nodes]
     return [Bind(source, target) for source, target in [*found, *((path, path) for path in devices)]]
 
 
 def is_renamed(user: User, num_owners: int) -> bool:
-    """Whether the user has an id that a namespace of so many owners does not map: its root then appears as that id."""
+    """Whether the user's ids are not mapped in a namespace of `num_owners` ids. The container then gets a user
+    namespace of its own that maps root to these ids."""
     return user.uid >= num_owners or user.gid >= num_owners
 
 
 def without_root(config: Mapping[str, Any], num_owners: int, user: User) -> dict[str, Any]:
-    """The configuration, reduced to what root of a user namespace with so many mapped ids may do."""
+    """The configuration, changed for root of a user namespace with `num_owners` mapped ids."""
     groups = [group for group in config["process"]["user"]["additionalGids"] if 0 < group < num_owners]
     process = {**config["process"], "user": {**config["process"]["user"], "additionalGids": groups}}
     linux = dict(config["linux"])
@@ -201,7 +205,7 @@ def _mount(mount: Mapping[str, Any], num_owners: int) -> dict[str, Any]:
         return {"destination": place, "type": "bind", "source": place, "options": ["rbind", "rprivate", *more]}
     options = [word for word in mount["options"] if not _names_missing_group(word, num_owners)]
     if mount["type"] == "bind":
-        # They have no effect there, and bound device nodes must work.
+        # Devices are bound one by one and must work, so `nodev` is dropped; `nosuid` has no effect here.
         options = [word for word in options if word not in ("nosuid", "nodev")]
     return {**mount, "options": options}
 

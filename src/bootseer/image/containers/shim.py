@@ -1,24 +1,25 @@
-"""Start a container with runc or crun and behave like its program: a child process with its signals and exit code.
+"""Start a container with runc or crun such that it behaves like a child process, with its signals and exit code.
 
 `runc run` in the foreground copies the standard streams through pipes: the program sees no terminal, and input is
-read ahead. Detached, it passes the streams on but does not wait. This script starts it detached, adopts the container's
-process, passes signals on to its process group and ends as it does. Run with `-I -S` and a bare environment:
+read ahead. Detached, the program inherits the streams, but runc does not wait for it. This script starts runc detached,
+adopts the container's process (as subreaper), forwards signals to its process group and ends with its exit code. Run
+with `-I -S` and an empty environment:
 
     shim.py own|try|host FOLDER WORD...
 
-FOLDER has the container's `config.json` and receives the file `pid`, WORD... is the runtime's command line. With `own`
-the container has process ids of its own. Their number 1 is a process of this script: the kernel ignores SIGTERM for the
-first process of a namespace, so the program must not be it, and all other processes are killed with it. It reaps
-orphans, has an empty root, no rights and no open files, and is killed when this script ends, however that happens. With
-`try` the container has the host's process ids where that fails: without root the kernel refuses a view of new processes
-where parts of the present one are covered, as in most containers.
+FOLDER has the container's `config.json` and receives the file `pid`; WORD... is the runtime's command line. With `own`
+the container has a PID namespace. Its process 1 is a child of this script, not the program: the kernel ignores SIGTERM
+for process 1, and kills all other processes when it ends. It reaps orphans, has an empty root, no capabilities and no
+open files, and is killed when this script ends in any way. With `try` the container uses the host's PID namespace if
+that fails: without root, the kernel refuses a new /proc where parts of the current one are covered by mounts, as in
+most containers.
 
-With `guard COMMANDS` (JSON) it cleans up behind a `bootseer` that was killed instead: SIGKILL cannot be caught, and the
-container is not a child that dies with it. It waits in a session of its own for its standard input to end: with a word
-(all is cleaned up) it leaves, without one it runs the commands, each for at most a minute.
+With `guard COMMANDS` (JSON) it is the guard that cleans up after a killed `bootseer`: SIGKILL cannot be caught, and the
+container is no child that dies with `bootseer`. The guard has a session of its own and waits for its standard input: at
+a byte (all is cleaned up) it ends; at end of file it runs the commands, each for at most a minute.
 
-The exit code is the program's, 128 + N after signal N; 127 when it is not there, 126 when it cannot be executed, and
-the runtime's when that fails otherwise.
+The exit code is the program's, or 128 + N after signal N; 127 if the program does not exist, 126 if it cannot be
+executed, and the runtime's if that fails for another reason.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ _START_S = 30.0
 _END_S = 30.0
 _CLEAN_UP_S = 60
 _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
-# What is about this process alone, cannot be caught, or stops it at its terminal on purpose.
+# Signals that are not forwarded: they cannot be caught, report a fault of this process, or are the terminal's stop
+# signals for background processes.
 _OWN = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTTIN, signal.SIGTTOU),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
@@ -63,7 +65,7 @@ def main() -> int:
         if first is not None:
             _enter_pid_namespace(f"{folder}/config.json", first)
         elif pids == "own":
-            return _print_error(f"the container cannot have process ids of its own: {reason}\nhint: --pid host")
+            return _print_error(f"the container cannot have a PID namespace: {reason}\nhint: --pid host")
         else:
             _print_error(f"the container sees the processes of this machine: {reason}")
     try:
@@ -84,22 +86,20 @@ def main() -> int:
 
 
 def _report_out_of_memory(folders: Sequence[str]) -> None:
-    """Report that the kernel killed processes at the memory limit of the container's cgroup: nothing else does."""
+    """Report whether the kernel killed processes at the memory limit: the program's exit code does not say so."""
     for folder in folders:
-        # The runtime puts the container into a cgroup below ours; version 1 counts in the one of the killed process.
+        # The runtime creates a cgroup below ours, and version 1 counts only in the killed process's own.
         for place, _, names in os.walk(folder):
             for name in {"memory.events", "memory.oom_control"}.intersection(names):
                 counts = dict(line.split() for line in _lines(f"{place}/{name}"))
                 if counts.get("oom_kill", "0") != "0":
                     (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes")
-                    _print_error(
-                        f"processes of the container were killed: they needed more than --memory {int(limit) >> 20}m"
-                    )
+                    _print_error(f"processes of the container were killed: they exceeded --memory {int(limit) >> 20}m")
                     return
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a file; none when it is missing."""
+    """The lines of a file; empty if it is missing."""
     with contextlib.suppress(OSError), open(path) as file:  # noqa: PTH123
         return file.read().splitlines()
     return []
@@ -121,7 +121,7 @@ def _start_failure_code(log: str) -> int:
         last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
         if "hybrid mode" in last:
             return _print_error(
-                "crun starts no container where both versions of cgroups have controllers\n"
+                "crun cannot start containers where both versions of cgroups have controllers\n"
                 "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
             )
         if "exec: " in last or "executable" in last:
@@ -131,7 +131,7 @@ def _start_failure_code(log: str) -> int:
 
 def _reset_in_child(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
     def become() -> None:
-        """In the runtime: no signal is blocked, those that Python ignores are not ignored, and it ends with us."""
+        """Runs in the runtime's process: enter the cgroups, reset signals, and die with this script."""
         for path in cgroups:
             with open(path, "w") as file:  # noqa: PTH123
                 file.write("0")
@@ -160,7 +160,7 @@ def _forward_signal(pid: int, number: int) -> None:
     if number == signal.SIGCHLD:
         return
     with contextlib.suppress(ProcessLookupError):
-        # Its group has no terminal, where SIGTSTP means nothing.
+        # SIGTSTP has no effect in a process group without a terminal.
         os.killpg(pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -176,7 +176,7 @@ def _print_error(text: str) -> int:
 
 
 def _make_pid_namespace() -> tuple[int | None, str]:
-    """Make a namespace of process ids; returns its first process, or None and the reason."""
+    """Create a PID namespace; returns its process 1 (the PID outside), or None and the reason."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     stay, go = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
@@ -190,8 +190,8 @@ def _make_pid_namespace() -> tuple[int | None, str]:
         if not first.isdecimal():
             return None, first
         os.waitpid(middle, 0)
-        with contextlib.suppress(BrokenPipeError):  # it has died, which the next message tells
-            # Its parent has ended, so it is our child now: a death signal that it sets from here on is for our death.
+        with contextlib.suppress(BrokenPipeError):  # it died; the next message reports this
+            # Its parent has ended, so that we are its parent now, and its parent-death signal will refer to us.
             os.write(go, b"g")
         reason = _receive(reader)
         if reason:
@@ -204,17 +204,18 @@ def _make_pid_namespace() -> tuple[int | None, str]:
 
 
 def _receive(pipe: int) -> str:
-    """One message: a process id, or why something failed; empty is success."""
+    """One message: a process id, or the reason of a failure; empty is success."""
     if not select.select([pipe], [], [], _START_S)[0]:
         return "no answer in time"
     data = os.read(pipe, 512)
-    return data.decode("utf-8", "replace").strip() if data else "the process that makes the namespace died"
+    return data.decode("utf-8", "replace").strip() if data else "the process that creates the namespace died"
 
 
 def _fork_first_process(writer: int, stay: int) -> NoReturn:
-    """In a child: only the children of a process enter its new namespace, and the runtime must not be one of them."""
+    """Runs in a child, because all later children of the process that unshares enter the namespace, and the runtime
+    must not be one of them."""
     try:
-        _check_call(libc.unshare(_NEWNS | _NEWPID), "make a namespace")
+        _check_call(libc.unshare(_NEWNS | _NEWPID), "create a namespace")
         first = os.fork()
         if first == 0:
             _run_first_process(writer, stay)
@@ -226,7 +227,7 @@ def _fork_first_process(writer: int, stay: int) -> NoReturn:
 
 
 def _run_first_process(writer: int, stay: int) -> NoReturn:
-    """Be the first process of the namespace."""
+    """Process 1 of the namespace: set up its `/proc`, give up all rights, wait to be killed."""
     try:
         if not os.read(stay, 1):
             os._exit(1)
@@ -235,24 +236,25 @@ def _run_first_process(writer: int, stay: int) -> NoReturn:
         _mount("", "/", "", _REC | _PRIVATE)
         _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
         with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:  # noqa: PTH123
-            # Events of a node are distinguished by process id: those of two containers should differ.
+            # Events of a node are distinguished by process id, so those of two containers should differ.
             file.write(str(_LOWEST_PID + int.from_bytes(os.urandom(4), "little") % _NUM_PIDS))
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:  # noqa: PTH123
             file.write("bootseer-init")
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
             if int(name) != writer:
-                with contextlib.suppress(OSError):  # the one that the list was read from
+                with contextlib.suppress(OSError):  # listdir's own descriptor is closed already
                     os.close(int(name))
-        # The container can reach this process's root through /proc: it has to be empty.
+        # The container can reach this process's root through /proc/1/root, so it must be empty.
         _mount("none", "/proc", "tmpfs", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
         os.chdir("/proc")
         _mount(".", "/", "", _MOVE)
         os.chroot(".")
-        # A tracer (CAP_SYS_PTRACE) could make it start a program, which would be root on the host.
-        _check_call(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up rights of programs")
-        header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-        _check_call(libc.capset(header, nothing), "give up capabilities")
-        libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)  # nor can it reach its memory
+        # A tracer in the container (CAP_SYS_PTRACE) could make this process start a program with its rights: root on
+        # the host. So it gives them up, and is not dumpable, which protects its memory.
+        _check_call(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "set no_new_privs")
+        header, no_capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+        _check_call(libc.capset(header, no_capabilities), "give up capabilities")
+        libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)
         os.write(writer, b"\n")
         os.close(writer)
     except OSError as error:
@@ -263,7 +265,7 @@ def _run_first_process(writer: int, stay: int) -> NoReturn:
 
 
 def _enter_pid_namespace(path: str, first: int) -> None:
-    """Put the container into this namespace of process ids, with a view of it in `/proc`."""
+    """Add this PID namespace and a `/proc` for it to the container's configuration."""
     with open(path) as file:  # noqa: PTH123
         config = json.load(file)
     config["linux"]["namespaces"].append({"type": "pid", "path": f"/proc/{first}/ns/pid"})
@@ -275,8 +277,8 @@ def _enter_pid_namespace(path: str, first: int) -> None:
 
 
 def _kill_namespace(first: int) -> None:
-    """Kill all processes of the namespace and wait until they have ended: then nothing uses the container's files."""
-    with contextlib.suppress(ProcessLookupError):  # something else has killed it
+    """Kill all processes of the namespace and wait for their end: then nothing uses the container's files."""
+    with contextlib.suppress(ProcessLookupError):  # already dead
         handle = os.pidfd_open(first)
         signal.pidfd_send_signal(handle, signal.SIGKILL)
         select.select([handle], [], [], _END_S)

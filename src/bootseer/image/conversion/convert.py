@@ -1,10 +1,8 @@
 """Convert an image: each layer becomes an EROFS image in a block file, and a document lists them.
 
 Layers are converted in parallel, bottom first. The document is stored last, so that every image in the catalog is
-complete; an interrupted conversion reuses the layers that it finished. In the registry repository that holds the image
-itself, the document is attached to it.
-
-One thread per layer; the shared state is a table of results, each written once by its thread.
+complete; after an interruption, the next conversion reuses the finished layers. If the store is the registry
+repository of the source image, the document is attached to that image as a referrer.
 """
 
 from __future__ import annotations
@@ -38,10 +36,11 @@ from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
 Progress = Callable[[int, int, int], None]
-"""Gets a layer (from 0, bottom first), bytes of its source done, bytes in all. Called from several threads."""
+"""Called with a layer's number (from 0, bottom first), its source bytes done, and in all (0: unknown). Called from
+several threads."""
 _MAX_JOBS = 4
 _LEAVE_S = 5.0
-"""How long to wait for cancelled layers. They end at their next bytes; if a source hangs, at the source's deadline."""
+"""How long to wait for cancelled layers: each ends at its next piece of data, or at its source's deadline."""
 
 
 def convert(
@@ -54,9 +53,9 @@ def convert(
 ) -> ImageDocument:
     """Convert the image of `source` into `store`, and publish its document there.
 
-    `jobs` is the number of layers converted at once (default: one per processor, at most four). Layers that are already
-    in the store are reused; where the document is signed, only if they are signed too.
-    When this raises, nothing was published under the image's name.
+    `jobs` is the number of layers converted at once (default: one per processor, at most four). Layers already in the
+    store are reused; with signing keys in `options`, only signed ones. Raises `CorruptError`, `PermanentError` and the
+    store's errors; then nothing was published under the image's name.
     """
     options = options or ConvertOptions()
     report = progress or (lambda layer, done, total: None)
@@ -101,13 +100,13 @@ class _Conversion:
         self._readers_lock = threading.Lock()
 
     def run(self, jobs: int) -> list[ConvertedLayer]:
-        # Layers start in order: a thread that waits for lower layers thus waits for running threads, never for queued
-        # ones, which would be a deadlock.
+        # Layers start bottom first. A thread that waits for lower layers therefore waits for running threads only;
+        # waiting for queued ones could deadlock.
         with Tasks("bootseer-convert", jobs, leave_s=_LEAVE_S) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
-                # No deadline here: requests to registries and stores have their own, the rest is computing.
+                # No deadline here: requests to registries and stores have deadlines, the rest is computation.
                 wait(self._results, return_when=FIRST_EXCEPTION)
                 self._raise_first_error()
                 return [result.result() for result in self._results]
@@ -120,7 +119,7 @@ class _Conversion:
 
         def progress(done: int) -> None:
             if self._stop.is_set():
-                raise CancelledError(f"{self._source.name}: given up")
+                raise CancelledError(f"{self._source.name}: cancelled")
             self._report(number, done, layer.size_bytes)
 
         where = f"{self._source.name}, layer {number + 1} of {len(self._source.layers)}"
@@ -128,7 +127,7 @@ class _Conversion:
         return LayerJob(layer, self._store, self._options, where, lower, progress).run()
 
     def _raise_first_error(self) -> None:
-        """The error of the lowest layer that has one of its own."""
+        """Raise the error of the lowest layer that failed by itself, not by cancellation."""
         for result in self._results:
             if result.done() and not result.cancelled():
                 error = result.exception()
@@ -136,7 +135,7 @@ class _Conversion:
                     raise error
 
     def _lower(self, number: int) -> Lower:
-        """The layers below one, when they are all there."""
+        """Wait for the layers below layer `number`; those below the uppermost opaque one are left out."""
         converted = []
         for result in self._results[:number]:
             try:
@@ -157,7 +156,7 @@ class _Conversion:
 def _assemble(
     source: ImageSource, store: Store, options: ConvertOptions, layers: Sequence[ConvertedLayer]
 ) -> tuple[LayerFile, ...]:
-    """The layers to mount: those from the uppermost opaque one on, and one for the root directory if needed."""
+    """The layers to mount: from the uppermost opaque one upwards, plus one for the root directory if needed."""
     first = max((place for place, layer in enumerate(layers) if layer.opaque), default=0)
     files = [
         LayerFile(origin.digest, origin.diff_id, layer.file)
@@ -165,9 +164,9 @@ def _assemble(
     ]
     root = next((layer.root for layer in reversed(layers) if layer.root is not None), None)
     if root is not None and layers[-1].root is None:
-        # Overlayfs shows the attributes of the uppermost layer's root directory, and few layers have an entry for it.
-        # To take them from lower layers, as for other directories, would make each layer depend on these; so a layer
-        # of 8 KiB with only the root directory is put on top.
+        # Overlayfs shows the root attributes of the uppermost layer, and few layers have an entry for the root.
+        # Copying them from lower layers, as for other directories, would make almost every layer depend on those below
+        # and be converted again in each image. Instead, a layer of 8 KiB with only the root directory is put on top.
         files.append(LayerFile("", "", _write_root(store, options, root)))
     return tuple(files)
 
@@ -183,7 +182,7 @@ def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> Bloc
 def _convert_folder(
     source: ImageSource, folder: Path, store: Store, options: ConvertOptions, report: Progress
 ) -> ImageDocument:
-    """Convert a folder. It has no digest of its own: the result's digest names it."""
+    """Convert a folder. Its digest is computed from the result."""
     with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
         writer = ErofsWriter(blocks)
         write_folder(writer, folder, lambda done: report(0, done, 0))

@@ -1,8 +1,9 @@
-"""Read a layer's tar stream into an EROFS image that is being written.
+"""Convert a layer's tar stream to an EROFS image in one pass.
 
-Data goes straight to the writer as it arrives. Members go into the tree as they come, unless one needs to know the
-layers below, which other threads may still be converting: from there on members wait, their data does not. So layers
-are converted side by side, and still mean exactly what they mean when they are unpacked one after the other.
+File data is written as it arrives. Members are added to the tree as they arrive, until one depends on the layers below,
+which other threads may still be converting. From that member on, members are queued (their data is still written at
+once) and added after the lower layers are complete. So layers are converted in parallel, with the same result as
+unpacking them one after the other.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _BOMB_FLOOR = 64 << 30
 
 @dataclass(frozen=True, slots=True)
 class LayerLimits:
-    """What one layer may cost. A hostile one is refused when it gets there, with a clear word."""
+    """Limits of one layer, against decompression bombs and exhausted memory."""
 
     unpacked_bytes: int = 0
-    """Files with their holes, and the tar stream itself. 0: 64 GiB or 200 times the compressed size, what is more:
-    source code compresses 5 times, logs 20 times, and a few empty database files may well be 200."""
+    """Limit of all files' sizes, holes included, and of the tar stream. 0: 64 GiB or 200 times the compressed size,
+    whichever is larger. Source code compresses 5 times, logs 20 times, empty database files up to 200 times."""
     members: int = 4_000_000
-    """Files and directories, about 400 bytes of memory each, 600 when they wait for lower layers. Large training images
+    """Number of files and directories. Each takes about 400 bytes of memory, 600 while queued. Large training images
     have 500,000."""
     text_bytes: int = 512 << 20
-    """Names, targets of links and extended attributes, all of which are held in memory."""
+    """Size of all names, link targets and extended attributes, which are held in memory."""
 
     def unpacked_limit(self, compressed_bytes: int) -> int:
         """The limit in bytes for a layer of this compressed size."""
@@ -44,14 +45,14 @@ class LayerLimits:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What is to be known of a layer besides its image."""
+    """What assembling an image needs to know of a layer besides its EROFS image."""
 
     root: Attributes | None
-    """The attributes of the root directory, if the layer says them."""
+    """Attributes of the root directory, if the layer has an entry for it."""
     opaque: bool
-    """Whether it hides everything below it."""
+    """Whether the layer hides all layers below it."""
     asked: dict[Path, str]
-    """Questions to the layers below, and their answers."""
+    """Paths looked up in the layers below, with the answers (see `layer_tree.Lower`)."""
 
 
 def write_layer(
@@ -64,11 +65,11 @@ def write_layer(
     compressed_bytes: int,
     uncompressed: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda pieces: pieces,
 ) -> LayerFacts:
-    """Put the layer behind `pieces` (compressed or not) into `writer`.
+    """Convert the layer in `pieces` (compressed or not) and write it to `writer`.
 
-    `lower` waits for the layers below; None means that there are none. `uncompressed` sees the whole tar stream and may
-    raise at its end: then nothing was asked of lower layers yet. Raises `CorruptError` for damaged archives and
-    `PermanentError` for members that cannot be kept, naming `where` and the member.
+    `lower` waits for the layers below and returns them; None for the bottom layer. `uncompressed` wraps the whole tar
+    stream; an error that it raises at the end comes before any lookup in lower layers. Raises `CorruptError` for a
+    damaged archive and `PermanentError` for a member that cannot be converted, with `where` and the member's name.
     """
     return _LayerRun(writer, where, lower, limits, compressed_bytes).run(uncompressed(decompressed(pieces)))
 
@@ -88,47 +89,47 @@ class _LayerRun:
         self._tree = LayerTree(writer, lower=None if lower else Lower(MergedTree([])))
         self._limits = limits
         self._unpacked_limit = limits.unpacked_limit(compressed_bytes)
-        self._waiting: deque[tuple[Member, Extent]] = deque()
+        self._queued: deque[tuple[Member, Extent]] = deque()
         self._text_bytes = 0
-        self._at = b""  # the member that is looked at
+        self._current = b""  # name of the member being converted, for messages
 
     def run(self, pieces: Iterator[bytes]) -> LayerFacts:
         try:
             return self._read(pieces)
         except PermanentError as error:
-            at = f"at {_shown(self._at)}" if self._at else "at its beginning"
+            at = f"at {_shown(self._current)}" if self._current else "at its beginning"
             raise type(error)(f"{self._where}, {at}: {error}") from error
 
     def _read(self, pieces: Iterator[bytes]) -> LayerFacts:
         stream = Stream(self._bounded(pieces))
         reader = TarReader(stream)
         for number, member in enumerate(reader):
-            self._at = member.name
+            self._current = member.name
             if number >= self._limits.members:
                 raise self._too_many()
             self._count_text(member)
             extent = self._store_content(reader, member) if self._tree.keeps_content(member) else Extent(0, 0)
-            if self._waiting:
-                self._waiting.append((member, extent))
+            if self._queued:
+                self._queued.append((member, extent))
                 continue
             try:
                 self._add(member, extent)
             except NeedsLowerError:
-                self._waiting.append((member, extent))
+                self._queued.append((member, extent))
         while stream.some(1 << 20):
-            pass  # what follows the end of the archive belongs to the digests
+            pass  # digests also cover the bytes after the end of the archive
         lower = self._tree.lower
-        if self._waiting and self._wait_for_lower is not None:
+        if self._queued and self._wait_for_lower is not None:
             lower = self._tree.lower = self._wait_for_lower()
-        while self._waiting:
-            member, extent = self._waiting.popleft()
-            self._at = member.name
+        while self._queued:
+            member, extent = self._queued.popleft()
+            self._current = member.name
             self._add(member, extent)
         return LayerFacts(self._tree.root, self._tree.root_opaque, lower.asked if lower is not None else {})
 
     def _add(self, member: Member, extent: Extent) -> None:
         self._tree.add(member, extent)
-        if len(self._writer.tree) > self._limits.members:  # directories on the way count as well
+        if len(self._writer.tree) > self._limits.members:  # counts parent directories without an entry, too
             raise self._too_many()
 
     def _count_text(self, member: Member) -> None:
@@ -138,8 +139,8 @@ class _LayerRun:
         if self._text_bytes > self._limits.text_bytes:
             limit = format_bytes(self._limits.text_bytes)
             raise PermanentError(
-                f"names, links and attributes are longer than {limit};"
-                f" if that is right: --layer-limit text_bytes={2 * self._limits.text_bytes}"
+                f"names, links and attributes exceed {limit};"
+                f" to allow more: --layer-limit text_bytes={2 * self._limits.text_bytes}"
             )
 
     def _store_content(self, reader: TarReader, member: Member) -> Extent:
@@ -154,7 +155,7 @@ class _LayerRun:
         return writer.end_file()
 
     def _bounded(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """The tar stream, no more of it than a layer may have: headers and what follows the archive count too."""
+        """Limit the tar stream, with its headers and the bytes after the archive's end."""
         total = 0
         for piece in pieces:
             total += len(piece)
@@ -164,13 +165,12 @@ class _LayerRun:
 
     def _too_many(self) -> PermanentError:
         most = self._limits.members
-        return PermanentError(f"more than {most} files; if that is right: --layer-limit members={2 * most}")
+        return PermanentError(f"more than {most} files; to allow more: --layer-limit members={2 * most}")
 
     def _too_large(self) -> PermanentError:
         limit = self._unpacked_limit
         return PermanentError(
-            f"unpacked it is larger than {format_bytes(limit)};"
-            f" if that is right: --layer-limit unpacked_bytes={2 * limit}"
+            f"larger than {format_bytes(limit)} unpacked; to allow more: --layer-limit unpacked_bytes={2 * limit}"
         )
 
 

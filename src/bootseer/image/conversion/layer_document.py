@@ -1,8 +1,8 @@
 """Documents of converted layers in a store, so that each layer is converted once.
 
-A document's name is derived from the layer's digest and the conversion's options, so that images with the same layer
-find the same document. A layer whose result depends on the layers below it has several documents: one under its plain
-name with the questions to these layers, and one with the result for each set of answers. No I/O; the format is
+A document's name is a hash of the layer's digest and the conversion's options, so that images with the same layer find
+the same document. A layer whose result depends on the layers below has several documents: one under its plain name that
+lists the paths to look up in these layers (questions), and one result for each set of answers. No I/O; the format is
 described in docs/formats/image.md.
 """
 
@@ -19,12 +19,12 @@ from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.layer/1"
 RULES = 1
-"""Version of the conversion: incremented whenever `erofs`, `layer_tree` etc. would give other bytes for a layer."""
+"""Version of the conversion: incremented whenever `erofs`, `layer_tree` etc. would convert a layer to other bytes."""
 MAX_BYTES = 4 << 20
 _WHAT = "layer document"
 _NUMBERS = ("mode", "uid", "gid", "mtime_ns")
 MAX_QUESTIONS = 10_000
-"""A layer with more is converted again each time: its document would be too large."""
+"""A layer with more questions is converted again each time, because its document would be too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ Questions = tuple[tuple[bytes, ...], ...]
 
 
 def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") -> str:
-    """The name of a layer's document. `answers` is their digest, empty for the plain name."""
+    """The name of a layer's document. `answers` is the digest of the answers, empty for the plain name."""
     value = json.dumps([RULES, diff_id, block_size, level, answers])
     return "layers/" + hashlib.sha256(value.encode()).hexdigest()
 
 
 def encode(layer: ConvertedLayer | Questions) -> bytes:
-    """The document."""
+    """Encode a document."""
     if not isinstance(layer, ConvertedLayer):
         return document.encode({"questions": [[name.hex() for name in path] for path in layer]}, SCHEMA)
     root = None
@@ -58,7 +58,7 @@ def encode(layer: ConvertedLayer | Questions) -> bytes:
 
 
 def parse(data: bytes) -> ConvertedLayer | Questions:
-    """Read a document. Raises `CorruptError`."""
+    """Parse a document. Raises `CorruptError`."""
     value = document.parse_object(data, _WHAT, MAX_BYTES)
     if value.get("schema") != SCHEMA:
         raise CorruptError(f"{_WHAT}: schema {value.get('schema')!r}, {SCHEMA} expected")

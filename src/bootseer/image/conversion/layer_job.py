@@ -1,7 +1,7 @@
 """Convert one layer, or find its earlier conversion in the store.
 
-Runs in a thread of `convert`. The layer's document is published only after the digest of its uncompressed bytes was
-verified and all its blocks are stored.
+Runs in a thread of `convert`. The layer's document is published only after the uncompressed bytes were verified against
+their digest and all blocks are stored.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _LOG = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """How images are converted. Block size and level are part of a layer's name."""
+    """How images are converted. Block size (bytes) and compression level are part of a layer's name."""
 
     block_size: int = DEFAULT_BLOCK_SIZE
     level: int = FAST_LEVEL
     limits: LayerLimits = field(default_factory=LayerLimits)
     signatures: Signatures = UNSIGNED
-    """The keys that sign layers and the image."""
+    """Keys that sign the documents of layers and images."""
 
 
 class CancelledError(BootseerError):
-    """Another layer failed, or the user cancelled."""
+    """The conversion ends because another layer failed or the user cancelled it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,11 @@ class LayerJob:
     lower: Callable[[], Lower] | None
     """Waits for the layers below; None at the bottom."""
     progress: Callable[[int], None]
-    """Gets the bytes of the source that are done. Raises `CancelledError` after the conversion was cancelled."""
+    """Called with the number of source bytes done. Raises `CancelledError` after the conversion was cancelled."""
 
     def run(self) -> ConvertedLayer:
-        """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and what stores raise."""
+        """The converted layer, found or newly made. Raises `CorruptError`, `PermanentError`, `CancelledError` and the
+        store's errors."""
         found = self._find("")
         questions: Questions = ()
         if found is not None and not isinstance(found, ConvertedLayer):
@@ -84,7 +85,7 @@ class LayerJob:
         return retrying(lambda _: self._convert(questions), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
 
     def _find(self, answers: str) -> ConvertedLayer | Questions | None:
-        """The layer's document for these answers, if the store has all objects that it refers to."""
+        """The layer's document for a digest of answers, if the store has all objects that it refers to."""
         try:
             name = self._name(answers)
             data = read_all(self.store, name, stored_limit(MAX_BYTES))
@@ -95,7 +96,7 @@ class LayerJob:
                     if stored_layer.size_bytes != stored.size_bytes:
                         return None
         except (NotFoundError, CorruptError, SignatureError):
-            return None  # missing, damaged or of unknown origin: converted again
+            return None  # missing, damaged or not signed by a trusted key: converted again
         return found
 
     def _stat(self, name: str, _left_s: float) -> Stored:
@@ -128,10 +129,10 @@ class LayerJob:
         return converted
 
     def _publish_result(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
-        """Publish the layer under the answers to all questions known for it.
+        """Publish the layer under the answers to `known` and `asked` together.
 
-        All, because over other lower layers it may ask different questions: the list under its plain name is the union,
-        and both results are found by the answers to that.
+        Over other lower layers a conversion may ask different questions (a link there leads elsewhere). The list under
+        the plain name is therefore the union of all, and each result is named by the answers to this union.
         """
         questions = tuple(sorted({*known, *asked}))
         if len(questions) > MAX_QUESTIONS:
@@ -142,7 +143,7 @@ class LayerJob:
             self._publish("", questions, ())
 
     def _lower_layers(self) -> Lower:
-        """The layers below. For a layer at the bottom an empty tree, in which every question has an answer, too."""
+        """The layers below; an empty tree for the bottom layer."""
         return self.lower() if self.lower is not None else Lower(MergedTree([]))
 
     def _with_progress(self, pieces: Iterator[bytes]) -> Iterator[bytes]:

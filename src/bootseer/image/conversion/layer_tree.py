@@ -1,19 +1,19 @@
-"""What the members of a layer mean: the tree that overlayfs needs to show what a container runtime would unpack.
+"""Build a layer's directory tree from its tar members, such that overlayfs shows what a container runtime would unpack.
 
-- `.wh.NAME` becomes a whiteout (a character device 0:0), `.wh..wh..opq` makes its directory opaque, other names that
-  begin with `.wh..wh.` are bookkeeping of AUFS and dropped. A file of the same layer beats a whiteout of its name;
-  with a directory, the whiteout means that nothing of the layers below shines through.
+- `.wh.NAME` becomes a whiteout (a character device 0:0), `.wh..wh..opq` makes its directory opaque, and other names
+  that begin with `.wh..wh.` are internal files of AUFS and are dropped. A file of the layer takes precedence over a
+  whiteout of its name; a directory of the layer becomes opaque by it.
 - A later member replaces an earlier one of the same name; a directory over a directory changes its attributes.
-- A member may lie in a directory that the layer does not hold. Then the layers below decide: its attributes come from
-  there, and a symbolic link there is followed, as it is when layers are unpacked one over the other. A hard link to a
-  file of a lower layer takes a copy of it, as link(2) on an overlay does.
-- `..` is resolved in the text. A name that leaves the root this way is refused.
+- A member's parent directory may be missing in the layer. Then it is looked up in the layers below: a directory there
+  gives the attributes, and a symbolic link there is followed, as when layers are unpacked one over the other. A hard
+  link to a file of a lower layer copies the file into this layer, as link(2) on an overlay does.
+- `..` is resolved lexically. A name that leaves the root this way is refused.
 
-A layer that asks nothing of those below is the same under every image and is converted once. One that does is converted
-once for each set of answers (`Lower`): the questions are kept with the layer, and the answers are part of the name of
-the result.
+A layer without lookups in lower layers has the same result in every image and is converted once. Other layers are
+converted once for each set of answers (`Lower`): the layer's document lists the looked-up paths, and a digest of the
+answers is part of the result's name.
 
-Names on the host are never touched. One thread owns a tree.
+No access to the host's file system. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from bootseer.image.conversion.tar import HARD_LINK, Member
 from bootseer.image.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escape_xattr
 
 _MAX_PATH = 4095
-_MAX_FOLLOWED = 40  # as the kernel has it
+_MAX_FOLLOWED = 40  # MAXSYMLINKS of the kernel
 _WHITEOUT = b".wh."
 _AUFS = b".wh..wh."
 _OPAQUE_MARKER = b".wh..wh..opq"
-_MADE_UP = Attributes(stat.S_IFDIR | 0o755)
-_NOTHING = Extent(0, 0)
-_MAX_OWNER = 2**32 - 2  # the last number means "nobody" to the kernel
-_HOST_ONLY = b"security.selinux"  # labels belong to the machine that runs the container
+_DEFAULT_DIRECTORY = Attributes(stat.S_IFDIR | 0o755)
+_EMPTY = Extent(0, 0)
+_MAX_OWNER = 2**32 - 2  # the kernel reserves 2**32 - 1 as the invalid ID
+_HOST_ONLY = b"security.selinux"  # labels are set by the host that runs the container
 
 
 Path = tuple[bytes, ...]
 
 
 class LowerFile:
-    """A file that lower layers show."""
+    """A file, directory or other inode in the merged lower layers."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -54,21 +54,21 @@ class LowerFile:
         self.is_directory = node.is_directory
 
     def attributes(self) -> Attributes:
-        """Without the marks of overlayfs."""
+        """The attributes, without overlayfs's own extended attributes."""
         return self._node.attributes()
 
     def target(self) -> bytes:
-        """Of a symbolic link."""
+        """The target of a symbolic link."""
         return self._node.target()
 
     def content(self) -> Iterator[bytes]:
-        """Of a regular file."""
+        """The content of a regular file."""
         return self._node.content()
 
     def answer(self) -> str:
-        """Everything that a layer may take over from this file, as a short text."""
+        """A text that is equal only for files from which a layer would copy the same."""
         if not self.is_directory and not stat.S_ISLNK(self.mode):
-            return f"file {self._node.identity}"  # its content counts, too
+            return f"file {self._node.identity}"  # a hard link copies the content, too
         found = self.attributes()
         facts = [found.mode, found.uid, found.gid, found.mtime_ns, *found.rdev]
         xattrs = [[name.hex(), found.xattrs[name].hex()] for name in sorted(found.xattrs)]
@@ -77,12 +77,12 @@ class LowerFile:
 
 
 class Lower:
-    """The layers below one layer. Not safe for several threads."""
+    """The merged layers below one layer; records every lookup. Not thread-safe."""
 
     def __init__(self, tree: MergedTree) -> None:
         self._tree = tree
         self.asked: dict[Path, str] = {}
-        """Every question with its answer; empty for nothing there."""
+        """Each looked-up path with its answer; an empty answer means that no such file exists."""
 
     def lookup(self, path: Path) -> LowerFile | None:
         """The file at a path without symbolic links."""
@@ -93,7 +93,7 @@ class Lower:
 
 
 def ask(lower: Lower, questions: Sequence[Path]) -> str:
-    """A digest of the questions and of the answers to them."""
+    """Look up all paths; returns a digest of the paths and answers."""
     for path in questions:
         lower.lookup(path)
     rows = [[[name.hex() for name in path], lower.asked[path]] for path in sorted(questions)]
@@ -101,48 +101,51 @@ def ask(lower: Lower, questions: Sequence[Path]) -> str:
 
 
 class NeedsLowerError(Exception):
-    """The member cannot be understood before the layers below are known; nothing was changed."""
+    """The member depends on layers below that are not converted yet. The tree was not changed."""
 
 
 class _Directory(NamedTuple):
-    """A directory of this layer: inode, path without symbolic links, and whether lower layers show through."""
-
     inode: int
     path: tuple[bytes, ...]
+    """Without symbolic links."""
     open: bool
+    """Whether lower layers may have entries in it: neither it nor a parent is opaque."""
 
 
 class LayerTree:
     """The tree of one layer, in `writer.tree`.
 
-    Without `whiteouts` names that look like them are names. `lower` are the layers below, None while they are not
-    known; `add` raises `NeedsLowerError` when it needs them then.
+    Without `whiteouts`, names like `.wh.NAME` are ordinary names. `lower` is None until the layers below are converted;
+    `add` raises `NeedsLowerError` for a member that depends on them before.
     """
 
     def __init__(self, writer: ErofsWriter, *, lower: Lower | None, whiteouts: bool = True) -> None:
         self.lower = lower
         self.root: Attributes | None = None
-        """Attributes of the root directory, if the layer says them."""
+        """Attributes of the root directory, if the layer has an entry for it."""
         self.root_opaque = False
-        """Whether nothing of the layers below is to be seen at all."""
+        """Whether the layer hides all layers below it."""
         self._writer = writer
         self._tree = writer.tree
         self._whiteouts = whiteouts
-        self._whiteout: int | None = None  # one inode with many names
+        self._whiteout: int | None = None  # the inode that all whiteouts share
         self._opaque: set[int] = set()
-        self._implicit: set[int] = set()  # directories that the layer does not describe, so far
-        self._made_up: set[int] = set()  # those of them that lower layers do not have either
-        self._last: tuple[Sequence[bytes], _Directory] | None = None
+        self._implicit: set[int] = set()  # directories without an entry in the layer so far
+        self._new: set[int] = set()  # implicit directories that lower layers do not have either
+        self._last_parent: tuple[Sequence[bytes], _Directory] | None = None  # most members share the previous one's
 
     def keeps_content(self, member: Member) -> bool:
-        """Whether the data of this member becomes a file's."""
+        """Whether this member is a regular file whose data must be written."""
         if member.kind != stat.S_IFREG:
             return False
         name = member.name.rpartition(b"/")[2]
         return not (self._whiteouts and name.startswith(_WHITEOUT))
 
-    def add(self, member: Member, extent: Extent = _NOTHING) -> None:
-        """Take in a member whose data was written to `extent`. Raises `PermanentError` for what cannot be kept."""
+    def add(self, member: Member, extent: Extent = _EMPTY) -> None:
+        """Add a member whose data was written to `extent`.
+
+        Raises `NeedsLowerError`, and `PermanentError` for a member that Linux or a runtime could not unpack.
+        """
         names = _clean(member.name)
         if self._whiteouts and _WHITEOUT in member.name:
             if names and names[-1] == _OPAQUE_MARKER:
@@ -170,7 +173,7 @@ class LayerTree:
 
     def _set_root(self, member: Member) -> None:
         if member.kind != stat.S_IFDIR:
-            raise PermanentError("it stands where the root directory is")
+            raise PermanentError("it would replace the root directory")
         self.root = attributes_of(member)
         self._tree.update(ROOT, self.root)
 
@@ -181,7 +184,7 @@ class LayerTree:
             self._tree.update(existing, _opaque(attributes) if existing in self._opaque else attributes)
             self._implicit.discard(existing)
             return
-        # What was there before it in this layer has hidden the lower layers for good.
+        # A file or whiteout that this directory replaces already hid what lower layers have under the name.
         self._put(parent, names[-1], self._new_directory(attributes, opaque=existing is not None))
 
     def _add_hard_link(self, names: list[bytes], target: list[bytes]) -> None:
@@ -190,23 +193,23 @@ class LayerTree:
         shown_target = _shown(b"/".join(target))
         holder = self._existing(target[:-1]) if target else None
         if holder is None:
-            raise PermanentError(f"a hard link to {shown_target}, which is not there")
+            raise PermanentError(f"a hard link to {shown_target}, which does not exist")
         found = self._tree.child(holder.inode, target[-1])
         below = self._below(holder, target[-1]) if found is None else None
         if (found is None and below is None) or (found is not None and found == self._whiteout):
-            raise PermanentError(f"a hard link to {shown_target}, which is not there")
+            raise PermanentError(f"a hard link to {shown_target}, which does not exist")
         if below.is_directory if below is not None else found is not None and self._tree.is_directory(found):
             raise PermanentError(f"a hard link to {shown_target}, which is a directory")
         parent = self._parent(names)
         if below is not None:
             found = self._copy_up(below)
             self._tree.link(holder.inode, target[-1], found)
-        assert found is not None  # noqa: S101 - one of both is, see above
+        assert found is not None  # noqa: S101 - checked above
         self._put(parent, names[-1], found)
 
     def _copy_up(self, below: LowerFile) -> int:
         attributes = below.attributes()
-        extent, target = _NOTHING, b""
+        extent, target = _EMPTY, b""
         if stat.S_ISREG(attributes.mode):
             for piece in below.content():
                 self._writer.write(piece)
@@ -217,37 +220,37 @@ class LayerTree:
 
     def _hide(self, directory: list[bytes], name: bytes) -> None:
         if name in {b"", b".", b".."}:
-            raise PermanentError("a whiteout of nothing")
+            raise PermanentError("a whiteout without a name")
         holder = self._existing(directory)
         if holder is None:
-            return  # what is in a directory that does not exist is hidden well enough
+            return  # no layer has the directory: nothing to hide
         existing = self._tree.child(holder.inode, name)
-        if existing is not None and self._holds_nothing(existing):
+        if existing is not None and self._has_only_whiteouts(existing):
             self._tree.unlink(holder.inode, name)
-            self._last = existing = None
+            self._last_parent = existing = None
         if existing is None:
             if self._whiteout is None:
                 self._whiteout = self._tree.add(Attributes(WHITEOUT_MODE))
             self._tree.link(holder.inode, name, self._whiteout)
         elif self._tree.is_directory(existing):
-            self._close(existing)
+            self._set_opaque(existing)
 
     def _make_opaque(self, directory: list[bytes]) -> None:
         holder = self._existing(directory)
         if holder is None:
             return
         for name, inode in list(self._tree.walk_directory(holder.inode)):
-            if inode != self._whiteout and self._holds_nothing(inode):
+            if inode != self._whiteout and self._has_only_whiteouts(inode):
                 self._tree.unlink(holder.inode, name)
-                self._last = None
+                self._last_parent = None
         if holder.inode == ROOT:
             self.root_opaque = True
-            self._last = None
+            self._last_parent = None
         else:
-            self._close(holder.inode)
+            self._set_opaque(holder.inode)
 
-    def _holds_nothing(self, inode: int) -> bool:
-        """Whether it is a directory that is only here for the whiteouts in it."""
+    def _has_only_whiteouts(self, inode: int) -> bool:
+        """Whether this directory tree was created for whiteouts alone: nothing of it is in the layer otherwise."""
         waiting = [inode]
         while waiting:
             inode = waiting.pop()
@@ -256,15 +259,15 @@ class LayerTree:
             waiting += [child for _, child in self._tree.walk_directory(inode) if child != self._whiteout]
         return True
 
-    def _close(self, inode: int) -> None:
+    def _set_opaque(self, inode: int) -> None:
         if inode not in self._opaque:
             self._opaque.add(inode)
             self._tree.update(inode, _opaque(self._tree.attributes(inode)))
-            self._last = None
+            self._last_parent = None
 
     def _put(self, parent: _Directory, name: bytes, inode: int) -> None:
         if self._tree.child(parent.inode, name) is not None:
-            self._last = None
+            self._last_parent = None  # it may be the replaced file
         self._tree.link(parent.inode, name, inode)
 
     def _new_directory(self, attributes: Attributes, *, opaque: bool) -> int:
@@ -275,37 +278,37 @@ class LayerTree:
 
     def _parent(self, names: list[bytes]) -> _Directory:
         parent = names[:-1]
-        if self._last is not None and self._last[0] == parent:
-            return self._last[1]
+        if self._last_parent is not None and self._last_parent[0] == parent:
+            return self._last_parent[1]
         found = self._walk(parent)
-        assert found is not None  # noqa: S101 - what is missing was made
-        self._last = parent, found
+        assert found is not None  # noqa: S101 - missing directories were created
+        self._last_parent = parent, found
         return found
 
     def _existing(self, names: Sequence[bytes]) -> _Directory | None:
-        """The directory at a path, put into this layer when it lies below; None when it is nowhere."""
-        made: list[tuple[int, bytes]] = []
-        found = self._walk(names, made)
+        """The directory at a path in this layer, copied up from lower layers if needed; None if no layer has it."""
+        copied: list[tuple[int, bytes]] = []
+        found = self._walk(names, copied)
         if found is None:
-            for parent, name in made:  # the way ended behind them
+            for parent, name in copied:
                 self._tree.unlink(parent, name)
         return found
 
-    def _walk(self, names: Sequence[bytes], made: list[tuple[int, bytes]] | None = None) -> _Directory | None:
-        """The directory at a path, put into this layer when it lies below, and made when it is nowhere.
+    def _walk(self, names: Sequence[bytes], copied: list[tuple[int, bytes]] | None = None) -> _Directory | None:
+        """The directory at a path in this layer. Directories of lower layers are copied up.
 
-        With `made` nothing is made that is nowhere, and the answer is None; what was put into this layer is noted
-        there. Otherwise a file on the way is an error.
+        Without `copied`, missing directories are created and a file in the path is an error. With it, both return
+        None, and parent inode and name of each directory that was copied up are appended to it.
         """
         at = [_Directory(ROOT, (), not self.root_opaque)]
-        waiting = list(reversed(names))
+        remaining = list(reversed(names))
         followed = 0
-        while waiting:
-            name = waiting.pop()
+        while remaining:
+            name = remaining.pop()
             if name == b"..":  # from a symbolic link; the root is its own parent
                 del at[max(1, len(at) - 1) :]
                 continue
-            found = self._enter(at[-1], name, made)
+            found = self._enter(at[-1], name, copied)
             if found is None:
                 return None
             if isinstance(found, _Directory):
@@ -313,45 +316,47 @@ class LayerTree:
                 continue
             followed += 1
             if followed > _MAX_FOLLOWED:
-                raise PermanentError("too many symbolic links on the way to it")
-            waiting += [part for part in reversed(found.split(b"/")) if part not in {b"", b"."}]
+                raise PermanentError("too many symbolic links in its path")
+            remaining += [part for part in reversed(found.split(b"/")) if part not in {b"", b"."}]
             if found.startswith(b"/"):
                 del at[1:]
         return at[-1]
 
-    def _enter(self, here: _Directory, name: bytes, made: list[tuple[int, bytes]] | None) -> _Directory | bytes | None:
-        """One step of `_walk`: the directory of this name, or where a symbolic link leads."""
+    def _enter(
+        self, here: _Directory, name: bytes, copied: list[tuple[int, bytes]] | None
+    ) -> _Directory | bytes | None:
+        """One step of `_walk`: the directory of this name, or the target of the symbolic link of this name."""
         path = (*here.path, name)
         child = self._tree.child(here.inode, name)
         if child is not None and child != self._whiteout:
             if self._tree.is_directory(child):
-                closed = child in self._opaque or child in self._made_up
-                return _Directory(child, path, here.open and not closed)
+                hides_lower = child in self._opaque or child in self._new
+                return _Directory(child, path, here.open and not hides_lower)
             target = self._tree.targets.get(child)
         else:
             below = self._below(here, name) if child is None else None
-            if (below is None and made is None) or (below is not None and below.is_directory):
-                if made is not None:
-                    made.append((here.inode, name))
-                return self._make(here, name, below, over_whiteout=child is not None)
+            if (below is None and copied is None) or (below is not None and below.is_directory):
+                if copied is not None:
+                    copied.append((here.inode, name))
+                return self._create(here, name, below, over_whiteout=child is not None)
             if below is None:
                 return None
             target = below.target() if stat.S_ISLNK(below.mode) else None
-        if target is None and made is None:
-            raise PermanentError(f"{_shown(b'/'.join(path))} on the way to it is not a directory")
+        if target is None and copied is None:
+            raise PermanentError(f"{_shown(b'/'.join(path))} in its path is not a directory")
         return target
 
-    def _make(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
-        """A directory of this layer for one that lies below, or for none."""
-        inode = self._new_directory(_MADE_UP if below is None else below.attributes(), opaque=over_whiteout)
+    def _create(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
+        """Create a directory in this layer, with the attributes of the one below, if there is one."""
+        inode = self._new_directory(_DEFAULT_DIRECTORY if below is None else below.attributes(), opaque=over_whiteout)
         self._put(here, name, inode)
         self._implicit.add(inode)
         if below is None:
-            self._made_up.add(inode)
+            self._new.add(inode)
         return _Directory(inode, (*here.path, name), below is not None)
 
     def _below(self, directory: _Directory, name: bytes) -> LowerFile | None:
-        """What lower layers show under this name."""
+        """The file of this name in lower layers. Raises `NeedsLowerError`."""
         if not directory.open:
             return None
         if self.lower is None:
@@ -360,9 +365,9 @@ class LayerTree:
 
 
 def attributes_of(member: Member) -> Attributes:
-    """The attributes of a member, as far as a layer keeps them. Raises `PermanentError`."""
+    """The attributes that a layer keeps of a member. Raises `PermanentError` for an owner that Linux cannot have."""
     if not (0 <= member.uid <= _MAX_OWNER and 0 <= member.gid <= _MAX_OWNER):
-        raise PermanentError(f"owner {member.uid}:{member.gid} is outside what Linux can have")
+        raise PermanentError(f"owner {member.uid}:{member.gid} is outside Linux's range")
     kind = member.kind
     mode = kind | (0o777 if kind == stat.S_IFLNK else member.mode)
     rdev = member.rdev if kind in {stat.S_IFCHR, stat.S_IFBLK} else (0, 0)
@@ -371,7 +376,7 @@ def attributes_of(member: Member) -> Attributes:
 
 
 def kept_xattrs(kind: int, xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The extended attributes that Linux would let a runtime set on this kind of file, under the names of a layer."""
+    """The extended attributes that a runtime could set on this kind of file. Overlayfs's own are escaped."""
     on_all = kind in {stat.S_IFREG, stat.S_IFDIR}
     return {
         escape_xattr(name): value
@@ -382,12 +387,12 @@ def kept_xattrs(kind: int, xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 def _clean(path: bytes) -> list[bytes]:
     if len(path) > _MAX_PATH:
-        raise PermanentError(f"a path of {len(path)} bytes, Linux takes {_MAX_PATH}")
+        raise PermanentError(f"a path of {len(path)} bytes; Linux allows {_MAX_PATH}")
     names: list[bytes] = []
     for name in path.split(b"/"):
         if name == b"..":
             if not names:
-                raise PermanentError(f"{_shown(path)} leads out of the root directory")
+                raise PermanentError(f"{_shown(path)} leaves the root directory")
             names.pop()
         elif name not in {b"", b"."}:
             names.append(name)

@@ -1,8 +1,8 @@
-"""Read a tar archive as a stream, as container runtimes do.
+"""Read a tar archive as a stream, with the same result as container runtimes.
 
-Global pax headers are passed over: runtimes do not apply them, and a layer must not mean something else here. The end
-is two blocks of zeros, or the end of the stream at a header. Data of one member is handed out in pieces, holes of
-sparse files as numbers, so that neither takes memory. Everything that is read into memory is bounded.
+Global pax headers are ignored, because runtimes ignore them. The archive ends with two blocks of zeros, or at the end
+of the stream where a header would begin. A member's data is yielded in pieces, and a hole of a sparse file as its
+length, so that neither takes memory. Everything that is read into memory is bounded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bootseer.image.conversion.tar_header import (
 )
 
 MAX_RECORDS_BYTES = 1 << 20
-"""A pax header or a long name: what other readers take, too."""
+"""Limit of a pax header or a long name, as in other readers."""
 HARD_LINK = 0
 _KINDS = {
     b"0": stat.S_IFREG,
-    b"7": stat.S_IFREG,  # "contiguous": an ordinary file everywhere
+    b"7": stat.S_IFREG,  # "contiguous file": all readers treat it as a regular one
     b"\0": stat.S_IFREG,
     b"S": stat.S_IFREG,
     b"1": HARD_LINK,
@@ -42,12 +42,13 @@ _KINDS = {
     b"5": stat.S_IFDIR,
     b"6": stat.S_IFIFO,
 }
-_PASSED_OVER = (b"g", b"V")  # global headers and volume labels
+_IGNORED = (b"g", b"V")  # global headers and volume labels
 
 
 @dataclass(slots=True)
 class Member:
-    """One member. `kind` is the type as in `st_mode`, or `HARD_LINK`; `link` is the target of both kinds of links."""
+    """One member. `kind` is the type as in `st_mode`, or `HARD_LINK`; `link` is the target of a hard or symbolic link;
+    `size` is in bytes, with holes."""
 
     name: bytes
     kind: int
@@ -62,14 +63,14 @@ class Member:
 
 
 class Stream:
-    """Bytes that come in pieces of any size, taken in pieces of another."""
+    """Reads pieces of any size from an iterator of pieces of other sizes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._current = memoryview(b"")
 
     def some(self, limit: int) -> memoryview:
-        """Between 1 and `limit` bytes, without a copy; none at the end."""
+        """Between 1 and `limit` bytes, without a copy; empty at the end."""
         while not self._current:
             piece = next(self._pieces, None)
             if piece is None:
@@ -89,7 +90,7 @@ class Stream:
         return bytes(data)
 
     def skip(self, count: int) -> int:
-        """Pass over `count` bytes; how many were missing."""
+        """Skip `count` bytes; returns how many of them were missing at the end."""
         while count and (taken := self.some(count)):
             count -= len(taken)
         return count
@@ -100,18 +101,18 @@ class TarReader:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._left = 0  # of the present member's data
+        self._left = 0  # unread bytes of the current member's data
         self._padding = 0
         self._segments: list[Segment] | None = None
         self._real_size = 0
 
     def __iter__(self) -> Iterator[Member]:
-        """Raises `CorruptError`. Data that `content` did not take is passed over."""
+        """Raises `CorruptError`. Data that was not read with `content` is skipped."""
         records = Records()
         long_name = long_link = b""
         while (header := self._next_header()) is not None:
             kind = header.kind
-            if kind in _PASSED_OVER:
+            if kind in _IGNORED:
                 self._begin(header.size)
                 continue
             if kind in {b"x", b"X"}:
@@ -129,10 +130,10 @@ class TarReader:
             yield self._member(header)
             records, long_name, long_link = Records(), b"", b""
         if records.values or long_name or long_link:
-            raise CorruptError("the archive ends behind a header that announces a member")
+            raise CorruptError("the archive ends after an extended header, without its member")
 
     def content(self) -> Iterator[memoryview | int]:
-        """Data of the present member: bytes, and the lengths of holes as numbers."""
+        """Data of the current member: bytes, and the length of each hole as a number. Raises `CorruptError`."""
         if self._segments is None:
             yield from self._data(self._left)
             return
@@ -157,7 +158,7 @@ class TarReader:
     def _next_header(self) -> Header | None:
         if self._stream.skip(self._left):
             raise CorruptError("the archive ends in the middle of a file")
-        self._stream.skip(self._padding)  # some writers leave out the last padding
+        self._stream.skip(self._padding)  # may be missing: some writers omit the last padding
         self._begin(0)
         block = self._block()
         header = parse_header(block) if block else None
@@ -177,9 +178,9 @@ class TarReader:
         self._left, self._padding, self._segments = size, -size % BLOCK, None
 
     def _small(self, header: Header) -> bytes:
-        """The data of a header that describes the next one."""
+        """The data of an extended header, which describes the next member."""
         if header.size > MAX_RECORDS_BYTES:
-            raise CorruptError(f"a tar header of {header.size} bytes, {MAX_RECORDS_BYTES} may be")
+            raise CorruptError(f"a tar header of {header.size} bytes; the limit is {MAX_RECORDS_BYTES}")
         self._begin(header.size)
         data = self._stream.exactly(header.size)
         self._left -= len(data)
@@ -190,7 +191,7 @@ class TarReader:
         if kind is None:
             raise CorruptError(f"{_shown(header.name)}: a tar member of unknown kind {header.kind!r}")
         if header.kind == b"\0" and header.name.endswith(b"/"):
-            kind = stat.S_IFDIR  # as v7 had it
+            kind = stat.S_IFDIR  # v7 archives have no type for directories
         self._begin(header.size if kind == stat.S_IFREG else 0)
         size = self._left
         if header.segments is not None and kind == stat.S_IFREG:
@@ -212,7 +213,7 @@ class TarReader:
         )
 
     def _read_map(self, header: Header) -> list[Segment]:
-        """What of a sparse file's map stands in front of its data."""
+        """The part of a sparse file's map that precedes its data."""
         if header.kind != b"S":
             return parse_sparse_map(list(self._decimal_lines())) if header.more_segments else []
         found: list[Segment] = []
@@ -226,7 +227,7 @@ class TarReader:
         return found
 
     def _decimal_lines(self) -> Iterator[bytes]:
-        """GNU format 1.0: the count of segments and their numbers, a line each, filled up to whole blocks."""
+        """GNU format 1.0: the number of segments, then offset and length of each, one per line, padded to blocks."""
         pending = b""
         wanted: int | None = None
         while wanted is None or wanted:
@@ -244,7 +245,7 @@ class TarReader:
                     wanted -= 1
                     yield line
             if wanted != 0 and len(pending) > 20:
-                raise CorruptError("the map of a sparse file has no numbers")
+                raise CorruptError("the map of a sparse file has an invalid number")
 
 
 def _shown(name: bytes) -> str:

@@ -1,7 +1,7 @@
-"""One tar header and the records that go with it: v7, ustar, star, GNU and pax, byte for byte as they stand.
+"""Parse one tar header and its pax records: v7, ustar, star, GNU and pax.
 
-Names stay bytes, numbers stay exact (times are not put through floats), and every length is checked. Which headers
-belong together and where data lies is `tar`'s affair. Decides and touches nothing.
+Names stay bytes, numbers stay exact (times are never floats), and every length is checked. `tar` combines headers and
+locates the data. No I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bootseer.errors import CorruptError
 
 BLOCK = 512
 MAX_SEGMENTS = 1 << 18
-"""Pieces of one sparse file."""
+"""Limit of a sparse file's segments."""
 _FIELDS = struct.Struct("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12s")
 _ZERO = bytes(BLOCK)
 _SPACES = b" " * 8
@@ -30,37 +30,38 @@ _SCHILY = b"SCHILY.xattr."
 _LIBARCHIVE = b"LIBARCHIVE.xattr."
 
 Segment = tuple[int, int]
-"""Offset in the file and length of a piece that is not a hole."""
+"""Offset in the file and length of a piece of data between holes, in bytes."""
 
 
 @dataclass(slots=True)
 class Header:
-    """A member as its own block describes it; `records` change it afterwards."""
+    """A member's header block; `apply_records` changes it."""
 
     name: bytes
     mode: int
     uid: int
     gid: int
     size: int
-    """Bytes that follow in the archive."""
+    """Bytes of data in the archive, without padding."""
     mtime_ns: int
     kind: bytes
     link: bytes
     rdev: tuple[int, int]
     segments: list[Segment] | None = None
-    """Of a sparse file. `real_size` is the size with holes."""
+    """Map of a sparse file. `real_size` is the size with holes."""
     real_size: int = 0
     more_segments: bool = False
+    """Whether the map continues in the member's data."""
     xattrs: dict[bytes, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Records:
-    """What a pax header says of the member behind it."""
+    """A pax header's records, which describe the next member."""
 
     values: dict[bytes, bytes] = field(default_factory=dict)
     sparse: list[Segment] = field(default_factory=list)
-    """The map of GNU's format 0.0, whose keys repeat."""
+    """The sparse map of GNU format 0.0, whose keys repeat."""
 
 
 def parse_header(block: bytes) -> Header | None:
@@ -68,7 +69,7 @@ def parse_header(block: bytes) -> Header | None:
     if block == _ZERO:
         return None
     checksum = _number(block[148:156])
-    # Spaces stand in for the checksum itself. Some old programs summed signed bytes.
+    # The checksum is computed as if its own field were spaces. Some old programs summed signed bytes.
     total = _sum(block[:148]) + sum(_SPACES) + _sum(block[156:384]) + _sum(block[384:])
     if checksum != total and checksum != total - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
         raise CorruptError("a tar header has a wrong checksum")
@@ -88,7 +89,7 @@ def parse_header(block: bytes) -> Header | None:
         if kind in {b"3", b"4"}:
             header.rdev = (_number(major), _number(minor))
         if magic[:6] == b"ustar\0":
-            # star keeps times behind 131 bytes of prefix, and says so at the end.
+            # star's prefix has 131 bytes; times follow it, and "tar\0" at the block's end marks the format.
             start = _text(prefix[:131] if block[508:512] == b"tar\0" else prefix)
             if start:
                 header.name = start + b"/" + header.name
@@ -101,7 +102,7 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def parse_gnu_sparse(pieces: bytes, more: int) -> tuple[list[Segment], bool]:
-    """The map of old GNU sparse files: pairs of 12-byte numbers, and whether another block of them follows."""
+    """The map of an old GNU sparse file (pairs of 12-byte numbers), and whether another block of it follows."""
     found = []
     for at in range(0, len(pieces), 24):
         if not pieces[at]:
@@ -113,13 +114,13 @@ def parse_gnu_sparse(pieces: bytes, more: int) -> tuple[list[Segment], bool]:
 def parse_sparse_map(numbers: list[bytes]) -> list[Segment]:
     """Pairs of decimal numbers (GNU formats 0.1 and 1.0)."""
     if len(numbers) % 2 or len(numbers) > 2 * MAX_SEGMENTS:
-        raise CorruptError("the map of a sparse file is not made of pairs, or is too long")
+        raise CorruptError("the map of a sparse file has an odd count of numbers, or is too long")
     values = [decimal(number) for number in numbers]
     return list(zip(values[::2], values[1::2], strict=True))
 
 
 def parse_records(data: bytes) -> Records:
-    """The records of a pax header: `length key=value newline`. An empty value takes an earlier one back."""
+    """The records of a pax header: `length key=value newline`. An empty value deletes an earlier one."""
     records = Records()
     at = 0
     offset: int | None = None
@@ -146,7 +147,7 @@ def parse_records(data: bytes) -> Records:
 
 
 def apply_records(header: Header, records: Records) -> None:
-    """Let a pax header say more exactly what the member is."""
+    """Override a header's fields with those of a pax header. Raises `CorruptError`."""
     values = records.values
     if not values:
         return
@@ -173,7 +174,7 @@ def apply_records(header: Header, records: Records) -> None:
 
 
 def check_segments(header: Header, stored: int) -> None:
-    """A sparse map must go upwards, stay inside the file, and fit the bytes that are there."""
+    """Raise `CorruptError` unless a sparse map ascends, stays inside the file, and needs at most `stored` bytes."""
     at = total = 0
     for offset, length in header.segments or ():
         if offset < at or length < 0:
@@ -181,11 +182,11 @@ def check_segments(header: Header, stored: int) -> None:
         at = offset + length
         total += length
     if at > header.real_size or total > stored:
-        raise CorruptError("the map of a sparse file points behind its end")
+        raise CorruptError("the map of a sparse file exceeds the file")
 
 
 def parse_time(text: bytes) -> int:
-    """Decimal seconds as nanoseconds, without a float in between; finer digits are dropped."""
+    """Decimal seconds as nanoseconds, exactly; further digits are cut off. Raises `CorruptError`."""
     found = _TIME.fullmatch(text)
     if found is None:
         raise CorruptError(f"invalid time in a pax header: {text[:40]!r}")
@@ -195,7 +196,7 @@ def parse_time(text: bytes) -> int:
 
 
 def decimal(text: bytes) -> int:
-    """A decimal number of a record. Raises `CorruptError`."""
+    """A non-negative decimal number. Raises `CorruptError`."""
     if not _DECIMAL.fullmatch(text):
         raise CorruptError(f"invalid number in a tar header: {text[:40]!r}")
     return int(text)
@@ -205,7 +206,7 @@ def _xattrs(values: dict[bytes, bytes]) -> Iterator[tuple[bytes, bytes]]:
     for key, value in values.items():
         if key.startswith(_LIBARCHIVE):
             name = unquote_to_bytes(key[len(_LIBARCHIVE) :])
-            if _SCHILY + name not in values:  # bsdtar writes both; the other one is not encoded
+            if _SCHILY + name not in values:  # bsdtar writes both; SCHILY's is exact bytes
                 yield name, _base64(value)
         elif key.startswith(_SCHILY):
             yield key[len(_SCHILY) :], value
@@ -219,7 +220,7 @@ def _base64(text: bytes) -> bytes:
 
 
 def _sum(data: bytes) -> int:
-    """Of up to 256 bytes: the lower half of Adler-32 is a sum modulo 65521. A sixth of the time that `sum` takes."""
+    """The sum of up to 256 bytes. Adler-32's lower half is that sum modulo 65521, in a sixth of the time of `sum`."""
     return zlib.adler32(data, 0) & 0xFFFF
 
 
@@ -227,7 +228,7 @@ def _text(raw: bytes) -> bytes:
     return raw.partition(b"\0")[0]
 
 
-@lru_cache(maxsize=1024)  # the same few owners, modes and days all over
+@lru_cache(maxsize=1024)  # owners, modes and times repeat
 def _number(raw: bytes) -> int:
     """A number field: octal digits, or base 256 with the highest bit set."""
     if raw[0] & 0x80:

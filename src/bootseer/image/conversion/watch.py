@@ -1,8 +1,8 @@
 """Watch a repository for new images by polling its tags.
 
-A webhook needs the registry's operator and an open port; tags need only the right to read. So a webhook is optional
+A webhook needs the registry's operator and an open port; listing tags needs only read access. So a webhook is optional
 (`listen_for_pushes`) and only triggers the next poll. Digests of converted images are recorded in a state file, so that
-a restart converts nothing twice and a moved tag is noticed. Failures are retried after growing pauses.
+a restart converts nothing twice and a moved tag is detected. Failures are retried with exponential backoff.
 
     {"schema": "bootseer.watch/1", "converted": ["sha256:...", ...]}
 """
@@ -32,7 +32,7 @@ from bootseer.store.registry import Registry
 _LOG = logger(__name__)
 _SCHEMA = "bootseer.watch/1"
 _OWN_TAGS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
-"""Tags that are no images of users: BootSeer's own objects, lists of referrers, signatures."""
+"""Tags of BootSeer's objects, lists of referrers and signatures: not user images."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _THREADS = 8
 _CALL_S = 5.0
@@ -44,20 +44,20 @@ class Watch:
     """The new images of one repository. Used by one thread."""
 
     def __init__(self, registry: Registry, state: Path, patterns: Sequence[str] = ()) -> None:
-        """`patterns` are shell patterns of tags; none: all tags. Raises `UsageError` for an unreadable state file."""
+        """`patterns` are shell patterns of tags; empty: all tags. Raises `UsageError` for an unreadable state file."""
         self._registry = registry
         self._state = state
         self._patterns = patterns or ("*",)
         self._converted = _read(state)
         self._failed: dict[str, tuple[int, float]] = {}
-        """Number of failures and time of the next try, by digest, or by tag where that is unresolved."""
+        """Number of failures and monotonic time of the next try, by digest, or by tag if its digest is unknown."""
         self.unresolved: dict[str, BootseerError] = {}
-        """Tags whose digest the registry did not tell in the last poll, and why."""
+        """Tags that could not be resolved in the last poll, with the errors."""
 
     def find_new(self) -> list[tuple[str, str]]:
-        """Poll once: tags and digests of the images to convert now, each digest once.
+        """Poll once. Returns tag and digest of each image to convert now, each digest once.
 
-        Raises what the registry raises when no tag can be resolved; if only some fail, these are in `unresolved`.
+        Raises the registry's error if no tag can be resolved; if only some fail, they are in `unresolved`.
         """
         tags = sorted(
             tag
@@ -73,6 +73,7 @@ class Watch:
             raise self.unresolved[tags[0]]
         found = {answer: tag for tag, answer in reversed(answers.items()) if isinstance(answer, str) and answer}
         self._failed = {name: tried for name, tried in self._failed.items() if name in found or name in tags}
+        # Forget digests without a tag, but only after every tag was resolved.
         gone = self._converted - found.keys()
         if gone and len(asked) == len(tags) and not self.unresolved:
             self._converted -= gone
@@ -101,7 +102,7 @@ class Watch:
             return retrying(partial(self._ask, tag))
         except NotFoundError:
             return ""  # removed since
-        except BootseerError as error:  # of this tag lock_state, perhaps
+        except BootseerError as error:  # may concern this tag alone
             return error
 
     def _ask(self, tag: str, left_s: float) -> str:
@@ -116,12 +117,12 @@ class Watch:
                 os.fsync(file.fileno())
             new.replace(self._state)
         except OSError as error:
-            raise PermanentError(f"{self._state}: what was converted cannot be kept: {error.strerror}") from error
+            raise PermanentError(f"{self._state}: cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def lock_state(state: Path) -> Iterator[None]:
-    """Lock the state file. Raises `TransientError` while another process has it, `PermanentError` without access."""
+    """Lock the state file. Raises `TransientError` if another process holds it, `PermanentError` without access."""
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
         with flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0):
@@ -132,13 +133,13 @@ def lock_state(state: Path) -> Iterator[None]:
 
 class _WebhookHandler(BaseHTTPRequestHandler):
     timeout = _CALL_S
-    """Calls are answered one at a time. One that hangs delays the others for this long; polling goes on without
-    them."""
+    """Seconds. Calls are answered one at a time, and a stalled one delays the others this long. Polling does not
+    depend on them."""
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         body = self.rfile.read(min(int(length), _MAX_BYTES)) if length.isascii() and length.isdecimal() else b""
-        if not _tells_only_of_pulls(body):
+        if not _has_only_pulls(body):
             self.server.called.set()  # type: ignore[attr-defined]
         self.send_response(204)
         self.end_headers()
@@ -147,8 +148,8 @@ class _WebhookHandler(BaseHTTPRequestHandler):
         _LOG.debug("webhook: " + format, *arguments)
 
 
-def _tells_only_of_pulls(body: bytes) -> bool:
-    """Whether all events of a call are pulls. Polling causes these itself: to react to them would never end."""
+def _has_only_pulls(body: bytes) -> bool:
+    """Whether all events of a call are pulls. Polling causes pulls: reacting to them would poll for ever."""
     try:
         return all(event["action"] == "pull" for event in json.loads(body)["events"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -159,7 +160,7 @@ class _WebhookServer(HTTPServer):
     called: threading.Event
 
     def handle_error(self, request: object, client_address: object) -> None:
-        _LOG.debug("a webhook's call broke off", exc_info=True)
+        _LOG.debug("a webhook call failed", exc_info=True)
 
 
 class _WebhookServer6(_WebhookServer):
@@ -168,9 +169,9 @@ class _WebhookServer6(_WebhookServer):
 
 @contextmanager
 def listen_for_pushes(listen: tuple[str, int] | None) -> Iterator[threading.Event]:
-    """Run a webhook server; the event is set by each call that may be about a push.
+    """Run a webhook server on host and port `listen`. Each call that may report a push sets the event.
 
-    Without an address it is never set. Raises `UsageError` for an address that cannot be bound.
+    Without an address the event is never set. Raises `UsageError` if the address cannot be bound.
     """
     called = threading.Event()
     if listen is None:
@@ -190,7 +191,7 @@ def listen_for_pushes(listen: tuple[str, int] | None) -> Iterator[threading.Even
 
 
 def _read(state: Path) -> set[str]:
-    hint = "remove it: all images are looked at again, converted layers are kept"
+    hint = "remove it: all images are then checked again; converted layers are reused"
     try:
         document = json.loads(state.read_bytes())
         if document["schema"] == _SCHEMA and all(map(_DIGEST.fullmatch, document["converted"])):
@@ -199,4 +200,4 @@ def _read(state: Path) -> set[str]:
         return set()
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    raise UsageError(f"{state}: not the state of a watch", hint=hint, exit_code=1)
+    raise UsageError(f"{state}: not a valid watch state file", hint=hint, exit_code=1)

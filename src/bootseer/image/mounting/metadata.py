@@ -1,8 +1,8 @@
-"""The metadata that a mount needs of an image, cached on the node: its digest, its document, the indexes of its layers.
+"""The node's cache of image metadata: digests of tags, documents and the indexes of layers.
 
-All of it is immutable once the digest is known, so that a node that has an image needs neither registry nor store to
-start it again. Only a tag has to be resolved each time; when the registry does not answer, the digest of the last start
-is used, with a message.
+Everything except the digest of a tag is immutable, so that a node that has an image needs neither registry nor store to
+start it again. A tag is resolved at each start; if the registry does not answer, the digest of the last start is used,
+with a message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Metadata:
         self._say = say
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
-        """The digest that a name in a registry has now: of an image, or of an index of images. `ask` queries it."""
+        """The current digest of a name in a registry, of a manifest or an index. `ask` queries the registry.
+
+        Raises its errors, unless it is temporarily unavailable and the name was resolved on this node before.
+        """
         if reference.digest:
             return reference.digest
         name = _name("tags", str(reference))
@@ -47,17 +50,17 @@ class Metadata:
             known = self._known(name)
             if known is None:
                 raise
-            self._say(f"{error}; {reference} is taken to be {known}, as it was at its last start here")
+            self._say(f"{error}; using {known} for {reference}, the digest of its last start on this node")
             return known
         self._objects.keep(name, digest.encode())
         return digest
 
     def platform_image(self, digest: str, platform: Platform | None) -> str | None:
-        """The digest of an index's image for a platform, where it was resolved before."""
+        """The digest of an index's image for a platform, if it was resolved before."""
         return self._known(_name("chosen", f"{digest} {platform or this_platform()}"))
 
     def remember_platform_image(self, digest: str, platform: Platform | None, image: str) -> None:
-        """Cache that for good: both digests are immutable."""
+        """Cache `image` as the index's image for the platform. It never expires: both digests are immutable."""
         self._objects.keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
 
     def document(self, digest: str, store: Store, signatures: Signatures) -> ImageDocument:

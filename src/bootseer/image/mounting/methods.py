@@ -1,7 +1,7 @@
-"""The mount method for images on this machine and in this process: what works here, the choice, and its description.
+"""Choose the mount method for images: probe what works in this process on this machine, choose, describe the choice.
 
-Root's usual method is not probed: it is tried, and a failure leads to the next one. For other users, and for root after
-a failure, each part is probed by a real mount in a short-lived process.
+Root's usual method is not probed, but tried; if it fails, the next one is used. For other users, and for root after a
+failure, each facility is probed by a real mount in a short-lived process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ CHECK = "lazy images"
 """Name of the check in `bootseer doctor`."""
 NO_ROOT = "it needs root with CAP_SYS_ADMIN"
 _IN_NAMESPACE = "root of a user namespace may not mount EROFS"
-_OLD_KERNEL = "this kernel mounts EROFS from block devices only, before Linux 6.12"
+_OLD_KERNEL = "before Linux 6.12, the kernel mounts EROFS from block devices only"
 _NO_EROFS = "the kernel has no EROFS"
 _FAILED = {MountMethod.EROFS_FILE: "erofs_file", MountMethod.EROFS_LOOP: "loop", MountMethod.FUSE_TREE: "fuse"}
 
 
 def initial_facts(*, private: bool) -> Facts:
-    """What is known without probing, where root mounts. `private`: only this process and its children see the mount."""
+    """The facts that are known without probing, if this process is root; else `probe`. `private`: only this process
+    and its children will see the mount."""
     if not user_namespace.may_mount() or not user_namespace.is_host():
         return probe(private=private)
     version = kernel_version(os.uname().release)
@@ -39,7 +40,7 @@ def initial_facts(*, private: bool) -> Facts:
 
 
 def probe(*, private: bool) -> Facts:
-    """What works here, each part probed."""
+    """Probe every facility."""
     if not user_namespace.may_mount():
         facts = Facts(mount=NO_ROOT)
         if not private:
@@ -63,14 +64,14 @@ def _no_helper() -> str:
 
     if shutil.which(HELPER) is None:
         return f"there is no {HELPER}, and only root mounts without it"
-    # The helper opens the device with its caller's rights.
+    # The helper opens the device with its caller's permissions.
     return "" if os.access(DEVICE, os.R_OK | os.W_OK) else f"{DEVICE} cannot be opened"
 
 
 def _try_erofs() -> tuple[str, str]:
-    """Why EROFS cannot be mounted from files, and why not from loop devices."""
+    """Why EROFS cannot be mounted from files, and why not from loop devices; empty if it can."""
     with contextlib.ExitStack() as stack:
-        # Not on tmpfs, which has no files that EROFS could be mounted from.
+        # /tmp may be tmpfs, from whose files EROFS cannot be mounted.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-", dir="/var/tmp")))
         _write_image(folder / "image")
         (folder / "point").mkdir()
@@ -97,20 +98,20 @@ def _write_image(path: Path) -> None:
         file.write(head)
 
 
-def after_failure(facts: Facts, way: MountMethod, reason: str, *, private: bool) -> Facts:
-    """The facts after this method failed, whatever the reason was."""
-    failed = _FAILED[way]
+def after_failure(facts: Facts, method: MountMethod, reason: str, *, private: bool) -> Facts:
+    """The facts after this method failed, for any reason, so that it is not chosen again."""
+    failed = _FAILED[method]
     found = replace(facts, **{failed: getattr(facts, failed) or reason})
-    if not facts.mount:  # root has not probed yet
+    if not facts.mount:  # root: `initial_facts` has not probed
         probed = probe(private=private)
         found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
     return found
 
 
 def choose_method(facts: Facts, *, private: bool, writable: bool) -> Choice:
-    """The best method that works here. Raises `UsageError` when there is none.
+    """The best method that works here. Raises `UsageError` if there is none.
 
-    Without FUSE, all layers are fetched before they are mounted, so that EROFS does not depend on it.
+    EROFS is possible without FUSE: then all layers are fetched before they are mounted.
     """
     choice = choose(facts, complete=True)
     if facts.mount != NO_ROOT or (private and not facts.namespace):
@@ -118,26 +119,26 @@ def choose_method(facts: Facts, *, private: bool, writable: bool) -> Choice:
     if private:
         raise UsageError(
             f"without root a container needs a user namespace: {facts.namespace}",
-            hint="run as root, or allow user namespaces: bootseer doctor tells how",
+            hint="run as root, or allow user namespaces; see bootseer doctor",
         )
     if writable:
-        raise UsageError("a mount that can be changed needs root", hint="leave out --rw, or bootseer image run")
+        raise UsageError("a writable mount needs root", hint="leave out --rw, or use bootseer image run")
     if choice.method is MountMethod.UNPACK:
         raise UsageError(
             f"the image cannot be mounted without root: {facts.fuse}",
-            hint="apt-get install fuse3 and make /dev/fuse accessible, or bootseer image run, or mount it as root",
+            hint="apt-get install fuse3 and make /dev/fuse accessible, or use bootseer image run, or mount it as root",
         )
     return choice
 
 
 def describe_fallback(choice: Choice) -> str:
-    """One line on the method and why better ones were refused; empty for the best one."""
+    """One line with the method and why better ones cannot be used; empty for the best method."""
     if not choice.refused:
         return ""
     reasons: dict[str, list[str]] = {}
-    for way, reason in choice.refused:
-        reasons.setdefault(reason, []).append(way.value)
-    refused = "; ".join(f"{' or '.join(ways)}: {reason}" for reason, ways in reasons.items())
+    for method, reason in choice.refused:
+        reasons.setdefault(reason, []).append(method.value)
+    refused = "; ".join(f"{' or '.join(names)}: {reason}" for reason, names in reasons.items())
     return f"by {choice.method.value}; not by {refused}"
 
 
@@ -150,9 +151,10 @@ def check() -> Check:
     choice = choose_method(facts, private=True, writable=True)
     reason = describe_fallback(choice)
     if choice.method is MountMethod.UNPACK:
-        return Check(name, "limited", choice.method.value, f"{reason}. All is fetched and written out first", "", opens)
+        reason += ". The whole image is fetched and unpacked before the start"
+        return Check(name, "limited", choice.method.value, reason, "", opens)
     if facts.fuse:
-        late = f"without FUSE all is fetched first: {facts.fuse}"
-        todo = "modprobe fuse; in a container: --device /dev/fuse"
-        return Check(name, "limited", choice.method.value, late, todo, opens)
+        reason = f"without FUSE the whole image is fetched before the start: {facts.fuse}"
+        fix = "modprobe fuse; in a container: --device /dev/fuse"
+        return Check(name, "limited", choice.method.value, reason, fix, opens)
     return Check(name, "limited" if reason else "ok", choice.method.value, reason, "", opens)

@@ -1,10 +1,10 @@
-"""Mount an image: from its name to a tree of files, lazily where that is faster.
+"""Mount an image, lazily where that is faster.
 
 Layers that are complete on this node are mounted from the cache, and stay mounted for the next start. The others are
-served by a daemon that fetches what readers need, then the hot set (what earlier starts needed), then the rest. When
-that is not possible or not worth it, everything is fetched first. Where the kernel cannot mount layers or this user may
-not, a daemon serves the tree file by file, or it is unpacked (`methods`). The method, and why it was chosen, is in
-`facts`: a fallback costs time and is never silent.
+served by a daemon that fetches blocks on demand, then the hot set (blocks that earlier starts needed), then the rest.
+If that is impossible or not faster, everything is fetched first. Where layers cannot be mounted, a daemon serves the
+merged tree by FUSE, or the image is unpacked (`methods`). The method and the reasons for it are reported in `facts`,
+because a fallback costs time.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def mount_image(
     show: Show = no_progress,
     facts: Facts | None = None,
 ) -> MountedImage:
-    """Mount the image on `target`, which is created when it is missing.
+    """Mount the image on `target`, which is created if missing.
 
-    Changes go to the folder `writable`, which is deleted with the mount; without it the tree is read-only. The folders
-    of `above` are further layers on top of the image, lowest first; deletions in them are marked with the whiteouts of
-    both kinds of overlay (`trusted.` and `user.`); where no overlay can be mounted they are an error. With `lifeline` a
-    lazy mount ends with this process; without root it is then in a user namespace, which this process enters for good.
+    Changes are written to the folder `writable`, which is deleted with the mount; without it the tree is read-only. The
+    folders of `above` are further layers on top of the image, lowest first. Their whiteouts must have the attributes of
+    both kinds of overlay (`trusted.` and `user.`); if no overlay can be mounted, they are an error. With `lifeline` the
+    mount ends with this process; without root, this process then enters a user namespace and stays in it.
     `suid`: set-uid programs of the image take effect; its device nodes never do.
-    `facts` says what this machine can do; None: determined here. Raises `UsageError` where users like this one cannot
-    mount, and `BootseerError` where no fallback helps.
+    `facts`: what works on this machine; None: determined here. Raises `UsageError` if this user cannot mount, and
+    `BootseerError` if all methods fail.
     """
     facts = facts or methods.initial_facts(private=lifeline)
-    # A user that cannot mount gets the error before anything is fetched.
+    # Checked first, so that a user who cannot mount gets the error before anything is fetched.
     methods.choose_method(facts, private=lifeline, writable=writable is not None)
     if suid and not lifeline and not user_namespace.may_mount():
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
@@ -120,7 +120,7 @@ class _ImageMount(LazyMount):
         document, layers = self._image.document, self.layers
         facts |= {
             "image": str(self._request.reference),
-            "refused_ways": "; ".join(f"{way.value}: {reason}" for way, reason in self.choice.refused),
+            "refused_ways": "; ".join(f"{method.value}: {reason}" for method, reason in self.choice.refused),
             "layers": len(layers.stack),
             "stored_bytes": document.stored_bytes,
         }
@@ -143,13 +143,13 @@ class _ImageMount(LazyMount):
         return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
 
     def mount_files(self) -> tuple[MountMethod, Path]:
-        """Mount with the best method; when it fails, with the next one."""
+        """Mount with the best method; if it fails, with the next one."""
         facts = self._facts
         private = self.layers.lifeline
         while True:
             choice = methods.choose_method(facts, private=private, writable=self._writable is not None)
             if reason := methods.describe_fallback(choice):
-                self.layers.say(f"the image is shown {reason}")
+                self.layers.say(f"the image is mounted {reason}")
             try:
                 if choice.method is MountMethod.UNPACK:
                     self._mount_unpacked(reason)
@@ -182,7 +182,7 @@ class _ImageMount(LazyMount):
             except BootseerError as error:
                 self.unmount_files()
                 if not loop and number_of(error) == errno.ENOTBLK:
-                    # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
+                    # EROFS cannot be mounted from files of this file system (tmpfs): fetching them does not help.
                     raise _MethodFailed(str(error)) from error
                 try:
                     layers.pull_after_failure(error)
@@ -208,17 +208,17 @@ class _ImageMount(LazyMount):
                     )
             else:
                 if self._above:
-                    raise PermanentError("without the right to mount, nothing can lie on top of the image")
+                    raise PermanentError("further layers on top of the image need the permission to mount an overlay")
                 self._target.mkdir(parents=True, exist_ok=True)
                 layers.serve_tree(MergedTree, self._target)
 
     def _mount_unpacked(self, reason: str) -> None:
-        """Unpack the layers into a tree that containers share, under an overlay for changes; else copy it for this
-        one."""
+        """Unpack the layers once for all containers, and mount an overlay for changes over them. If that fails, unpack
+        a private copy."""
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers
-        layers.pull_all(f"it is shown {reason}")
+        layers.pull_all(f"it is mounted {reason}")
 
         def write(folder: Path) -> None:
             unpack_layers(layers.stack, folder)
@@ -234,19 +234,19 @@ class _ImageMount(LazyMount):
         except BootseerError as error:
             if self._writable is None or self._above:
                 raise
-            layers.say(f"no overlay: {error}; this container gets a copy of its own")
+            layers.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
             with layers.stage("unpack"):
                 tree_mounts.mount_copy(write, self._target, self._writable, self._attributes)
 
 
-class _MethodFailed(Exception):  # noqa: N818 - not final: the next method is tried
-    """A mount method does not work here; the text says why."""
+class _MethodFailed(Exception):  # noqa: N818 - no error: the next method is tried
+    """A mount method failed; the text is the reason."""
 
 
 @contextlib.contextmanager
 def _method_errors() -> Iterator[None]:
-    """Take any failure in the block for one of the method: if the cause is another one, the next method fails too."""
+    """Treat every error as a failure of the method. An error with another cause makes the next method fail, too."""
     try:
         yield
     except (BootseerError, OSError) as error:

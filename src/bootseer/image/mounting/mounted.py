@@ -1,6 +1,6 @@
-"""A mounted image: its status, and how it is unmounted.
+"""Status and unmounting of a mounted image.
 
-Works from the mount's record, so that another process than the one that mounted it can do both.
+Works from the mount's record, so that any process can do it, not only the one that mounted the image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
 CHANGES = "changes"
-"""Key of a mount's details: the folder with the changes to its tree, which is deleted with the mount."""
+"""Key in a mount's details: the folder with the changes to its tree, which is deleted with the mount."""
 
 
 class MountedImage(MountHandle):
@@ -46,8 +46,8 @@ class MountedImage(MountHandle):
         self._cache = cache
 
     def undo_command(self) -> list[str]:
-        """A command line that unmounts the image, for when this process cannot."""
-        # Named, because the default folders depend on the user, and in a user namespace every process is root.
+        """A command line that unmounts the image if this process can no longer do it."""
+        # The folders are explicit, because the defaults depend on the user, and in a user namespace all are root.
         where = [f"{RUNTIME}={self._runtime.root}", f"{CACHE}={self._cache}"]
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
@@ -59,7 +59,7 @@ class MountedImage(MountHandle):
 
 
 def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:
-    """`unmount`, and delete the changes. The record may name a folder for them below this cache and nowhere else."""
+    """Unmount, then delete the changes, but only in this cache: the record could name any folder."""
     unmount(runtime, state)
     containers = own_folder(containers_folder(cache), make=False)
     if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
@@ -69,8 +69,8 @@ def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:
 def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None:
     """Unmount a recorded mount: the tree, its own layers, its daemon. Shared layers stay mounted.
 
-    Where other mount namespaces have copies of the mount, its daemon ends with the last of them; with `force` at once,
-    and their readers get errors. Raises `TransientError` while a process has a file of it open, unless `force`.
+    If other mount namespaces have copies of the mount, its daemon ends with the last one; with `force` it ends at once,
+    and their reads fail. Raises `TransientError` while a process uses a file of the mount, unless `force`.
     """
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
@@ -78,19 +78,19 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
             try:
                 kernel.unmount(Path(state.target), lazy=dead or force)
             except TransientError as error:
-                raise TransientError(f"{error}; fuser -vm {state.target} shows who uses it") from error
-        else:  # a set-uid helper mounted it
+                raise TransientError(f"{error}; fuser -vm {state.target} shows the processes") from error
+        else:  # mounted by the set-uid helper
             from bootseer.fuse.attach import detach
 
             detach(Path(state.target), force=dead or force)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
-        # The layers are mounted from the daemon's files, and it ends only when nothing uses these.
+        # Mounted layers use the daemon's files, and it ends only after nothing uses them.
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
             kernel.unmount(Path(point), lazy=True)
         Daemon(folder, state.daemon).detach(force=force)
-    if state.daemon is None or not state.daemon.alive:  # else a later mount deletes what is left
+    if state.daemon is None or not state.daemon.alive:  # else a later mount removes the record
         runtime.remove(state)
 
 
@@ -101,15 +101,15 @@ def _delete_changes(state: MountState) -> None:
 
 
 def find_mount(runtime: Runtime, target: Path) -> MountState:
-    """The record of the mount at `target`. Raises `UsageError` when there is none."""
+    """The record of the mount at `target`. Raises `UsageError` if there is none."""
     state = runtime.find(target)
     if state is None:
-        raise UsageError(f"{target}: no image is mounted there", hint="bootseer image list shows what is")
+        raise UsageError(f"{target}: no image is mounted there", hint="bootseer image list shows mounted images")
     return state
 
 
 def status_of(runtime: Runtime, state: MountState) -> dict[str, Any]:
-    """The status that a mount's daemon reports; empty when it has none or does not answer."""
+    """The status of a mount's daemon; empty if it has none or the daemon does not answer."""
     if state.daemon is None or not state.daemon.alive:
         return {}
     try:
@@ -119,7 +119,7 @@ def status_of(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def local_share(status: Mapping[str, Any]) -> float | None:
-    """The share of a daemon's blocks that is on this node, 0 to 1; None when its status does not tell."""
+    """The share of a daemon's blocks that are on this node, 0 to 1; None if the status does not contain it."""
     files = status.get("files")
     if not isinstance(files, list):
         return None

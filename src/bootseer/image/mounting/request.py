@@ -1,4 +1,4 @@
-"""The request for a mount: which image, from which store. Made by the command line, read by `image.mounting.mount`."""
+"""The request for a mount: image, store and options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Fallback = Literal["convert", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Request(MountOptions):
-    """Which image, and how it is fetched."""
+    """The image to mount and how it is fetched."""
 
     reference: Reference
     store: str | None
-    """URI of the store with converted images; None: images are converted on this node."""
+    """URI of the store with the converted image; None: the image is converted on this node."""
     fallback: Fallback = "convert"
     platform: Platform | None = None
     layer_limits: Mapping[str, int] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Resolve an image reference: the image's document, the indexes of its layers and the store that has its blocks.
 
-An image that is not converted yet is converted on this node, into a store in the node's cache: all of it is pulled and
-unpacked once, as it would be without BootSeer. Where signatures are required, only an image that is named by its digest
-is converted, because everything that is pulled is then verified against that digest.
+An image that is not converted yet is pulled and converted on this node, into a store in the node's cache. If signatures
+are required, this is done only for an image that is named by its digest, because the digest then verifies all that is
+pulled.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ class ResolvedImage:
 
     document: ImageDocument
     indexes: Sequence[Index]
-    """Of its layers, bottom first, each once."""
+    """Indexes of its layers, bottom first, each once."""
     store: Store
     store_uri: str
     is_shared: bool
     """Whether other nodes use the same store."""
     fallback: str = ""
-    """Why the image was converted on this node; empty when it was not."""
+    """Why the image was converted on this node; empty if it was not."""
 
 
 def resolve_image(
     wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress
 ) -> ResolvedImage:
-    """Find the converted image, or convert it here. Raises `UsageError` where it is missing or may not be converted."""
+    """Find the converted image, or convert it on this node. Raises `UsageError` if it is missing or `fallback` forbids
+    a conversion, `SignatureError` if a required signature is missing, and the errors of the source and the store."""
     metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
     reason = ""
@@ -62,7 +63,7 @@ def resolve_image(
         except SignatureError as error:
             document, uri, reason = None, "", str(error)
     if document is None:
-        _check_may_pull(wanted, reason or f"{wanted.reference} is not converted, and so not signed")
+        _check_may_pull(wanted, reason or f"{wanted.reference} is not converted, so it has no signature")
         reason = reason or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
             how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
@@ -82,8 +83,7 @@ def resolve_image(
 
 
 def converted_digest(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
-    """The digest of the image, converted in `catalog` or on this node. Raises `UsageError` where it is not
-    converted."""
+    """The digest of an image that is converted in `catalog` or on this node. Raises `UsageError` if it is not."""
     digest = wanted.reference.digest
     if digest and catalog.look(digest).kind != "none":
         return digest
@@ -96,9 +96,9 @@ def converted_digest(catalog: Catalog[ImageDocument], wanted: Request, say: Say)
 
 
 def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
-    """The document and the URI of the store that has it; no document when the image is not converted."""
+    """The document and the URI of its store; None and an empty URI if the image is not converted."""
     reference = wanted.reference
-    if reference.kind is SourceKind.FOLDER:  # its digest is known only after all of it was read
+    if reference.kind is SourceKind.FOLDER:  # its digest is known only after it is converted
         return None, ""
     with _LazySource(wanted) as opener:
         if reference.kind is not SourceKind.REGISTRY:
@@ -109,18 +109,18 @@ def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[Imag
             digest = metadata.platform_image(named, wanted.platform) or named
             found = _find_converted(wanted, metadata, local_uri, digest)
             if found is None and digest == named:
-                # It may be the digest of an index: this platform's image has another one.
+                # The digest may be an index's, and this platform's image has another one.
                 digest = opener.source().digest
                 if digest != named:
                     metadata.remember_platform_image(named, wanted.platform, digest)
                     found = _find_converted(wanted, metadata, local_uri, digest)
     if found is None and reference.kind is SourceKind.CONVERTED:
-        raise UsageError(f"{reference}: no store has it", hint="name the image, or the store with --store")
+        raise UsageError(f"{reference}: not found", hint="name the source image, or the store with --store")
     return found or (None, "")
 
 
 def _check_may_pull(wanted: Request, reason: str) -> None:
-    """Raise `SignatureError` where signatures are required and no digest verifies what the image's source sends."""
+    """Raise `SignatureError` if signatures are required and no digest verifies the source's data."""
     reference = wanted.reference
     if wanted.signatures.trusted and not (reference.kind is SourceKind.REGISTRY and reference.digest):
         raise SignatureError(
@@ -130,7 +130,7 @@ def _check_may_pull(wanted: Request, reason: str) -> None:
 
 
 def _ask_registry(wanted: Request) -> str:
-    """The digest that the registry has for the name, in one small request."""
+    """The name's current digest in the registry."""
     reference = wanted.reference
     with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
         try:
@@ -144,11 +144,10 @@ def _ask_registry(wanted: Request) -> str:
 def _find_converted(
     wanted: Request, metadata: Metadata, local_uri: str, digest: str
 ) -> tuple[ImageDocument, str] | None:
-    """The document and the store's URI: from this node's own conversions first, then from the image's store."""
-    # A conversion of this node's own that cannot be read is made again.
-    with contextlib.suppress(BootseerError):
-        # Documents converted here are unsigned. They are trusted for a digest the user named, which the conversion
-        # verified; for a tag only where no signature is required.
+    """The document and its store's URI: from this node's own conversions, else from the image's store."""
+    with contextlib.suppress(BootseerError):  # an unreadable conversion is repeated
+        # Documents converted here are unsigned. They are trusted for a digest that the user named, because the
+        # conversion verified it; for a tag only if no signature is required.
         if Path(local_uri).is_dir() and (wanted.reference.digest or not wanted.signatures.trusted):
             return read_document(FileStore(Path(local_uri)), digest), local_uri
     if wanted.store is None:

@@ -1,4 +1,4 @@
-"""The mounts that all methods are made of: layers, the overlay that merges them into one tree, a copy."""
+"""The mounts that the mount methods use: layers, the overlay that merges them, a private copy."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AT_ONCE = 8
 def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *, loop: bool) -> list[Path]:
     """Mount each layer; returns the mount points, lowest first.
 
-    `folder` is this mount's own, where a daemon serves the files of incomplete layers. `loop`: through loop devices.
+    `folder` is this mount's own; a daemon serves the files of incomplete layers in it. `loop`: mount by loop devices.
     """
-    # Mounting a layer reads its first block. In parallel, all layers together wait for one round trip to the store.
+    # Mounting a layer reads its first block. In parallel, this costs one round trip to the store for all layers.
     with Tasks("bootseer-mount", min(len(stack), _AT_ONCE)) as pool:
         return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
 
@@ -39,14 +39,14 @@ def mount_tree(
 
 
 def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None, attributes: int) -> None:
-    """Mount an overlay over a tree that a daemon serves or that was unpacked. The tree itself is never changed."""
+    """Mount an overlay over a served or unpacked tree, which never changes."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, tree)
     layers.mount_overlay([tree, *above], target, upper=upper, work=work, attributes=attributes, userxattr=True)
 
 
 def mount_copy(write: Callable[[Path], None], target: Path, writable: Path, attributes: int) -> None:
-    """Mount a copy of the tree for this mount alone, made by `write`: where not even an overlay can be mounted."""
+    """Mount a private copy of the tree, created by `write`, for machines where no overlay can be mounted."""
     target.mkdir(parents=True, exist_ok=True)
     write(writable / _COPY)
     kernel.attach(kernel.clone_mount(writable / _COPY), target)
@@ -54,7 +54,7 @@ def mount_copy(write: Callable[[Path], None], target: Path, writable: Path, attr
 
 
 def unmount_tree(folder: Path, target: Path) -> None:
-    """Unmount what a method had mounted before it failed."""
+    """Undo the mounts of a method that failed."""
     with contextlib.suppress(BootseerError):
         if kernel.is_mount(target):
             kernel.unmount(target, lazy=True)
@@ -65,7 +65,7 @@ def unmount_tree(folder: Path, target: Path) -> None:
 
 
 def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bool) -> Path:
-    """The mount point of a layer: shared by all mounts when it is complete, else of the daemon's file."""
+    """Mount one layer: a complete one is shared by all mounts, else it is mounted from the daemon's file."""
     identity, file = layer.index.identity, layer.file
     if file.trusted:
         return shared_layers.mount_shared(runtime, identity, file.path, lambda: file.pin(shared_layers.PIN), loop=loop)

@@ -1,8 +1,8 @@
-"""The bytes of a layer as they were before compression: gzip, zstd, xz, bzip2, or as they stand.
+"""Decompress a layer: gzip, zstd, xz, bzip2 or uncompressed.
 
-The first bytes tell which, as for runtimes, not the media type. Several gzip members, zstd frames and xz streams may
-follow each other (`zstd:chunked` has frames that hold no data at all). Output comes in pieces of bounded size, whatever
-the ratio, so that a bomb costs time until a limit is reached, and never memory.
+Like container runtimes, this reads the compression from the first bytes and ignores the media type. Gzip members, zstd
+frames and xz streams may be concatenated (`zstd:chunked` has skippable frames). Output pieces have a bounded size, so
+a decompression bomb takes time until a limit is reached, but no memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import zstandard
 from bootseer.errors import CorruptError, PermanentError
 
 _PIECE = 1 << 20
-_GZIP_PIECE = 1 << 18  # what a core's cache holds: with 1 MiB inflating takes a quarter longer, and so does the rest
+_GZIP_PIECE = 1 << 18  # fits a core's cache: with 1 MiB inflating takes a quarter longer, and so does what follows
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(bytes([number]) + b"\x2a\x4d\x18" for number in range(0x50, 0x60))
 _XZ = b"\xfd7zXZ\0"
 _BZIP2 = b"BZh"
 _LZ4 = b"\x04\x22\x4d\x18"
-_MAX_WINDOW = 1 << 27  # what the zstd program takes without being asked; xz -9 takes half of it
+_MAX_WINDOW = 1 << 27  # the zstd program's own default limit; xz -9 needs half of it
 
 
 def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The content of a compressed stream. Raises `CorruptError`, or `PermanentError` for an unknown compression."""
+    """The decompressed stream. Raises `CorruptError` for damaged data and `PermanentError` for an unsupported
+    compression."""
     pieces = iter(pieces)
     start = b""
     for piece in pieces:
@@ -39,7 +40,7 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
         if len(start) >= 6:
             break
     if start.startswith(_LZ4):
-        raise PermanentError("compressed with lz4; gzip, zstd, xz, bzip2 and no compression are known")
+        raise PermanentError("compressed with lz4; supported are gzip, zstd, xz, bzip2 and no compression")
     everything = itertools.chain([start], pieces)
     if start.startswith(_GZIP):
         return _gunzip(everything)
@@ -53,8 +54,8 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
     return (piece for piece in everything if piece)
 
 
-def inflating() -> Any:
-    """What reads gzip: ISA-L, the extra `convert`, in less than half the time, or the standard library's `gzip`."""
+def gzip_module() -> Any:
+    """ISA-L's `igzip` if the extra `convert` is installed (less than half the time), else the standard `gzip`."""
     try:
         return importlib.import_module("isal.igzip")
     except ImportError:
@@ -62,15 +63,15 @@ def inflating() -> Any:
 
 
 def _gunzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    library = inflating()
-    failed = zlib.error if library is gzip else library.isal_zlib.error
+    library = gzip_module()
+    library_error = zlib.error if library is gzip else library.isal_zlib.error
     try:
         with library.open(_Readable(pieces)) as reader:
             while data := reader.read(_GZIP_PIECE):
                 yield data
     except EOFError as error:
         raise CorruptError("the gzip data ends too early") from error
-    except (gzip.BadGzipFile, failed) as error:
+    except (gzip.BadGzipFile, library_error) as error:
         raise CorruptError(f"damaged gzip data: {error}") from error
 
 
@@ -86,21 +87,21 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _module(name: str) -> Any:
-    """A part of the standard library that a Python which was built without the library behind it does not have."""
+    """An optional module of the standard library. Raises `PermanentError` if this Python was built without it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise PermanentError(f"this Python was built without {name}, with which the layer is compressed") from error
+        raise PermanentError(f"the layer needs {name}, and this Python was built without it") from error
 
 
 def _streams(pieces: Iterator[bytes], name: str, new: Callable[[], Any], damaged: type[Exception]) -> Iterator[bytes]:
-    """What `lzma` and `bz2` have in common."""
+    """Decompress concatenated streams with the interface that `lzma` and `bz2` share."""
     stream: Any = None
     for piece in pieces:
         data = piece
         while True:
             if stream is None:
-                data = data.lstrip(b"\0")  # padding between streams and behind the last one
+                data = data.lstrip(b"\0")  # padding between and after streams
                 if not data:
                     break
                 stream = new()
@@ -120,7 +121,7 @@ def _streams(pieces: Iterator[bytes], name: str, new: Callable[[], Any], damaged
 
 
 class _Readable(io.RawIOBase):
-    """Pieces as a file that can be read."""
+    """Adapts an iterator of bytes to a readable file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

@@ -1,6 +1,6 @@
-"""A folder as an image of one layer, without a detour through tar.
+"""Convert a folder directly into an image of one layer.
 
-Names are taken as they are, also those that would be whiteouts in a layer. Sockets are left out, as tar does.
+Names are kept as they are: `.wh.NAME` is an ordinary file here, no whiteout. Sockets are left out, as in tar archives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE = 1 << 20
 
 
 def open_folder(reference: Reference, platform: Platform) -> ImageSource:
-    """The folder as an image without any settings."""
+    """The folder as an image with an empty configuration. Raises `UsageError` if there is no such folder."""
     folder = Path(reference.path)
     if not folder.is_dir():
         raise UsageError(f"{reference}: no such folder", hint="name the root directory of a system")
@@ -39,12 +39,12 @@ def open_folder(reference: Reference, platform: Platform) -> ImageSource:
 
 
 def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], None]) -> None:
-    """Put everything below a folder into `writer`. `progress` gets the bytes of files that were read so far.
+    """Write everything in a folder to `writer`. `progress` gets the bytes written so far.
 
-    Raises `PermanentError` for what cannot be read.
+    Raises `PermanentError` for files that cannot be read.
     """
     tree = LayerTree(writer, lower=Lower(MergedTree([])), whiteouts=False)
-    first: dict[tuple[int, int], bytes] = {}
+    first_name: dict[tuple[int, int], bytes] = {}  # of each inode with several hard links
     try:
         for path, status in _walk(os.fsencode(folder)):
             full = os.path.join(os.fsencode(folder), path)  # noqa: PTH118 - bytes: names need not be text
@@ -52,9 +52,9 @@ def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], No
             if member is None:
                 continue
             if member.kind != stat.S_IFDIR and status.st_nlink > 1:
-                known = first.setdefault((status.st_dev, status.st_ino), path)
-                if known != path:
-                    member.kind, member.link = HARD_LINK, known
+                first = first_name.setdefault((status.st_dev, status.st_ino), path)
+                if first != path:
+                    member.kind, member.link = HARD_LINK, first
             extent = _store(writer, full) if member.kind == stat.S_IFREG else Extent(0, 0)
             tree.add(member, extent)
             progress(writer.position)
@@ -63,7 +63,7 @@ def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], No
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
-    """Everything below the root and itself, in an order that depends on names alone."""
+    """The root and everything in it, sorted by name, so that equal folders give equal images."""
     yield b"", os.lstat(root)
     waiting = [b""]
     while waiting:
@@ -92,7 +92,7 @@ def _member(full: bytes, path: bytes, status: os.stat_result) -> Member | None:
         status.st_gid,
         status.st_mtime_ns,
         (os.major(status.st_rdev), os.minor(status.st_rdev)),
-        os.readlink(full) if kind == stat.S_IFLNK else b"",  # noqa: PTH115 - Path tidies what a link says
+        os.readlink(full) if kind == stat.S_IFLNK else b"",  # noqa: PTH115 - Path would normalize the target
         status.st_size,
         _xattrs(full),
     )
@@ -101,25 +101,25 @@ def _member(full: bytes, path: bytes, status: os.stat_result) -> Member | None:
 def _xattrs(full: bytes) -> dict[bytes, bytes]:
     try:
         names = os.listxattr(full, follow_symlinks=False)
-    except OSError:  # the file system has none
+    except OSError:  # not supported by the file system
         return {}
     return {os.fsencode(name): os.getxattr(full, name, follow_symlinks=False) for name in names}
 
 
 def _store(writer: ErofsWriter, full: bytes) -> Extent:
-    """The data of a file. Holes are not read."""
+    """Write a file's data. Holes are not read. A file that shrinks meanwhile is stored with its new size."""
     descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        size, at = os.fstat(descriptor).st_size, 0
+        size, offset = os.fstat(descriptor).st_size, 0
         for begin, end in data_extents(descriptor, size):
-            writer.write_zeros(begin - at)
-            at = begin
-            while at < end and (piece := os.pread(descriptor, min(_PIECE, end - at), at)):
+            writer.write_zeros(begin - offset)
+            offset = begin
+            while offset < end and (piece := os.pread(descriptor, min(_PIECE, end - offset), offset)):
                 writer.write(piece)
-                at += len(piece)
-            if at < end:
-                return writer.end_file()  # it became shorter meanwhile
-        writer.write_zeros(size - at)
+                offset += len(piece)
+            if offset < end:
+                return writer.end_file()
+        writer.write_zeros(size - offset)
     finally:
         os.close(descriptor)
     return writer.end_file()

@@ -1,8 +1,7 @@
-"""Images in files of this machine: an OCI layout, or a docker archive as `docker save` writes it.
+"""Images in local files: an OCI layout, or a docker archive as `docker save` writes it.
 
-A layout is a folder with `index.json` and `blobs/sha256/`. An archive is a tar file with `manifest.json` in it and no
-manifest with a digest: one is made of what identifies the image, its configuration and layers, so that the same image
-in two archives has the same digest.
+A layout is a folder with `index.json` and `blobs/sha256/`. An archive is a tar file with a `manifest.json` that has no
+digest. The image's digest is then computed from its configuration and layers, so that it is equal in all archives.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TAG = "org.opencontainers.image.ref.name"
 
 
 def open_layout(reference: Reference, platform: Platform) -> ImageSource:
-    """The image of a tag, or the only one."""
+    """The image of a tag, or the only image if no tag is given. Raises as `open.open_source` does."""
     where = str(reference)
     folder = Path(reference.path)
     if not (folder / "index.json").is_file():
@@ -67,7 +66,7 @@ def _layout_entry(index: dict[str, object], reference: Reference, platform: Plat
     rows = index.get("manifests")
     entries = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     if not entries:
-        raise CorruptError(f"{where}: its index.json has no manifests")
+        raise CorruptError(f"{where}: index.json lists no manifests")
     tags = [_tag(entry) for entry in entries]
     if reference.tag:
         entries = [entry for entry, tag in zip(entries, tags, strict=True) if tag == reference.tag]
@@ -76,7 +75,7 @@ def _layout_entry(index: dict[str, object], reference: Reference, platform: Plat
             raise UsageError(f"{where}: no such tag", hint=f"tags there: {known}")
     elif len(entries) > 1 and any("platform" not in entry for entry in entries):
         raise UsageError(f"{where}: several images", hint=f"add one of the tags: {', '.join(sorted(set(tags)))}")
-    if len(entries) == 1:  # whatever platform it is for: there is no other
+    if len(entries) == 1:  # a layout with a single image is used for any platform
         entries = [{key: value for key, value in entries[0].items() if key != "platform"}]
     return choose({"manifests": entries}, platform, where)
 
@@ -87,7 +86,7 @@ def _tag(entry: dict[str, object]) -> str:
 
 
 def _blob(folder: Path, digest: str) -> Path:
-    return folder / "blobs" / "sha256" / digest.removeprefix("sha256:")  # a manifest's digests are checked to be hex
+    return folder / "blobs" / "sha256" / digest.removeprefix("sha256:")  # safe: digests were checked to be hex
 
 
 def _read_file(path: Path, limit: int) -> bytes:
@@ -106,33 +105,33 @@ _PIECE = 1 << 20
 
 
 def open_archive(reference: Reference) -> ImageSource:
-    """The image of a name (`repository:tag`), or the only one."""
+    """The image of a name (`repository:tag`), or the only image if no name is given. Raises as `open.open_source`."""
     where = str(reference)
     path = Path(reference.path)
     members = _members(path, where)
-    entry = _archive_entry(_small(path, members, "manifest.json", where), reference, where)
+    entry = _archive_entry(_read_document(path, members, "manifest.json", where), reference, where)
     config_name, layer_names = entry.get("Config"), entry.get("Layers")
     if not isinstance(config_name, str) or not isinstance(layer_names, list) or not layer_names:
         raise CorruptError(f"{where}: manifest.json names no configuration or no layers")
-    data = _small(path, members, config_name, where)
+    data = _read_document(path, members, config_name, where)
     config = read_config(data, where)
     diff_ids = read_diff_ids(config, len(layer_names), where)
     layers = []
     for name, diff_id in zip(layer_names, diff_ids, strict=True):
-        begin, size = _place(members, str(name), where)
+        begin, size = _locate(members, str(name), where)
         layers.append(SourceLayer("", size, diff_id, partial(_read_range, path, begin, size)))
     return ImageSource(where, archive_digest(data, diff_ids), config, data, tuple(layers))
 
 
 def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
-    """Everything in the archive, by name. Only headers are read."""
+    """The archive's members by name. Reads headers only."""
     members: dict[str, tarfile.TarInfo] = {}
     try:
         with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 members[member.name.removeprefix("./")] = member
                 if len(members) > _MAX_MEMBERS:
-                    raise CorruptError(f"{where}: more than {_MAX_MEMBERS} members, this is not a docker archive")
+                    raise CorruptError(f"{where}: not a docker archive: more than {_MAX_MEMBERS} members")
     except FileNotFoundError as error:
         raise UsageError(f"{where}: no such file", hint="name the file that `docker save` wrote") from error
     except (OSError, tarfile.TarError, ValueError) as error:
@@ -167,8 +166,8 @@ def _names(entries: list[dict[str, object]]) -> list[str]:
     return found
 
 
-def _place(members: dict[str, tarfile.TarInfo], name: str, where: str) -> tuple[int, int]:
-    """Where a member's data lies. Equal layers are links to one member in some archives."""
+def _locate(members: dict[str, tarfile.TarInfo], name: str, where: str) -> tuple[int, int]:
+    """Offset and size of a member's data. Follows links: some archives store equal layers once."""
     for _ in range(8):
         member = members.get(name.removeprefix("./"))
         if member is None:
@@ -177,15 +176,15 @@ def _place(members: dict[str, tarfile.TarInfo], name: str, where: str) -> tuple[
             return member.offset_data, member.size
         if not (member.issym() or member.islnk()):
             break
-        beside = os.path.dirname(member.name) if member.issym() else ""  # noqa: PTH120 - of an archive, not a host
-        name = os.path.normpath(os.path.join(beside, member.linkname))  # noqa: PTH118
-    raise CorruptError(f"{where}: {name!r} is not a file of the archive")
+        folder = os.path.dirname(member.name) if member.issym() else ""  # noqa: PTH120 - a path in the archive
+        name = os.path.normpath(os.path.join(folder, member.linkname))  # noqa: PTH118
+    raise CorruptError(f"{where}: {name!r} is not a file in the archive")
 
 
-def _small(path: Path, members: dict[str, tarfile.TarInfo], name: str, where: str) -> bytes:
-    begin, size = _place(members, name, where)
+def _read_document(path: Path, members: dict[str, tarfile.TarInfo], name: str, where: str) -> bytes:
+    begin, size = _locate(members, name, where)
     if size > MAX_MANIFEST_BYTES:
-        raise CorruptError(f"{where}: {name} has {size} bytes")
+        raise CorruptError(f"{where}: {name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
     return b"".join(_read_range(path, begin, size, 0))
 
 

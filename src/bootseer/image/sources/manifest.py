@@ -1,9 +1,7 @@
-"""Manifests, indexes and configurations of images, as registries, layouts and archives hold them, and as documents of
-converted images keep them.
+"""Parse and check the manifests, indexes and configurations of images.
 
-OCI and Docker (schema 2) documents mean the same and are read the same. What BootSeer cannot convert is refused here,
-with the reason: the ancient schema 1, layers that lie elsewhere, artifacts that are not images. Decides and touches
-nothing.
+OCI and Docker schema 2 documents have the same fields and are read alike. What BootSeer cannot convert is refused with
+the reason: schema 1, layers outside the registry, encrypted layers, artifacts that are not images. No I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _LAYERS = ("application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.ima
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Where an image runs. An empty variant fits any."""
+    """Operating system and architecture of an image. As a request, an empty variant matches any."""
 
     os: str
     architecture: str
@@ -52,7 +50,7 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a document says of a blob."""
+    """A reference to a blob in a document."""
 
     digest: str
     size_bytes: int
@@ -69,26 +67,27 @@ class Manifest:
 
 
 def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mapping[str, object]:
-    """A manifest, or an index as it stands, for `choose`. `media_type` is what came with it, if anything did."""
+    """Parse a manifest, or an index, which is returned as it is for `choose`. `media_type` is the response's content
+    type, or empty. Raises `CorruptError`, and `PermanentError` for what cannot be converted."""
     value = parse_object(data, f"{where}: the manifest", MAX_MANIFEST_BYTES)
     type_name = str(value.get("mediaType") or media_type)
     if value.get("schemaVersion") == 1 or type_name.startswith(_SCHEMA_1):
-        raise PermanentError(f"{where}: an image of the old schema 1; push it again with a tool of this decade")
+        raise PermanentError(f"{where}: manifest schema 1 is not supported; push the image again with a current tool")
     if type_name in _INDEXES or ("manifests" in value and "layers" not in value):
         return value
     config, rows = value.get("config"), value.get("layers")
     if not isinstance(config, dict) or not isinstance(rows, list):
-        raise PermanentError(f"{where}: not an image, its manifest has no configuration or no layers")
+        raise PermanentError(f"{where}: not an image: its manifest has no configuration or no layers")
     if not 1 <= len(rows) < MAX_LAYERS:
         raise PermanentError(f"{where}: {len(rows)} layers; 1 to {MAX_LAYERS - 1} can be mounted")
     found = _descriptor(config, f"{where}: the configuration", MAX_CONFIG_BYTES)
     if found.media_type and found.media_type not in _CONFIGS:
-        raise PermanentError(f"{where}: not an image but {found.media_type}")
+        raise PermanentError(f"{where}: not an image: its configuration has the type {found.media_type}")
     return Manifest(data, found, tuple(_layer(row, f"{where}: layer {number}") for number, row in enumerate(rows, 1)))
 
 
 def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descriptor:
-    """The manifest of an index for this platform. Raises `PermanentError` naming those that there are."""
+    """The index's manifest for a platform. Raises `PermanentError` with the available platforms, and `CorruptError`."""
     rows = index.get("manifests")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise CorruptError(f"{where}: the index has no list of manifests")
@@ -105,16 +104,17 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
             not platform.variant or found.variant in {"", platform.variant}
         ):
             return _descriptor(row, where, MAX_MANIFEST_BYTES)
-    known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none is said"
-    raise PermanentError(f"{where}: no image for {platform}; there is one for: {known}")
+    # BuildKit lists attestations as manifests for the platform unknown/unknown.
+    known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none"
+    raise PermanentError(f"{where}: no image for {platform}; available: {known}")
 
 
 def resolve_manifest(
     read: Callable[[str], tuple[bytes, str, str]], first: str, platform: Platform, where: str
 ) -> tuple[Manifest, str]:
-    """The manifest for a platform and its digest, from `first` through an index if it is one.
+    """The manifest for a platform and its digest. `first`, a tag or digest, may name the manifest itself or an index.
 
-    `read` gives bytes, media type and digest of a manifest.
+    `read` returns a document's bytes, media type and digest. Raises `CorruptError` and `PermanentError`.
     """
     data, media_type, digest = read(first)
     found = read_manifest(data, media_type, where)
@@ -123,52 +123,54 @@ def resolve_manifest(
         data, media_type, digest = read(chosen.digest)
         found = read_manifest(data, media_type, where)
     if not isinstance(found, Manifest):
-        raise PermanentError(f"{where}: an index of indexes")
+        raise PermanentError(f"{where}: nested indexes are not supported")
     return found, digest
 
 
 def checked(data: bytes, descriptor: Descriptor, where: str) -> bytes:
-    """The bytes themselves. Raises `CorruptError` unless they are those of the descriptor."""
+    """Return `data`. Raises `CorruptError` if it does not match the descriptor's size and digest."""
     if len(data) != descriptor.size_bytes or "sha256:" + hashlib.sha256(data).hexdigest() != descriptor.digest:
         raise CorruptError(f"{where}: the bytes do not have the digest {descriptor.digest}")
     return data
 
 
 def read_diff_ids(config: Mapping[str, object], layers: int | None, where: str) -> tuple[str, ...]:
-    """The digests of the uncompressed layers. Raises `CorruptError` when there are not `layers` of them (None: any)."""
+    """The configuration's digests of the uncompressed layers, bottom first. Raises `CorruptError` if it does not have
+    exactly `layers` (None: any number) valid ones."""
     rootfs = config.get("rootfs")
     found = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
     if not isinstance(found, list) or len(found) != (len(found) if layers is None else layers):
         raise CorruptError(f"{where}: the configuration does not name the {layers or ''} layers of the manifest")
     for diff_id in found:
         if not isinstance(diff_id, str) or not _DIGEST.fullmatch(diff_id):
-            raise CorruptError(f"{where}: the configuration names a layer that is not a sha256 digest")
+            raise CorruptError(f"{where}: the configuration has a diff_id that is not a sha256 digest")
     return tuple(found)
 
 
 def read_config(data: bytes, where: str) -> dict[str, object]:
-    """The configuration of an image."""
+    """Parse an image's configuration. Raises `CorruptError`."""
     return parse_object(data, f"{where}: the configuration", MAX_CONFIG_BYTES)
 
 
 def archive_digest(config: bytes, diff_ids: Sequence[str]) -> str:
-    """What stands for the digest of a manifest where there is none: equal for the same image in two archives."""
+    """The digest of an image without a manifest: equal for the same image in all archives."""
     return _digest_of({"config": f"sha256:{hashlib.sha256(config).hexdigest()}", "diff_ids": list(diff_ids)})
 
 
 def folder_digest(config: Mapping[str, object], identity: str) -> str:
-    """The same for a folder; `identity` is that of the block file that was made of it."""
+    """The digest of an image that was converted from a folder. `identity` is the resulting block file's."""
     return _digest_of({"config": config, "identity": identity})
 
 
 def check_document(document: ImageDocument) -> None:
-    """Raise `CorruptError` unless configuration and layers of a document are those of the image that its digest names.
+    """Raise `CorruptError` unless a document's configuration and list of layers match its image digest.
 
-    Its block files are bound to its layers by nothing but a signature: only a folder's digest covers them.
+    This does not verify that a block file holds the content of its layer: only a signature does. A folder's digest
+    covers its block file.
     """
     where = f"image document of {document.digest}"
     config = document.config
-    named = [(layer.source_digest, layer.diff_id) for layer in document.layers]
+    listed = [(layer.source_digest, layer.diff_id) for layer in document.layers]
     if document.manifest:
         found = read_manifest(document.manifest, "", where)
         digest = f"sha256:{hashlib.sha256(document.manifest).hexdigest()}"
@@ -176,20 +178,21 @@ def check_document(document: ImageDocument) -> None:
             raise CorruptError(f"{where}: its manifest is an index")
         checked(document.config_data, found.config, f"{where}: the configuration")
         diff_ids = read_diff_ids(config, len(found.layers), where)
-        layers = [(layer.digest, diff_id) for layer, diff_id in zip(found.layers, diff_ids, strict=True)]
-    elif named == [("", "")]:
+        expected = [(layer.digest, diff_id) for layer, diff_id in zip(found.layers, diff_ids, strict=True)]
+    elif listed == [("", "")]:
         digest = folder_digest(config, document.layers[0].file.identity)
-        layers = named
+        expected = listed
     else:
         diff_ids = read_diff_ids(config, None, where)
         digest = archive_digest(document.config_data, diff_ids)
-        layers = [("", diff_id) for diff_id in diff_ids]
+        expected = [("", diff_id) for diff_id in diff_ids]
     if digest != document.digest:
         raise CorruptError(f"{where}: it describes another image, {digest}")
-    # The uppermost may hold the root directory alone; below one that hides everything none is listed.
-    if len(named) > 1 and named[-1] == ("", ""):
-        named.pop()
-    if named != layers[-len(named) :]:
+    # The list may differ from the image's in two ways (see `convert._assemble`): a layer for the root directory alone
+    # may be added on top, and the layers below an opaque one are left out.
+    if len(listed) > 1 and listed[-1] == ("", ""):
+        listed.pop()
+    if listed != expected[-len(listed) :]:
         raise CorruptError(f"{where}: its layers are those of another image")
 
 
@@ -201,17 +204,17 @@ def _layer(row: object, where: str) -> Descriptor:
     layer = _descriptor(row, where, MAX_LAYER_BYTES)
     kind = layer.media_type
     if "foreign" in kind or "nondistributable" in kind or (isinstance(row, dict) and row.get("urls")):
-        raise PermanentError(f"{where}: lies outside the registry ({kind}); such layers cannot be converted")
+        raise PermanentError(f"{where}: layers outside the registry cannot be converted ({kind})")
     if "encrypted" in kind:
-        raise PermanentError(f"{where}: is encrypted ({kind}); decrypt the image first")
+        raise PermanentError(f"{where}: encrypted ({kind}); decrypt the image first")
     if kind and not kind.startswith(_LAYERS):
-        raise PermanentError(f"{where}: {kind} is not a layer of a file system")
+        raise PermanentError(f"{where}: {kind} is not a file system layer")
     return layer
 
 
 def _descriptor(row: object, where: str, limit: int) -> Descriptor:
     if not isinstance(row, dict):
-        raise CorruptError(f"{where}: no descriptor")
+        raise CorruptError(f"{where}: the descriptor is missing")
     digest, size, media_type = row.get("digest"), row.get("size"), row.get("mediaType", "")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise PermanentError(f"{where}: {str(digest)[:100]!r} is not a sha256 digest")

@@ -1,4 +1,4 @@
-"""Open the image that a reference names, of whatever kind its source is."""
+"""Open an image by its reference: from a registry, an OCI layout, a docker archive or a folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "38
 
 
 def this_platform() -> Platform:
-    """What this machine runs."""
+    """The platform of this machine."""
     name = machine.machine()
     return Platform("linux", _MACHINES.get(name, name))
 
 
 def open_source(reference: Reference, *, platform: Platform | None = None, plain_http: bool = False) -> ImageSource:
-    """Look at an image. `platform` chooses from images for several ones, this machine's by default.
+    """Read an image's manifest and configuration. `platform` selects from a multi-platform image; default: this
+    machine's.
 
-    Raises `UsageError` when there is nothing of that name, `PermanentError` for what cannot be converted,
-    `CorruptError` for documents that are not what their digests say, and what a store raises.
+    Raises `UsageError` for an image that does not exist, `PermanentError` for one that cannot be converted,
+    `CorruptError` for a document that does not match its digest, and the store's errors.
     """
     wanted = platform or this_platform()
     if reference.kind is SourceKind.REGISTRY:
@@ -41,4 +42,4 @@ def open_source(reference: Reference, *, platform: Platform | None = None, plain
         from bootseer.image.sources.folder import open_folder
 
         return open_folder(reference, wanted)
-    raise UsageError(f"{reference} is an image that is converted already", hint="name its source")
+    raise UsageError(f"{reference} is already converted", hint="name its source image")

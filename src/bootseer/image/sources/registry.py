@@ -24,11 +24,11 @@ from bootseer.store.registry import Registry
 
 _RANGE_BYTES = 32 << 20
 _RANGE_TIMEOUT_S = 120.0
-"""32 MiB in two minutes is 2 Mbit/s: slower is broken, and a range that timed out goes on where it stopped."""
+"""32 MiB in two minutes is 2 Mbit/s; anything slower counts as broken. A range that times out is resumed."""
 
 
 def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> ImageSource:
-    """The image of a tag or digest."""
+    """The image of a tag or digest. Raises as `open.open_source` does."""
     registry = open_registry(reference.host, reference.repository, plain_http=plain_http)
     try:
         return _open(registry, reference, platform)
@@ -71,7 +71,7 @@ def _small_blob(registry: Registry, blob: Descriptor, timeout_s: float) -> bytes
 
 
 def _read_blob(registry: Registry, layer: Descriptor, start: int) -> Generator[bytes, None, None]:
-    """In ranges: each has its own deadline, so that a connection that went silent is noticed soon."""
+    """Read in ranges, each with a deadline of its own, so that a stalled connection is detected early."""
     while start < layer.size_bytes:
         length = min(_RANGE_BYTES, layer.size_bytes - start)
         with closing(registry.blob(layer.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:

@@ -1,6 +1,6 @@
-"""What every source of images gives: manifest and configuration, and layers as streams that are verified as they pass.
+"""The interface of image sources: manifest, configuration, and layers as streams that are verified while they are read.
 
-`open.open_source` chooses the kind: a registry, an OCI layout, a docker archive or a folder.
+`open.open_source` opens a registry, an OCI layout, a docker archive or a folder.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 _STALL_S = 300.0
-"""How long a source may give nothing at all, tries included."""
+"""How long a layer's stream may deliver no bytes, retries included."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLayer:
-    """A layer as the source has it."""
+    """A layer in its source, usually compressed."""
 
     digest: str
-    """Of the bytes that `read` gives; empty when the source does not tell."""
+    """Digest of the bytes that `read` yields; empty if the source does not state it."""
     size_bytes: int
     diff_id: str
     """Digest of the uncompressed tar stream."""
     read: Callable[[int], Generator[bytes, None, None]]
-    """The bytes from an offset on. After a `TransientError` it may be called again with the offset that was reached."""
+    """Yields the bytes from an offset on. After a `TransientError` it may be called again, with the offset reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +42,44 @@ class ImageSource:
     """An image that can be converted. Call `close` at the end."""
 
     name: str
-    """For people."""
+    """The reference, for messages."""
     digest: str
-    """Of the manifest. Empty for a folder, whose digest is known when it was read."""
+    """Digest of the manifest. Empty for a folder, whose digest is known only after it is read."""
     config: Mapping[str, object]
     config_data: bytes
-    """The configuration to the byte."""
+    """The configuration's exact bytes, which its digest covers."""
     layers: tuple[SourceLayer, ...] = ()
-    """Bottom first; none for a folder."""
+    """Bottom first; empty for a folder."""
     folder: Path | None = None
     location: str = ""
-    """URI of the store that holds the manifest, when it is one: the converted image can be attached to it there."""
+    """URI of the registry repository that holds the manifest: the converted image is attached to it there. Empty for
+    other sources."""
     manifest: bytes = b""
-    """To the byte; empty for a source that has none."""
+    """The manifest's exact bytes; empty for a source without one."""
     close: Callable[[], None] = field(default=lambda: None)
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """A file for reading, of which every part can be read again. Raises `UsageError` for a FIFO or a device, which
-    could keep the reader waiting, and `OSError`."""
+    """Open a regular file for reading. Raises `OSError`, and `UsageError` for a FIFO or a device: opening or reading
+    these may block, and they cannot seek."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise UsageError(f"{path}: not a regular file", hint="write what comes from a pipe into a file first")
+    raise UsageError(f"{path}: not a regular file", hint="write a pipe's output to a file first")
 
 
 def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
-    """The bytes of a layer. A stream that breaks is opened again at the byte it had reached, as long as it moves on."""
-    at = 0
+    """The bytes of a layer. A broken stream is reopened at the offset it reached. Raises the last error when no byte
+    arrived for `_STALL_S`. A short stream is not an error here: `check_size` finds it."""
+    offset = 0
     stream: Generator[bytes, None, None] | None = None
-    rng = random.Random()  # noqa: S311 - spreads requests, keeps no secret
+    rng = random.Random()  # noqa: S311 - jitter, not a secret
 
     def next_piece(_left_s: float) -> bytes | None:
         nonlocal stream
         if stream is None:
-            stream = layer.read(at)
+            stream = layer.read(offset)
         try:
             return next(stream, None)
         except BaseException:
@@ -86,11 +88,11 @@ def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
             raise
 
     try:
-        while at < layer.size_bytes:
+        while offset < layer.size_bytes:
             piece = retrying(next_piece, deadline_s=_STALL_S, rng=rng)
             if piece is None:
-                return  # too short: the digest says so
-            at += len(piece)
+                return
+            offset += len(piece)
             yield piece
     finally:
         if stream is not None:
@@ -98,24 +100,24 @@ def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
 
 
 def check_size(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
-    """The bytes as the source has them. Raises `CorruptError` at the end unless there are as many as it said.
+    """Pass the source's bytes on. Raises `CorruptError` at the end if their number is not the declared size.
 
-    Which ones they are, `check_content` finds out: nothing is kept but what they unpack to, and its digest is in the
-    configuration, which the manifest's digest covers.
+    The compressed bytes need no digest check: only the uncompressed stream is used, `check_content` verifies it against
+    its digest in the configuration, and the manifest's digest covers the configuration.
     """
     size = 0
     for piece in pieces:
         size += len(piece)
         yield piece
     if size != layer.size_bytes:
-        raise CorruptError(f"{size} bytes came, the manifest says {layer.size_bytes}")
+        raise CorruptError(f"{size} bytes received, {layer.size_bytes} expected")
 
 
 def check_content(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
-    """The uncompressed bytes. Raises `CorruptError` at the end unless they are those that the configuration names."""
+    """Pass the uncompressed bytes on. Raises `CorruptError` at the end if they do not match the layer's `diff_id`."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
         yield piece
     if "sha256:" + digest.hexdigest() != layer.diff_id:
-        raise CorruptError(f"uncompressed, the bytes are not those of {layer.diff_id}")
+        raise CorruptError(f"the uncompressed bytes do not match {layer.diff_id}")
