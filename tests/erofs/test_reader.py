@@ -89,7 +89,7 @@ def test_a_superblock_with_one_wrong_bit_is_refused(place: int) -> None:
 
 
 def test_an_image_that_ends_early_is_corrupt() -> None:
-    with pytest.raises(CorruptError, match="bytes at"):
+    with pytest.raises(CorruptError, match="bytes read at"):
         _read_all(_image()[:-BLOCK])
 
 

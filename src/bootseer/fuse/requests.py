@@ -29,13 +29,13 @@ class Request(NamedTuple):
 
 
 class FileRequests:
-    """A writable file system. As thread-safe as that is. A read may be answered from any thread, so none has to wait
-    for its data; the thread that handles a read of a small file may fetch it itself."""
+    """Requests to a writable file system, as thread-safe as it is. A read may be answered from any thread, so that the
+    handling thread need not wait for the data; for a small file it may fetch the data itself."""
 
     request_bytes = protocol.WRITE_REQUEST_BYTES
     max_threads = 256
-    """More than the programs of a node that write or publish at the same time: when all threads wait, no request is
-    read."""
+    """Must exceed the number of programs on a node that write or publish at the same time, because no request is read
+    while all threads wait."""
     ignores_signals = True
     """Reads are interrupted only if their caller is being killed: a program that goes on must not see EINTR."""
 

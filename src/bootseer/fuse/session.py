@@ -1,4 +1,4 @@
-"""A mounted tree or file system: reads the kernel's requests, has them handled, and sends the answers.
+"""A mounted tree or file system: reads the kernel's requests, calls the handler, and sends the answers.
 
 Threads read requests, each into its own buffer, and call the handler: one thread for a read-only tree, whose methods do
 not block; several for a writable file system, where a new thread is started whenever no other one is idle, up to a
@@ -344,7 +344,7 @@ class Session:
         reading = self._pending.get(unique)
         if reading is None:
             return  # answered already
-        # The signals of an invisible thread are all taken for deadly.
+        # For a thread that is not visible in /proc, every signal counts as fatal.
         if not self._handler.ignores_signals or reading.thread == 0 or is_dying(reading.thread):
             self._abort(reading, errno.EINTR)
 

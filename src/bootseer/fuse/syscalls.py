@@ -29,8 +29,8 @@ _KINDS: dict[int, type[BootseerError]] = {
 
 def failure(step: str, number: int, detail: str = "") -> BootseerError:
     """The exception for error `number` of a system call; `detail` is the kernel's explanation."""
-    because = f" ({detail})" if detail else ""
-    error = _KINDS.get(number, PermanentError)(f"{step}: {os.strerror(number)}{because}")
+    explanation = f" ({detail})" if detail else ""
+    error = _KINDS.get(number, PermanentError)(f"{step}: {os.strerror(number)}{explanation}")
     # The cause holds the errno, for callers that handle some failures.
     error.__cause__ = OSError(number, os.strerror(number))
     return error

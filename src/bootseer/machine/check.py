@@ -1,7 +1,4 @@
-"""What a probe of this machine answers.
-
-`Check` is the one result type; `probes` collects them, `cli.doctor` shows them. Does no I/O.
-"""
+"""The result of a probe of this machine. `probes` runs all probes, `cli.doctor` prints the results. No I/O."""
 
 from __future__ import annotations
 
@@ -15,31 +12,31 @@ KERNEL: Final = "kernel"
 PYTHON: Final = "Python"
 SPOOL: Final = "spool"
 REQUIRED: Final = frozenset({KERNEL, PYTHON, SPOOL})
-"""Without these nothing can be measured; everything else only opens more features."""
+"""Nothing can be measured without these. All others only enable further features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that BootSeer can use, and its state on this machine."""
+    """The state of one facility on this machine."""
 
     name: str
     status: Status
-    """`ok`; `missing`: not there; `broken`: there, but a real try failed; `limited`: works in part."""
+    """`ok`; `missing`: not installed; `broken`: installed, but a trial failed; `limited`: works in part."""
     found: str
-    """Version or fact, empty when there is nothing to tell."""
+    """Version or other finding; may be empty."""
     why: str = ""
     """Reason for a status other than `ok`, one sentence."""
     install: str = ""
-    """What to do about it: a command of Debian, or one sentence. Empty when nothing needs to be done."""
+    """The remedy: a Debian command, or one sentence. Empty if there is none to suggest."""
     opens: tuple[str, ...] = ()
-    """Features of BootSeer that need this."""
+    """Features of BootSeer that need the facility."""
 
     @property
     def required(self) -> bool:
-        """Whether BootSeer can do nothing useful without it."""
+        """Whether BootSeer can measure nothing without it."""
         return self.name in REQUIRED
 
 
 def usable(checks: Sequence[Check]) -> bool:
-    """Whether everything required is there; what is only limited still measures."""
+    """Whether BootSeer can measure: everything required works, at least in part."""
     return all(check.status in ("ok", "limited") for check in checks if check.required)

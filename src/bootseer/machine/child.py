@@ -1,7 +1,7 @@
-"""Run a short-lived program with a deadline, and be rid of it afterwards.
+"""Run a short-lived program with a deadline.
 
-A probe may hang (a stuck mount, a wrapper script that waits for a network): its process group is killed by id and
-the caller gets an answer in time.
+A probe may hang (a dead mount, a wrapper script that waits for a network). After the deadline its process group is
+killed and the caller gets a result.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _REAP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the program ended. `code` is None when it could not be started or had to be killed."""
+    """The result of a program. `code` is its exit code; None if it could not be started or was killed."""
 
     code: int | None
     stdout: str
-    """The beginning of what it wrote."""
+    """The beginning of its output."""
     stderr: str = ""
     error: str = ""
-    """Why there is no code, as words for a user."""
+    """Why `code` is None, for users."""
     started: bool = True
 
     @property
     def output(self) -> str:
-        """What it wrote to stdout, then to stderr."""
+        """Its stdout, followed by its stderr."""
         return self.stdout + self.stderr
 
 
@@ -45,11 +45,11 @@ def run(
     in_child: Callable[[], None] | None = None,
     max_bytes: int = _MAX_OUTPUT_BYTES,
 ) -> Outcome:
-    """Run `argv` with closed stdin for at most `deadline_s` seconds. Never raises for what the program does.
+    """Run `argv` with empty stdin for at most `deadline_s` seconds. All failures are in the result; nothing is raised.
 
-    `in_child` is called before the child becomes the program; at most `max_bytes` are kept of each output.
+    `in_child` is called in the child before exec; at most `max_bytes` are kept of each output.
     """
-    # Files, not pipes: a grandchild that keeps a pipe open would hold us beyond the deadline.
+    # Files, not pipes: a grandchild that keeps a pipe open would delay the end of reading beyond the deadline.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             process = subprocess.Popen(
@@ -59,7 +59,7 @@ def run(
                 stderr=err,
                 env=env,
                 start_new_session=True,
-                preexec_fn=in_child,  # noqa: PLW1509 - callers that give one have one thread
+                preexec_fn=in_child,  # noqa: PLW1509 - callers that pass one have a single thread
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -80,7 +80,7 @@ def run(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the child's process group. A child stuck in the kernel is left to the kernel."""
+    """Kill the rest of the child's process group. A child in an uninterruptible system call is left behind."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

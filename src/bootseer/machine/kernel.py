@@ -1,7 +1,7 @@
-"""Probes of what the kernel offers: version, FUSE, EROFS, loop devices, overlayfs, user namespaces.
+"""Probes of kernel features: version, FUSE, EROFS, loop devices, overlayfs, user namespaces.
 
-Each one tries the thing for real where it may (`sandbox`, in a child), because a name in /proc/filesystems says neither
-that a container's seccomp filter lets it pass nor that this user may use it.
+Each feature is really used, in a child (`sandbox`), because its name in /proc/filesystems does not say whether a
+container's seccomp filter and the user's permissions allow it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from bootseer.machine import child
 from bootseer.machine.check import KERNEL, Check
 
 OLDEST = (5, 11)
-"""Unprivileged overlay mounts begin here; older kernels measure, and do little else."""
+"""The first kernel with unprivileged overlay mounts. On older kernels measuring works, and little else."""
 FILE_BACKED_EROFS = (6, 12)
+"""The first kernel that mounts EROFS from a file without a loop device."""
 RESENDS = (6, 9)
+"""The first kernel that can resend FUSE requests to a restarted daemon."""
 
 _LOG = logger(__name__)
 _SCRIPT = Path(__file__).with_name("sandbox.py")
@@ -33,7 +35,7 @@ _AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`worked`, or the step that failed. `errno` is 0 when the failure was not a system call's."""
+    """The result of a trial: `worked`, or the step that failed. `errno` is 0 if no system call failed."""
 
     worked: bool
     step: str = ""
@@ -42,19 +44,19 @@ class Trial:
 
     @property
     def forbidden(self) -> bool:
-        """The kernel can do it, this user or container may not."""
+        """Whether this user or container lacks the permission."""
         return self.errno in (errno.EPERM, errno.EACCES)
 
     @property
     def reason(self) -> str:
-        """Words for a user: the step and the error."""
+        """The step and the error, for users."""
         if self.error:
             return self.error
         return f"{self.step}: {os.strerror(self.errno)}" if self.errno else f"{self.step} did not work"
 
 
 def attempt(trial: str, *arguments: str) -> Trial:
-    """Run one trial of `sandbox`; a child that hangs or dies is a failed trial."""
+    """Run one trial of `sandbox`. A child that hangs or crashes counts as a failed trial."""
     ended = child.run([sys.executable, "-I", "-S", str(_SCRIPT), trial, *arguments], deadline_s=DEADLINE_S)
     if ended.code is None:
         return Trial(False, error=ended.error)
@@ -68,7 +70,7 @@ def attempt(trial: str, *arguments: str) -> Trial:
 
 
 def kernel_version(release: str) -> tuple[int, int] | None:
-    """Major and minor of `uname -r`; None when it is none that we know."""
+    """Major and minor version from `uname -r`; None if it cannot be parsed."""
     match = re.match(r"(\d+)\.(\d+)", release)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -94,15 +96,15 @@ def check_fuse() -> Check:
     trial = attempt("fuse")
     if trial.worked:
         is_new = (kernel_version(os.uname().release) or (0, 0)) >= RESENDS
-        again = "" if is_new else "; a killed daemon's readers get errors before Linux 6.9"
-        return Check("FUSE", "ok", f"mount works{again}", opens=opens)
+        note = "" if is_new else "; before Linux 6.9, readers get errors when a daemon is killed"
+        return Check("FUSE", "ok", f"mount works{note}", opens=opens)
     if attempt("fuse-user").worked:
         return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
     if trial.forbidden and helper and os.access("/dev/fuse", os.R_OK | os.W_OK):
         reason = f"{trial.reason}; mounts go through {Path(helper).name}"
         return Check("FUSE", "limited", Path(helper).name, reason, "", opens)
     install = f"apt-get install fuse3, or {_AS_ROOT}" if trial.forbidden else "modprobe fuse"
-    return Check("FUSE", "broken", "/dev/fuse is there", trial.reason, install, opens)
+    return Check("FUSE", "broken", "/dev/fuse exists", trial.reason, install, opens)
 
 
 def check_erofs() -> Check:
@@ -111,7 +113,7 @@ def check_erofs() -> Check:
     version = kernel_version(os.uname().release) or (0, 0)
     if mkfs is None and _knows_erofs():
         found = "in the kernel, file-backed mount " + ("likely" if version >= FILE_BACKED_EROFS else "not before 6.12")
-        reason = "not tried: there is no mkfs.erofs to make an image with"
+        reason = "not tried: mkfs.erofs, which makes the trial image, is missing"
         return Check("EROFS", "limited", found, reason, "apt-get install erofs-utils", opens)
     trial = _mount_image(mkfs) if mkfs else Trial(False, errno=errno.ENODEV)
     if trial.worked:
@@ -127,7 +129,7 @@ def check_erofs() -> Check:
 
 
 def _knows_erofs() -> bool:
-    """Whether erofs is loaded, built in or a module that a mount would load."""
+    """Whether erofs is loaded, built in, or a module that a mount would load."""
     if "erofs" in Path("/proc/filesystems").read_text().split():
         return True
     modules = Path("/lib/modules", os.uname().release)
@@ -139,12 +141,12 @@ def _knows_erofs() -> bool:
 
 
 def _mount_image(mkfs: str) -> Trial:
-    """Make a tiny image and mount it. A file on tmpfs cannot be mounted, so a second place is tried."""
-    trial = Trial(False, error="no folder for a trial image")
-    for place in dict.fromkeys(("/var/tmp", tempfile.gettempdir())):  # noqa: S108 - mkdtemp makes a private folder
-        if not os.access(place, os.W_OK):
+    """Make a tiny image and mount it. A file on tmpfs cannot be mounted, so two folders are tried."""
+    trial = Trial(False, error="no writable folder for a trial image")
+    for parent in dict.fromkeys(("/var/tmp", tempfile.gettempdir())):  # noqa: S108 - mkdtemp makes a private folder
+        if not os.access(parent, os.W_OK):
             continue
-        folder = Path(tempfile.mkdtemp(prefix="bootseer-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix="bootseer-", dir=parent))
         try:
             (folder / "source").mkdir()
             (folder / "point").mkdir()
@@ -193,13 +195,13 @@ def check_overlayfs() -> Check:
 
 
 def check_overlay_layers() -> Check:
-    name, opens = "overlay layers", ("images of very many layers",)
+    name, opens = "overlay layers", ("images with very many layers",)
     trial = attempt("layers")
     if trial.worked:
         return Check(name, "ok", "added one by one", opens=opens)
     if trial.forbidden:
         return Check(name, "limited", "not for this user", trial.reason, _AS_ROOT, opens)
-    reason = f"{trial.reason}: layers are named in one page of options, some dozens fit"
+    reason = f"{trial.reason}: all layers' names must fit into one page of options, which some dozens do"
     return Check(name, "limited", "as one option", reason, "a kernel of 6.7 or later", opens)
 
 
@@ -207,7 +209,7 @@ def check_user_namespaces() -> Check:
     opens = ("capture and mounts without root",)
     trial = attempt("userns")
     if trial.worked:
-        return Check("user namespaces", "ok", "an ordinary user can make them", opens=opens)
+        return Check("user namespaces", "ok", "ordinary users can create them", opens=opens)
     for switch, off, on in (
         ("kernel/unprivileged_userns_clone", "0", "sysctl kernel.unprivileged_userns_clone=1"),
         ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl kernel.apparmor_restrict_unprivileged_userns=0"),

@@ -1,7 +1,6 @@
-"""All checks of this machine, side by side, each within its deadline.
+"""Run all probes of this machine in parallel, with a deadline, for `bootseer doctor`.
 
-`run_checks` is the engine of `bootseer doctor`. A probe that raises or hangs becomes a `broken` check: the doctor
-never falls ill itself.
+A probe that raises or hangs gives a `broken` check.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from bootseer.machine.check import KERNEL, PYTHON, SPOOL, Check
 Probe = tuple[str, Callable[[], Check]]
 
 DEADLINE_S = programs.TORCH_DEADLINE_S + 5.0
-"""For all probes together; the slowest one has its own, shorter deadline."""
+"""For all probes together. The slowest one has a shorter deadline of its own."""
 
 
 def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
-    """Every check, in the order in which they are shown. `spool` is the folder that events would go to.
-
-    `more` are probes of parts above this one.
-    """
+    """All checks, in the order of the output. `spool` is the folder for events. `more` are probes of higher layers."""
     return run_probes(
         [
             (KERNEL, kernel.check_kernel),
@@ -53,11 +49,11 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
 
 
 def run_probes(probes: Sequence[Probe], deadline_s: float) -> list[Check]:
-    """Run `probes` at the same time and answer for each after `deadline_s` seconds at the latest."""
+    """Run `probes` in parallel. Returns one check for each, after at most `deadline_s` seconds."""
     answers: dict[str, Check] = {}
     threads = []
     for name, probe in probes:
-        # Daemons: a probe that hangs in the kernel (a dead NFS server) must not hold the exit of the program.
+        # Daemon threads: a probe that hangs in the kernel (a dead NFS server) must not block the program's exit.
         thread = threading.Thread(target=_answer, args=(name, probe, answers), name=f"probe {name}", daemon=True)
         thread.start()
         threads.append(thread)
@@ -71,5 +67,5 @@ def run_probes(probes: Sequence[Probe], deadline_s: float) -> list[Check]:
 def _answer(name: str, probe: Callable[[], Check], answers: dict[str, Check]) -> None:
     try:
         answers[name] = probe()
-    except Exception as error:  # whatever a probe meets is an answer about this machine
+    except Exception as error:  # a failed probe is a finding, too
         answers[name] = Check(name, "broken", "", f"the probe failed: {type(error).__name__}: {error}")

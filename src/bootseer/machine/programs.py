@@ -1,6 +1,6 @@
-"""Probes of programs: runc and crun, mkfs.erofs, Java, Python and PyTorch, and of the modules that speak to HDFS.
+"""Probes of programs (runc and crun, mkfs.erofs, Java, Python), PyTorch, and the clients for HDFS and buckets.
 
-A program counts as there when it answered its version in time, not when a file of its name exists.
+A program counts as installed only if it prints its version in time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from bootseer.machine.check import PYTHON, Check, Status
 
 _DEADLINE_S = 8.0
 HDFS_MODULES = ("hdfs_native", "google_crc32c", "numpy")
-"""What the extra `hdfs` brings."""
+"""The modules of the extra `hdfs`."""
 TORCH_DEADLINE_S = 20.0
-"""A cold `import torch` from a slow disk takes this long; longer is a finding in itself."""
+"""A first `import torch` from a slow disk takes this long; more than that is a finding."""
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 
-# The version comes first and by itself: it is known even when the import then hangs.
-# Not from the working folder, where any user may have put a `torch.py`: the doctor is often root.
+# Prints the version before the import, which may hang. The working folder is removed from the path: any user could have
+# put a `torch.py` there, and the doctor often runs as root.
 _ASK_TORCH = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
@@ -45,23 +45,23 @@ print("cuda", torch.version.cuda or "none", flush=True)
 
 
 def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, opens: tuple[str, ...]) -> Check:
-    """Whether the program is on PATH (or at that path) and tells a version that `pattern` finds."""
-    program, question = argv
+    """Check a program by its output for `argv`, in which `pattern` finds the version."""
+    program, option = argv
     path = shutil.which(program)
     if path is None:
         return Check(name, "missing", "", f"no {Path(program).name} on PATH", install, opens)
-    answer = child.run([path, question], deadline_s=_DEADLINE_S)
+    answer = child.run([path, option], deadline_s=_DEADLINE_S)
     found = re.search(pattern, answer.output)
     if found:
         return Check(name, "ok", found[1], opens=opens)
-    reason = answer.error or f"{Path(program).name} {question} ended with code {answer.code} and told no version"
+    reason = answer.error or f"{Path(program).name} {option} ended with code {answer.code} and printed no version"
     return Check(name, "broken", "", reason, install, opens)
 
 
 def check_runtimes() -> Check:
-    """The programs that start containers: one is enough."""
+    """The container runtimes: one is enough."""
     name, opens = "runc or crun", ("run --image, image run",)
-    install = "apt-get install runc crun, or put the static program of a release of one into a folder of PATH"
+    install = "apt-get install runc crun, or put a released static binary of one into a folder of PATH"
     checks = [
         _version(program, (program, "--version"), pattern=rf"{program} version (\S+)", install=install, opens=opens)
         for program in ("runc", "crun")
@@ -74,8 +74,8 @@ def check_runtimes() -> Check:
 
 
 def check_mkfs_erofs() -> Check:
-    # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
-    opens = ("trying EROFS, which also works without it",)
+    # Versions before 1.6 do not know the option and print their help, which also contains the version.
+    opens = ("the trial mount of EROFS; BootSeer writes EROFS without it",)
     pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
     install = "apt-get install erofs-utils"
     return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)
@@ -88,14 +88,14 @@ def check_java() -> Check:
 
 
 def check_hdfs() -> Check:
-    """The client of this Python; a Hadoop of its own is not needed, only the cluster's addresses."""
+    """The HDFS client in this Python. No Hadoop installation is needed, only the cluster's addresses."""
     install, opens = "pip install 'bootseer[hdfs]'", ("checkpoints, images and environments in hdfs://",)
     missing = [module for module in HDFS_MODULES if importlib.util.find_spec(module) is None]
     if missing:
         return Check("HDFS", "missing", "", f"Python has no module {missing[0]}", install, opens)
     settings = os.environ.get("HADOOP_CONF_DIR", "")
     if settings and not Path(settings).is_dir():
-        reason = "HADOOP_CONF_DIR names no folder: names of services are not known, addresses are"
+        reason = "HADOOP_CONF_DIR is not a folder: only addresses work, not names of services"
         return Check("HDFS", "limited", settings, reason, "name the folder with core-site.xml", opens)
     found = f"hdfs-native {importlib.metadata.version('hdfs-native')}"
     return Check("HDFS", "ok", f"{found}, settings in {settings}" if settings else found, opens=opens)
@@ -119,7 +119,7 @@ def check_python() -> Check:
 
 
 def check_torch() -> Check:
-    """PyTorch of the `python3` on PATH: the one that a job would start with, which need not be ours."""
+    """PyTorch in the `python3` on PATH, which a job would use; it need not be the Python that runs BootSeer."""
     name, opens = "PyTorch", ("stages inside the training process", "checkpoint read into tensors")
     install = "pip install torch, in the environment that the job runs in"
     python = shutil.which("python3")
@@ -132,7 +132,7 @@ def check_torch() -> Check:
         return Check(name, "ok", f"{facts['version']}, {cuda}, {facts['gpus']} GPUs", opens=opens)
     if answer.code == 3:
         return Check(name, "missing", "", "python3 on PATH has no torch", install, opens)
-    # The last line of a traceback is the reason; without one the code has to do.
+    # The last line of a traceback is the reason.
     last = answer.output.strip().rpartition("\n")[2][:200]
     reason = answer.error or (last if "Error" in last else f"import torch ended with code {answer.code}")
     return Check(name, "broken", facts.get("version", ""), f"import torch: {reason}", install, opens)

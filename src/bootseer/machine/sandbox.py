@@ -1,9 +1,8 @@
-"""Try namespaces and mounts for real, inside a process that is thrown away.
+"""Try namespaces and mounts in a short-lived process.
 
-Run as a script by `kernel`, never imported by other parts: `python -I -S sandbox.py TRIAL [ARGUMENT...]`. Everything
-happens in mount and user namespaces of this process, so that its end undoes all of it, however it ends. Prints one
-JSON object: `{"step": "", "errno": 0}` when the trial worked, else the step that failed and its error number.
-Must not know: bootseer. Only the standard library is there, without site-packages.
+Run as a script by `kernel`, never imported: `python -I -S sandbox.py TRIAL [ARGUMENT...]`. All mounts are in namespaces
+of this process and end with it. Prints one JSON object: `{"step": "", "errno": 0}` if the trial worked, else the step
+that failed and its error number. Imports only the standard library: site-packages are not on the path.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctype
 
 
 class StepError(Exception):
-    """A step did not work."""
+    """A step of the trial failed."""
 
     def __init__(self, step: str, number: int) -> None:
         super().__init__(step)
@@ -54,12 +53,12 @@ def enter_mount_namespace() -> None:
 
 
 def enter_user_namespace() -> None:
-    """As root this first becomes nobody: what root may do says nothing about the users."""
+    """Root becomes the user nobody first, because the trial is about ordinary users."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        # A change of user makes /proc/self/uid_map root's own again.
+        # After a change of user, /proc/self/uid_map belongs to root unless the process is dumpable.
         check("prctl", _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
     uid, gid = os.geteuid(), os.getegid()
     check("unshare user namespace", _libc.unshare(CLONE_NEWUSER))
@@ -73,7 +72,7 @@ def enter_user_namespace() -> None:
 
 
 def scratch() -> Path:
-    """An empty tmpfs that only this process sees."""
+    """A new tmpfs in this process's mount namespace."""
     folder = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
     mount("tmpfs", "bootseer", folder, "size=1m")
     return Path(folder)
@@ -90,7 +89,7 @@ def try_fuse() -> None:
         raise StepError("open /dev/fuse", error.errno or 0) from None
     target = scratch() / "point"
     target.mkdir()
-    # The mount waits for no answer of a server; it ends with this namespace, which no other process is in.
+    # mount(2) does not wait for a FUSE server.
     mount("fuse", "bootseer", str(target), f"fd={device},rootmode=40000,user_id=0,group_id=0")
     check("umount", _libc.umount2(os.fsencode(target), 2))
 
@@ -111,7 +110,7 @@ def try_overlay(options: str = "") -> None:
 
 
 def try_overlay_layers() -> None:
-    """Add lower layers one by one (`lowerdir+`): their number and the length of their names are not bounded then."""
+    """Add lower layers one by one (`lowerdir+`), without the limit of one page for all their names."""
     folder = scratch()
     for name in ("one", "two"):
         (folder / name).mkdir()

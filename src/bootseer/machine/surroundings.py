@@ -1,4 +1,4 @@
-"""Probes of what surrounds a run: the terminal, the spool folder, files that describe devices, the clock."""
+"""Probes of the environment of a run: terminal, spool folder, CDI files, clock."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bootseer.machine.check import SPOOL, Check
 from bootseer.units import format_bytes
 
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
-"""Where container engines look for files that describe devices; a later folder outranks an earlier one."""
+"""Where container engines look for CDI files; later folders have precedence."""
 _ENOUGH_BYTES = 64 * 1024**2
-"""A startup writes some 100 kB per rank; below this the disk is about to be full anyway."""
+"""A startup writes some 100 kB per rank, but with less free space than this the disk is nearly full."""
 
 _STA_UNSYNC = 0x40
 _TIMEX_BYTES = 256
-"""struct timex has 208 bytes on 64-bit Linux; the rest is room for kernels to come."""
+"""struct timex has 208 bytes on 64-bit Linux; the rest is reserve for later kernels."""
 
 
 def check_terminal() -> Check:
@@ -37,20 +37,21 @@ def check_terminal() -> Check:
 
 
 def check_spool(folder: Path) -> Check:
-    """Whether `folder` takes files. One that is not there yet is judged by the folder it would be made in."""
+    """Whether files can be written to `folder`, or, if it does not exist yet, to its nearest existing parent."""
     opens = ("measuring: events of each process",)
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        return Check(SPOOL, "broken", str(folder), f"{place} is not a folder", "name another one with --spool", opens)
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing} is not a folder"
+        return Check(SPOOL, "broken", str(folder), reason, "name another one with --spool", opens)
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0" * 4096)
             file.flush()
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(existing).free
     except OSError as error:
-        reason = f"{place}: {os.strerror(error.errno or 0)}"
+        reason = f"{existing}: {os.strerror(error.errno or 0)}"
         return Check(SPOOL, "broken", str(folder), reason, "name another one with --spool", opens)
     found = f"{folder}, {format_bytes(free)} free"
     if free < _ENOUGH_BYTES:
@@ -59,7 +60,7 @@ def check_spool(folder: Path) -> Check:
 
 
 def check_devices(folders: Sequence[Path] = CDI_FOLDERS) -> Check:
-    """Whether files of the Container Device Interface describe this machine's GPUs."""
+    """Whether there are CDI files."""
     name, opens = "CDI", ("image run --gpus: GPUs in containers",)
     files = []
     for folder in folders:
@@ -73,11 +74,11 @@ def check_devices(folders: Sequence[Path] = CDI_FOLDERS) -> Check:
 
 
 def check_clock() -> Check:
-    """What the kernel says of its synchronisation (adjtimex), whichever daemon does it."""
+    """The clock's synchronisation as known to the kernel (adjtimex), by any daemon."""
     name, opens = "clock", ("tight comparison of nodes",)
     buffer = ctypes.create_string_buffer(_TIMEX_BYTES)  # modes = 0: read only
     if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
-        return Check(name, "limited", "", "the kernel does not tell whether it is synchronised", "", opens)
+        return Check(name, "limited", "", "the kernel does not report whether it is synchronised", "", opens)
     # modes, offset, freq, maxerror, esterror, status; the man page adjtimex(2) has the layout.
     _, _, _, max_error_us, _, status = struct.unpack_from("=I4xqqqqi", buffer)
     if status & _STA_UNSYNC:

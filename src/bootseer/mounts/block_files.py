@@ -1,7 +1,7 @@
-"""What the daemon of a lazy mount serves: block files, from the node's cache and their origins.
+"""The content of a lazy mount's daemon: block files, read from the node's cache and their origins.
 
-`BlockFileService` is the `open` of a `DaemonSpec`. It opens everything inside the daemon, because neither cache leases
-nor connections survive a fork.
+`BlockFileService` is the `open` of a `DaemonSpec`. It opens everything in the daemon, because cache leases and
+connections do not survive a fork.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bootseer.store.store import Store
 _SYNC_S = 30.0
 """After a machine crash at most the blocks of this many seconds are fetched again."""
 _START_S = 900.0
-"""A startup whose end was not reported is taken for over by then."""
+"""A startup whose end was not reported counts as ended after this time."""
 HotBlocks = Callable[[], Iterable[tuple[str, int]]]
 """The blocks that earlier startups needed, as file identity and block, the earliest first."""
 MakeTree = Callable[[Fetcher, Sequence[LazyFile], OnError], Tree]
@@ -71,8 +71,8 @@ class BlockFileService:
         """Open cache, origins and fetcher. Raises their errors."""
         source = _OpenBlockFiles(self, on_error)
         try:
-            shown = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
-            tree = self.make_tree(source.fetcher, shown, on_error)
+            files = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
+            tree = self.make_tree(source.fetcher, files, on_error)
         except BaseException:
             source.close()
             raise
@@ -121,7 +121,7 @@ class _OpenBlockFiles:
             raise
 
     def run_background(self) -> None:
-        """Prefetch what earlier startups needed, later the rest; sync the cache periodically until the end."""
+        """Prefetch the blocks of earlier startups, then the rest; sync the cache periodically until the end."""
         wanted: list[tuple[int, int]] = []
         if self._spec.load_hot_blocks is not None:
             numbers = {identity: number for number, identity in enumerate(self._identities)}
@@ -129,9 +129,9 @@ class _OpenBlockFiles:
                 (numbers[identity], block) for identity, block in self._spec.load_hot_blocks() if identity in numbers
             ]
             self.fetcher.prefetch(wanted)
-        # Before training begins, fetching the rest would take bandwidth from what the startup waits for: its own
-        # checkpoint, other nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight without a
-        # record ten minutes.
+        # The rest waits until training begins, because it would take bandwidth from what startups wait for: this
+        # node's checkpoint, other nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight
+        # without a record ten minutes.
         if self.recorder is None:
             self.startup_ended.set()
         over_s = time.monotonic() + _START_S

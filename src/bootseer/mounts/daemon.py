@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 _NAME = "bootseer-mount"
-"""What `ps` and `top` show, so that the daemon is not mistaken for the program that started it."""
+"""Process name in `ps` and `top`; without it the daemon would have the name of the program that started it."""
 _GRACE_S = 1.0
 _DETACH_S = 2.0
 _END_S = 20.0
@@ -58,10 +58,10 @@ class Daemon:
         self._ask("began")
 
     def detach(self, *, force: bool) -> bool:
-        """Unmount lazily and stop prefetching; the daemon ends when its files are unused. Whether it has ended.
+        """Unmount lazily and stop prefetching; the daemon ends when its files are unused. Returns whether it has ended.
 
-        The kernel uses files of layers for a moment after their unmount, and for as long as another mount namespace has
-        copies of the mounts. Waits for that moment only; with `force` the daemon is then ended anyway.
+        The kernel uses a layer's files for a moment after the unmount, and for as long as another mount namespace has a
+        copy of the mount. Waits `_DETACH_S` for that; with `force` the daemon is then ended anyway.
         """
         try:
             self._ask("leave")
@@ -77,7 +77,7 @@ class Daemon:
         """Unmount, finish pending writes, and end the daemon; returns its report of the writes.
 
         Raises `PermanentError` while its files are in use, unless `force`: then programs that use them get errors. A
-        daemon that is not done after `timeout_s` is killed. An exception from `waiting` only ends the wait.
+        daemon that has not ended after `timeout_s` is killed. An exception from `waiting` only ends the wait.
         """
         deadline = time.monotonic() + timeout_s
         reply: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """The kernel's mount interface: fsopen(2) and related calls, bind mounts, mount namespaces, and the mount table.
 
-The new calls report in words why a mount failed, take options one at a time instead of one page for all, and return a
-descriptor of a detached mount. Linux 5.2 or newer.
+Unlike mount(2), these calls report why a mount failed as text, take options one at a time instead of in one page, and
+return a descriptor of a detached mount. Linux 5.2 or newer.
 """
 
 from __future__ import annotations
@@ -202,13 +202,13 @@ def parse(line: bytes) -> Mount:
 
 
 def _unescape(word: bytes) -> str:
-    """Decode blanks and other characters that mountinfo writes as \\ooo."""
+    """Decode blanks and other characters that mountinfo escapes as \\ooo."""
     return os.fsdecode(word.decode("unicode_escape").encode("latin-1") if b"\\" in word else word)
 
 
 def visible(rows: Sequence[Mount]) -> list[Mount]:
-    """The mounts that paths can reach, the root first and parents before children: only the topmost of stacked mounts,
-    and none below a path that was mounted over later. Empty when the process's root is not a mount (a chroot)."""
+    """The mounts that paths can reach, parents before children: only the topmost of stacked mounts, and no mount whose
+    path was mounted over later. Empty if the process's root is not a mount (a chroot)."""
     children: dict[int, list[Mount]] = {}
     for row in rows:
         children.setdefault(row.parent, []).append(row)

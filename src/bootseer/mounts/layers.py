@@ -81,7 +81,7 @@ def mount_overlay(
     """Stack folders with overlayfs: the first of `lowers` is the lowest.
 
     Writable with `upper` and `work` (an empty folder on the same file system), else read-only. overlayfs needs two
-    layers, so a single one without `upper` is bind mounted: its whiteouts, which hide nothing, show as devices 0/0.
+    layers, so a single one without `upper` is bind mounted: its whiteouts, which hide nothing, appear as devices 0/0.
     `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `volatile`: neither unmount nor fsync
     sync the file system of `upper`. `one_option`: one mount option per layer (Linux 6.7) where the kernel has it.
     """
@@ -126,7 +126,7 @@ def copy_attributes(source: Path | str, upper: Path) -> None:
 
 @contextlib.contextmanager
 def short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
-    """Names that fit into one mount option: a folder's path, or the path of a descriptor in /proc."""
+    """A name for each folder that can be a mount option's value: its path, or the path of a descriptor in /proc."""
     names, opened = [], []
     try:
         for folder in folders:

@@ -1,6 +1,6 @@
-"""Choose how to mount block files on this machine: the methods best first, and why the better ones do not work.
+"""Choose the best method to mount block files on this machine, with the reasons why better ones do not work.
 
-Decides and touches nothing. The facts come from an attempt to mount or from the doctor's probes.
+No I/O: the facts come from an attempt to mount or from the doctor's probes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class MountMethod(Enum):
-    """How layers are shown as one file tree. The value is its name in reports."""
+    """How layers become one file tree, the best method first. The value is the method's name in reports."""
 
     EROFS_FILE = "EROFS from files"
     """The kernel mounts EROFS directly from files: complete ones, or those that FUSE serves."""
@@ -24,7 +24,7 @@ class MountMethod(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What this process can do on this machine: for each capability "", or the reason why it is missing."""
+    """Facilities of this process on this machine: "" for one that works, else the reason why it does not."""
 
     mount: str = ""
     """Mount in the initial namespace, as root there."""
@@ -35,12 +35,12 @@ class Facts:
     loop: str = ""
     overlay: str = ""
     user_overlay: str = ""
-    """Overlay in a user namespace; the same as `overlay` for root, which needs no namespace."""
+    """Overlay in a user namespace; equal to `overlay` for root, which needs no namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen method, and each better one with the first capability that it lacks."""
+    """The chosen method, and each better method with the reason why it does not work."""
 
     method: MountMethod
     refused: tuple[tuple[MountMethod, str], ...]
@@ -54,7 +54,7 @@ _NEEDS: tuple[tuple[MountMethod, tuple[str, ...]], ...] = (
 
 
 def choose(facts: Facts, *, complete: bool = False) -> Choice:
-    """The best method. `complete` layers are on the disk already and need no FUSE to serve them."""
+    """The best method. `complete`: all layers are on the disk, so that EROFS needs no FUSE."""
     refused: list[tuple[MountMethod, str]] = []
     for method, needs in _NEEDS:
         unneeded = "fuse" if complete and method != MountMethod.FUSE_TREE else ""

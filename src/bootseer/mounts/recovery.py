@@ -30,7 +30,7 @@ from bootseer.mounts.serve import DaemonSpec, catch_signals, protect_from_oom, s
 
 _LOG = logs.logger(__name__)
 _DEATHS, _WITHIN_S = 3, 60.0
-"""After so many deaths within so many seconds the cause is taken for permanent: readers get errors."""
+"""After this many deaths within this many seconds, it is not restarted again: readers get errors."""
 _REOPEN_S = 20.0
 _READY: Final = b"m"
 
@@ -87,7 +87,8 @@ def _serve(
 
 
 def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | None) -> tuple[int | None, int, bool]:
-    """Wait for the child to end: the FUSE descriptor, if there is one, its wait status, and whether it was asked to."""
+    """Wait for the child to end. Returns the FUSE descriptor, if any, the wait status, and whether a stop was
+    requested."""
     stop_requested = False
     handle = os.pidfd_open(child)
     watched: list[int | socket.socket] = [handle, link, wake]

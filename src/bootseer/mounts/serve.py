@@ -31,9 +31,9 @@ OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
 """How long the thread that answers the kernel may wait for another thread to release the interpreter lock."""
 _OOM_SCORE = "-500"
-"""When memory runs out, the kernel should kill processes that do not break all readers of an image."""
+"""Lowers the risk that the OOM killer chooses the daemon, whose death fails all readers of an image."""
 _BUSY_S = 2.0
-"""The kernel releases files a moment after their last use: EBUSY counts only after this."""
+"""The kernel releases files a moment after their last use, so an unmount that fails with EBUSY is retried this long."""
 _HAND_OVER_S = 10.0
 """How long shutdown waits for the record to be handed over. It stays on the disk in any case."""
 _LOG = logs.logger(__name__)
@@ -50,20 +50,20 @@ class Recorder(Protocol):
 
 
 class Source(Protocol):
-    """What the daemon serves from."""
+    """The resources of what the daemon serves."""
 
     def close(self) -> None:
         """Stop all work."""
 
 
 Mount = Callable[[Path, str, OnError, int | None], Session]
-"""Mounts what is served: on a folder, with a label for the mount table, and a callback for errors. Given the FUSE
-descriptor of a mount whose daemon died, it continues serving that one."""
+"""Mounts on a folder, with a label for the mount table and a callback for errors. With the FUSE descriptor of a mount
+whose daemon died, it takes over that mount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What `DaemonSpec.open` made inside the daemon."""
+    """The result of `DaemonSpec.open` in the daemon."""
 
     source: Source
     mount: Mount
@@ -77,7 +77,7 @@ class Served:
     on_startup_end: Callable[[], None] = lambda: None
     """Called when the end of the startup is reported."""
     stop_prefetch: Callable[[], None] = lambda: None
-    """Called on a lazy unmount: from now on fetch only what readers ask for."""
+    """Called on a lazy unmount: from now on blocks are fetched on demand only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +172,14 @@ def send_message(pipe: int, message: dict[str, object]) -> bool:
 
 
 def catch_signals() -> socket.socket:
-    """Signals arrive as bytes on the returned socket: no handler interrupts other code."""
+    """Redirect signals to the returned socket, as bytes, so that no handler interrupts other code."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    # Neither a closed terminal nor a broken pipe may end what others read from.
+    # A closed terminal or a broken pipe must not end a daemon that other processes read from.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     return ours

@@ -6,8 +6,8 @@ and are reused. An overlay holds its own references to its layers: unmounting on
 harmless, the next image mounts it again.
 
     <runtime>/layers/<identity>         the mount point
-    <runtime>/layers/<identity>.lock    flock during mount and unmount; mtime: last use; content: which version of
-                                        which file is mounted
+    <runtime>/layers/<identity>.lock    flock during mount and unmount; mtime: last use; content: device, inode, size
+                                        and times of the mounted file
 
 The data is pinned in the cache for as long as the mount exists.
 """

@@ -4,8 +4,8 @@
     <runtime>/mounts/<id>/...           mount points, control socket and log of that mount
     <runtime>/layers/...                see `shared_layers`
 
-The kernel is the authority on mounts and processes; these files only say where to look, so that a mount can be found,
-used and removed after the process that made it was killed.
+Whether a mount or process exists is always read from the kernel. These files only record where to look, so that a mount
+can be found, used and removed after the process that made it was killed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class MountState:
     id: str
     target: str
     what: str
-    """Name of the image, snapshot or checkpoint, for people."""
+    """Name of the image, snapshot or checkpoint, for messages."""
     boot: str
-    """The boot id of the kernel under which it was made."""
+    """The kernel's boot id at the time of the mount."""
     layers: tuple[str, ...] = ()
     """Identities of its block files."""
     daemon: ProcessId | None = None
     owner: ProcessId | None = None
-    """The process in whose mount namespace it is, and with which it ends; None for one visible to all processes."""
+    """The process whose private mount namespace has the mount, which ends with it; None: visible on the host."""
     made_s: float = 0.0
     """Seconds since 1970."""
     details: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Runtime:
                 yield _read(folder)
 
     def is_mounting(self) -> bool:
-        """Whether a process may be mounting right now: what it uses is in no record yet and must not be removed."""
+        """Whether a process may be mounting now. What it uses is not recorded yet, and must not be removed."""
         for folder in self.mounts.iterdir():
             with contextlib.suppress(OSError):
                 if _is_unrecorded(folder) and not _is_abandoned(folder):
@@ -128,7 +128,7 @@ class Runtime:
         return max(alive or found, key=lambda state: state.made_s, default=None)
 
     def health(self, state: MountState) -> Health:
-        """Whether the mount exists. Does not access it, so that a dead one cannot block."""
+        """Whether the mount exists. Does not access the mount, because a dead one would block."""
         if state.boot != self.boot:
             return "gone"
         daemon_lives = state.daemon is None or state.daemon.alive
@@ -157,8 +157,8 @@ class Runtime:
     def remove_stale(self) -> list[MountState]:
         """Remove the records and folders of all mounts that are gone; returns these mounts.
 
-        A mount that exists and whose daemon is dead is left alone: the user may want to know. A folder without a record
-        belongs to a process that is mounting; after ten minutes it is taken for the rest of a killed one.
+        A mount that exists although its daemon is dead is kept, so that the user can see it. A folder without a record
+        belongs to a process that is mounting, or, after ten minutes, was left by a killed one.
         """
         removed = []
         for state in list(self.all()):

@@ -1,13 +1,13 @@
-"""What lazy mounts show through FUSE: block files as they are, or the file trees inside EROFS block files.
+"""The FUSE trees of lazy mounts: block files themselves, or the file trees in EROFS block files.
 
-`LazyFiles` is one folder with a file per block file. The kernel mounts EROFS from these, so it handles names and inodes
-itself and requests only blocks. Where the kernel cannot mount EROFS, `MergedTree` shows several layers as one tree, as
-overlayfs would: a lookup costs one request instead of one per layer, and nothing but FUSE needs to be mounted.
-`layer_tree` shows one layer with its whiteouts and opaque folders, for an overlay in a user namespace.
+`LazyFiles` is one folder with a file per block file. The kernel mounts EROFS from these files, so it handles names and
+inodes itself and requests only blocks. Where the kernel cannot mount EROFS, `MergedTree` serves several layers as one
+tree, merged as by overlayfs: a lookup costs one request instead of one per layer, and only FUSE needs to be mounted.
+`layer_tree` serves one layer with its whiteouts and opaque folders, for an overlay in a user namespace.
 
 All metadata and folders of EROFS files are read before the mount, because methods of a tree must not block; file
-contents are read on demand. Owners that the reader's user namespace does not map would make files inaccessible, so they
-are replaced.
+contents are read on demand. Owners that the user namespace does not map would make files inaccessible, so they are
+replaced by the current user.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KINDS = {
 
 
 class LazyFile(NamedTuple):
-    """A file as it is shown: `number` is its number in the fetcher."""
+    """A served file; `number` is its number in the fetcher."""
 
     name: str
     size_bytes: int
@@ -58,7 +58,7 @@ class LazyFile(NamedTuple):
 
 
 class LazyFiles:
-    """A tree of one folder. Immutable: safe for any thread."""
+    """A tree of one folder. Immutable and thread-safe."""
 
     def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
         self._source = source
@@ -100,7 +100,7 @@ class LazyFiles:
 def start_read(
     source: Fetcher, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
 ) -> Cancel | None:
-    """Begin a read. A failure is EIO for the reader and a line in the log."""
+    """Begin a read. A failure is answered with EIO and logged."""
 
     def done(result: Data | BootseerError) -> None:
         if isinstance(result, BootseerError):
@@ -114,7 +114,7 @@ def start_read(
 
 
 class ErofsTree:
-    """The tree of one EROFS image. Inode 1 is its root; other inodes are the image's own, offset by 2."""
+    """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2."""
 
     def __init__(self, source: Fetcher, file: LazyFile, on_error: OnError) -> None:
         """Read all metadata, blocking. Raises `CorruptError` for an invalid image."""
@@ -175,9 +175,9 @@ class ErofsTree:
         return start_read(self._source, self._file.number, at, length, reply, self._on_error)
 
     def _load_folders(self) -> None:
-        waiting, seen = [self._root], {self._root}
-        while waiting:
-            folder = self._reader.inode(waiting.pop())
+        pending, seen = [self._root], {self._root}
+        while pending:
+            folder = self._reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
             for at in range(folder.place * BLOCK, (folder.place + blocks) * BLOCK, BLOCK):
                 self._folders[at] = bytes(self._source.read_blocking(self._file.number, at, BLOCK))
@@ -188,7 +188,7 @@ class ErofsTree:
                     if entry.number in seen:
                         raise CorruptError(f"{self._file.name}: a folder has two names")
                     seen.add(entry.number)
-                    waiting.append(entry.number)
+                    pending.append(entry.number)
 
     def _inode(self, tree_inode: int) -> Inode:
         return self._reader.inode(self._root if tree_inode == 1 else tree_inode - 2)
@@ -223,15 +223,15 @@ class ErofsTree:
 def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> ErofsTree:
     """The tree of the only file in `files`, with overlay xattrs in the form that user namespaces use."""
     if len(files) != 1:
-        raise UsageError(f"{len(files)} layers", hint="a single one is shown as it is; several are merged")
+        raise UsageError(f"{len(files)} layers instead of one", hint="several are served by MergedTree")
     return ErofsTree(source, files[0], on_error)
 
 
 class MergedTree:
-    """The merged tree of an image; the first of `files` is its lowest layer. Whiteouts and opaque marks take effect.
+    """The merged tree of an image, with whiteouts and opaque folders applied; the first of `files` is the lowest layer.
 
-    An inode number encodes the layer and the inode there. Only merged folders are numbered in order of discovery; their
-    numbers live as long as the tree. All methods run on the session's one thread.
+    An inode number encodes the layer and its inode. Only merged folders are numbered in order of discovery, and keep
+    their numbers. All methods run on the session's one thread.
     """
 
     def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
@@ -282,7 +282,7 @@ class MergedTree:
         return self._layers[layer].read(number, offset, length, reply)
 
     def _child_parts(self, parents: Sequence[Part], name: bytes) -> tuple[Part, ...]:
-        """What a name shows: a file, or a folder with those that it merges with; empty when it is deleted."""
+        """The visible inodes of a name: a file, or a folder and those merged with it; empty if it is deleted."""
         found: list[Part] = []
         for layer, number in parents:
             child = self._layers[layer].lookup(number, name)
@@ -298,7 +298,7 @@ class MergedTree:
         return self._visible_parts(found) if found else ()
 
     def _visible_parts(self, folders: Sequence[Part]) -> tuple[Part, ...]:
-        """The folders from the top down to the first opaque one."""
+        """The folders from the uppermost down to the first opaque one, which hides those below it."""
         for place, (layer, number) in enumerate(folders):
             if self._layers[layer].xattrs(number).get(_OPAQUE) == b"y":
                 return tuple(folders[: place + 1])
