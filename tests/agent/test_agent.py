@@ -122,7 +122,7 @@ def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(
         capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
     )  # fmt: skip
     assert elsewhere.returncode == 2
-    assert f"an agent with another runtime folder looks after {env['BOOTSEER_CACHE']}" in elsewhere.stderr
+    assert f"an agent with another runtime folder cleans up {env['BOOTSEER_CACHE']}" in elsewhere.stderr
     assert said(env)["pid"] == first.pid
     first.kill()
     first.wait(_DEADLINE_S)

@@ -286,7 +286,7 @@ def test_what_an_image_cannot_hold_is_refused_by_name(attributes: Attributes, ta
 def test_an_image_cannot_be_finished_inside_a_file() -> None:
     writer = ErofsWriter(_Nowhere())
     writer.write(b"half")
-    with pytest.raises(PermanentError, match="middle of a file"):
+    with pytest.raises(PermanentError, match="without the end of its last file"):
         writer.finish()
 
 

@@ -211,10 +211,12 @@ def test_calls_wait_on_a_passed_socket_while_no_snapshotter_runs(node: Node) -> 
         assert len(pods) == 11
 
 
-@pytest.mark.parametrize(("number", "wrong"), [("2", "LISTEN_FDS=2"), ("1", "no socket"), ("1", "has no path")])
+@pytest.mark.parametrize(
+    ("number", "wrong"), [("2", "LISTEN_FDS=2"), ("1", "not a socket"), ("1", "passed no Unix socket")]
+)
 def test_a_passed_socket_that_is_none_is_one_line(tmp_path: Path, number: str, wrong: str) -> None:
     with socket.socket() as inet, (tmp_path / "file").open("w") as file:
-        given = inet if "path" in wrong else file
+        given = inet if "Unix" in wrong else file
         words = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--root", str(tmp_path / "root")]
         script = f'exec 3<&{given.fileno()} && LISTEN_FDS={number} LISTEN_PID=$$ exec "$@"'
         command = ["bash", "-c", script, "bash", *words]

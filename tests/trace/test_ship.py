@@ -197,7 +197,7 @@ def test_answers_decide_when_the_next_request_comes(tmp_path, link):
         ("ftp://x", {}, "not the address"),
         ("http://user:secret@host", {}, "not the address"),
         ("http://h", {"BOOTSEER_SERVICE_TOKEN_FILE": "/nonexistent"}, "cannot be read"),
-        ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "is not a token"),
+        ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "has characters that a token cannot have"),
     ],
 )
 def test_an_address_or_token_that_cannot_be_used_is_told(url, env, said):

@@ -1,8 +1,8 @@
 """The agent of a node: keeps the cache within its limit, cleans up after killed processes, and reports the node's
 state.
 
-No job depends on it: mounts have their own daemons, which `mounts.recovery` restarts, and starts find cache and mounts
-by themselves. So it may be killed at any time, and `bootseer run` works without one.
+Jobs do not depend on it: mounts have their own daemons, which `mounts.recovery` restarts, and `bootseer run` uses cache
+and mounts directly. So the agent may be killed at any time.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _LOCK: Final = "agent.lock"
 _FIRST_FD: Final = 3  # the first descriptor that systemd passes
 STATUS: Final = "/v1/status"
 PEERS: Final = "/v1/peers"
-"""Take over the files of an ended job, for its other nodes."""
+"""Request to serve the files of an ended job to its other nodes."""
 PEERS_BEGIN: Final = "/v1/peers/begin"
-"""Release the addresses of a starting job."""
+"""Request to release the addresses of a starting job."""
 _MAX_BODY: Final = 1 << 20
 _MAX_REQUESTS: Final = 8
 """Concurrent requests: one scraper and some users. Others are refused rather than queued."""
@@ -57,13 +57,14 @@ _MAX_ANSWER: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent takes care of."""
+    """The settings of an agent."""
 
     cache: Path
     runtime: Path
     max_bytes: int | None = None
-    """Limit of the cache's disk usage; None: a share of the space that others leave free."""
+    """Limit of the cache's disk usage; None: a share of the disk's free space."""
     every_s: float = 60.0
+    """Interval of cleanups."""
     service: str = ""
     """Address of the service to send this node's spools to; empty: they are not sent."""
     spools: tuple[str, ...] = ()
@@ -167,45 +168,45 @@ class Agent:
         return found
 
     def metrics(self) -> str:
-        """The same as numbers, for Prometheus."""
+        """The state of this node in Prometheus's text format."""
         status = self.status()
         cache, mounts = status["cache"], status["mounts"]
         health = Counter(mount["health"] for mount in mounts)
         rows: list[tuple[str, str, str, dict[str, float]]] = [
-            ("up", "gauge", "Whether the node is looked after.", {"": float(not status["problem"])}),
-            ("uptime_seconds", "gauge", "Since the agent began.", {"": status["uptime_s"]}),
-            ("cache_bytes", "gauge", "What the cache takes on the disk.", {"": cache["disk_bytes"]}),
+            ("up", "gauge", "Whether cleanups work.", {"": float(not status["problem"])}),
+            ("uptime_seconds", "gauge", "Uptime of the agent.", {"": status["uptime_s"]}),
+            ("cache_bytes", "gauge", "Disk usage of the cache.", {"": cache["disk_bytes"]}),
             ("cache_files", "gauge", "Files in the cache.", {"": cache["files"]}),
-            ("cache_files_in_use", "gauge", "Those that a process uses.", {"": cache["in_use"]}),
-            ("cache_files_damaged", "gauge", "Those that are replaced at their next use.", {"": cache["damaged"]}),
-            ("cache_freed_bytes_total", "counter", "What the agent evicted.", {"": status["freed_bytes"]}),
-            ("failures_total", "counter", "Times that the cache could not be looked after.", {"": status["failures"]}),
+            ("cache_files_in_use", "gauge", "Cache files in use by a process.", {"": cache["in_use"]}),
+            ("cache_files_damaged", "gauge", "Cache files that the next use replaces.", {"": cache["damaged"]}),
+            ("cache_freed_bytes_total", "counter", "Bytes evicted by the agent.", {"": status["freed_bytes"]}),
+            ("failures_total", "counter", "Failed cleanups.", {"": status["failures"]}),
             ("peer_jobs", "gauge", "Ended jobs whose files are served.", {"": float(len(status["peers"]))}),
             ("mounts", "gauge", "Mounts by health.",
              {name: float(health[name]) for name in ("mounted", "daemon dead", "gone")}),
             *(
-                [("shipped_batches_total", "counter", "Batches of events that the service took.",
+                [("shipped_batches_total", "counter", "Batches of events accepted by the service.",
                   {"": status["service"]["batches"]}),
-                 ("ship_up", "gauge", "Whether the service took the last one.",
+                 ("ship_up", "gauge", "Whether the service accepted the last batch.",
                   {"": float(not status["service"]["problem"])})]
                 if "service" in status else []
             ),
             *(
-                (f"mounts_{name}", "gauge", f"{what} of the mounts that there are now.",
+                (f"mounts_{name}", "gauge", f"{what} of the existing mounts.",
                  {"": float(sum(mount.get(name, 0) for mount in mounts))})
                 for name, what in (
-                    ("restarts", "Restarts of daemons"), ("waiting", "Reads that wait"),
-                    ("read_bytes", "Bytes that were read"), ("fetched_bytes", "Bytes that were fetched"),
-                    ("peer_bytes", "Bytes that other nodes sent"), ("corrupt_blocks", "Damaged blocks that came"),
+                    ("restarts", "Daemon restarts"), ("waiting", "Waiting reads"),
+                    ("read_bytes", "Bytes read"), ("fetched_bytes", "Bytes fetched"),
+                    ("peer_bytes", "Bytes received from other nodes"), ("corrupt_blocks", "Damaged blocks received"),
                 )
             ),
         ]  # fmt: skip
-        made = Figures()
+        figures = Figures()
         for name, kind, what, values in rows:
-            made.family(f"bootseer_{name}", kind, what)
-            for health_, value in values.items():
-                made.value(f"bootseer_{name}", value, **({"health": health_} if health_ else {}))
-        return made.text()
+            figures.family(f"bootseer_{name}", kind, what)
+            for label, value in values.items():
+                figures.value(f"bootseer_{name}", value, **({"health": label} if label else {}))
+        return figures.text()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -222,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
                 case "/healthz":
                     problem = agent.problem()
                     self._answer(503 if problem else 200, "text/plain", f"{problem or 'ok'}\n")
-                case path if path == STATUS and isinstance(self.server, _UnixServer):  # it names folders
+                case path if path == STATUS and isinstance(self.server, _UnixServer):  # private: it has paths of users
                     self._answer(200, "application/json", json.dumps(agent.status()) + "\n")
                 case _:
                     self._answer(404, "text/plain", "/metrics or /healthz\n")
@@ -330,19 +331,20 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
 
 
 def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[str, int] | None = None) -> None:
-    """Take care of the node until `stop`. `listen`: an address for `/metrics` and `/healthz` besides the Unix socket.
+    """Run the agent until `stop`. `listen`: an address for `/metrics` and `/healthz` in addition to the Unix socket.
 
-    Raises `UsageError` when another agent runs, `PermanentError` for unusable folders.
+    Raises `UsageError` if another agent runs, `PermanentError` for unusable folders.
     """
     agent = Agent(settings)
     servers: list[_Server] = []
     locks: list[int] = []
     try:
         locks.append(_locked(settings.runtime / _LOCK, "an agent runs already", "bootseer agent status"))
-        # An agent with another runtime folder would delete what its unknown mounts use. Hosts may share the cache.
+        # An agent with another runtime folder does not know our mounts and would delete what they use. The lock has the
+        # host's name, because hosts may share the cache.
         shared = settings.cache / f"agent.{socket.gethostname()}.lock"
-        hint = "stop it, or give this one a cache of its own (BOOTSEER_CACHE)"
-        locks.append(_locked(shared, f"an agent with another runtime folder looks after {settings.cache}", hint))
+        hint = "stop it, or use another cache (BOOTSEER_CACHE)"
+        locks.append(_locked(shared, f"an agent with another runtime folder cleans up {settings.cache}", hint))
         for server in _listening(settings.runtime, listen):
             servers.append(server)
             server.agent = agent
@@ -430,9 +432,9 @@ def activated_socket() -> socket.socket:
             raise UsageError(f"LISTEN_FDS={number}", hint="one ListenStream= in the .socket unit")
         passed = socket.socket(fileno=_FIRST_FD)
         if passed.family != socket.AF_UNIX or not passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise UsageError("the socket that was passed has no path", hint="ListenStream=/run/... in the unit")
+            raise UsageError("systemd passed no Unix socket", hint="ListenStream=/run/... in the .socket unit")
     except OSError as error:
-        raise UsageError(f"LISTEN_FDS=1, and descriptor {_FIRST_FD} is no socket: {error.strerror}") from error
+        raise UsageError(f"LISTEN_FDS=1, but descriptor {_FIRST_FD} is not a socket: {error.strerror}") from error
     passed.set_inheritable(False)
     return passed
 

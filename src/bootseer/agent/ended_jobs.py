@@ -1,8 +1,8 @@
-"""Files of ended jobs that this node still serves to the jobs' other nodes, from the cache only: nothing is fetched.
+"""Serve the files of ended jobs to the jobs' other nodes, from the cache only: nothing is fetched.
 
-While a job runs, its own process serves, with the job's credentials. When it ends, it passes the job's secret and the
-names of the files to the agent, provided that a list names this node, so that later starts find it. The agent serves at
-the rate that applies after training began, because another job may be training on this node by then.
+While a job runs, its own process serves, with the job's credentials. At its end, it passes the job's secret and the
+files' identities to the agent, if this node is in a list of nodes, by which later starts find it. The agent uses the
+rate limit for the time after training began, because another job may be training on this node.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class _EndedJob:
 
     until_s: float
     files: dict[str, Path]
-    """The root of the cache that contains each file, by identity."""
+    """Cache root of each file, by identity."""
     cached: CachedFiles = field(default_factory=partial(CachedFiles, idle_limit_s=0.0))
     server: Server | None = None
     addresses: tuple[str, ...] = ()
     requests: int = 0
-    """Requests answered when `clean_up` ran last."""
+    """Requests answered until the last `clean_up`."""
 
 
 class EndedJobs:
-    """Safe for many threads."""
+    """The ended jobs whose files are served. Thread-safe."""
 
     def __init__(self, keep_s: float) -> None:
         """`keep_s`: how long a job's files are served after its end; 0: not at all."""
@@ -52,14 +52,14 @@ class EndedJobs:
         self._jobs: dict[bytes, _EndedJob] = {}
 
     def take_over(self, request: Mapping[str, Any]) -> None:
-        """Serve the files of an ending job. Raises `UsageError` for a malformed request, `PermanentError` if nothing is
-        served or the addresses cannot be used."""
+        """Serve the files of an ending job. Raises `UsageError` for a malformed request, `PermanentError` if serving is
+        disabled or an address cannot be used."""
         try:
             secret, name, rate = bytes.fromhex(request["secret"]), str(request["name"]), int(request["rate"])
             addresses = tuple(str(address) for address in request["addresses"])
             files = {str(identity): Path(root) for identity, root in request["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError("a job must say its secret, name, rate, addresses and files") from error
+            raise UsageError("a request needs a job's secret, name, rate, addresses and files") from error
         if len(secret) != SECRET_BYTES or rate <= 0 or not addresses or not all(map(is_address, addresses)):
             raise UsageError("a job's secret, rate or addresses are malformed")
         if not all(is_identity(identity) for identity in files) or len(files) > _MAX_FILES:
@@ -92,7 +92,7 @@ class EndedJobs:
         _LOG.info("serves %d files of ended jobs at %s", len(job.files), ", ".join(addresses))
 
     def release(self, request: Mapping[str, Any]) -> None:
-        """A job starts that listens at these addresses: stop serving there."""
+        """Stop serving at these addresses, because a starting job will listen there."""
         wanted = request.get("addresses")
         with self._lock:
             for job in self._jobs.values():
@@ -100,7 +100,8 @@ class EndedJobs:
                     _stop(job)
 
     def clean_up(self) -> None:
-        """Drop expired jobs, and close files that no node requests, so that the cache may evict them."""
+        """Drop expired jobs, and close the files of jobs without requests since the last call, so that the cache may
+        evict them."""
         now = time.monotonic()
         with self._lock:
             for secret, job in list(self._jobs.items()):
@@ -112,7 +113,7 @@ class EndedJobs:
                 job.requests = requests
 
     def status(self) -> list[dict[str, Any]]:
-        """What is served where and until when, and what was sent."""
+        """Addresses, files, remaining time and counters of each served job."""
         now = time.monotonic()
         with self._lock:
             served = [(job, job.server.served) for job in self._jobs.values() if job.server is not None]

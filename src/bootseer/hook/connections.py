@@ -1,7 +1,7 @@
-"""Tell what connecting the ranks costs: each store that a process connects to, process groups, and what slows them.
+"""Record how long ranks take to connect: each store connection, process groups, and causes of delay.
 
-PyTorch's TCPStore asks for the name of each address, for a log line. Where connecting took long, one such question is
-timed in a thread, behind the wait, so that the report can say whether names were the reason.
+PyTorch's TCPStore makes a reverse DNS lookup of each address, for a log line. After a slow connection, one such lookup
+is timed in a thread, so that the report can say whether DNS was the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUP_FUNCTIONS = ("new_group", "split_group")
 
 
 def mark_stores(module: ModuleType) -> None:
-    """A module of PyTorch that connects to stores: `TCPStore` there is told of."""
+    """Record each connection by the `TCPStore` of this module."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def connect(*args: Any, **kwargs: Any) -> Any:
@@ -51,24 +51,24 @@ def _note_store(args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float
     facts = {"seconds": round(seconds, 3), "serves": bool(given.get("is_master"))}
     state.tracer.emit("store_connected", INSTANT, attrs=facts)
     if seconds > _SLOW_S:
-        work = functools.partial(_time_name, state.tracer, str(given.get("host_name", "")))
+        work = functools.partial(_time_reverse_dns, state.tracer, str(given.get("host_name", "")))
         threading.Thread(target=work, name="bootseer-name", daemon=True).start()
 
 
-def _time_name(tracer: Tracer, host: str) -> None:
+def _time_reverse_dns(tracer: Tracer, host: str) -> None:
     with contextlib.suppress(Exception):
         address = socket.gethostbyname(host)
         began_s = time.monotonic()
-        with contextlib.suppress(OSError):  # that there is no name is an answer
+        with contextlib.suppress(OSError):  # "no such name" is timed, too
             socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
         tracer.emit("reverse_dns", INSTANT, attrs={"seconds": round(time.monotonic() - began_s, 3), "address": address})
 
 
 def mark_groups(c10d: ModuleType) -> None:
-    """Groups behind the first are counted, and the slowest is known.
+    """Count process groups after the first, and record the slowest.
 
-    They are no stages: a rank that waits in one for another would be taken for the slow one, and whether a group waits
-    at all depends on the backend, so that they are no barriers either.
+    They are not stages, because a rank that waits for another one would count as slow. They are not barriers, because
+    it depends on the backend whether the ranks wait for each other.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ def _note_group(name: str, took_s: float) -> None:
 
 @guarded
 def ranks_connected(c10d: ModuleType) -> None:
-    """The first collective is over: what is known of the connections by now."""
+    """Called after the first collective: write what is known of the connections."""
     state = active()
     if state is None:
         return

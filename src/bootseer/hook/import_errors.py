@@ -1,7 +1,6 @@
-"""Tell that a Python process ended by an import that failed: the mark of a broken environment.
+"""Report a Python process that a failed import ended, which is the sign of a broken environment.
 
-Only what ended the process counts, and only before training began; an import that the program caught does not.
-`path/sitecustomize.py` calls it at the end of an interpreter that an exception ended.
+Only an uncaught exception counts, and only before training began. `path/sitecustomize.py` calls this at exit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MAX_MESSAGE = 200
 
 
 def report(error: BaseException) -> None:
-    """Write the event if the exception, or one that it was raised from, is a failed import."""
+    """Write an event if the exception, or one in its chain of causes, is a failed import and training has not begun."""
     cause = _failed_import(error)
     if cause is None or _training_began():
         return
@@ -33,7 +32,7 @@ def _failed_import(error: BaseException | None) -> BaseException | None:
     for _ in range(_MAX_CHAIN):
         if isinstance(error, ImportError):
             return error
-        # What ctypes raises for a library that is missing, or that misses another one; it has no error number.
+        # ctypes raises OSError without an error number for a missing library, or one with missing dependencies.
         if isinstance(error, OSError) and error.errno is None and ".so" in str(error):
             return error
         error = error.__cause__ if error is not None else None
@@ -41,7 +40,7 @@ def _failed_import(error: BaseException | None) -> BaseException | None:
 
 
 def _training_began() -> bool:
-    """Whether the hook saw training begin. It leaves after the first steps; what it leaves then says enough."""
+    """Whether the hook saw training begin. Its state is removed after the first steps, which also means yes."""
     state = sys.modules.get("bootseer.hook.state")
     if state is None:
         return False

@@ -1,10 +1,9 @@
-"""Imports of which no function ran before the first step: what each module's own code took, and what imported it.
+"""Find unused imports: modules of which no function ran before the first step, with import time and importer.
 
-Only with `BOOTSEER_IMPORTS=1`, in the first rank of a node: looking at all functions costs some 0.1 s. Whether a
-function has run is read from what CPython writes into its code object while it runs, which costs the job nothing: 3.11
-counts calls until it specializes the code (`co_warmup`), later versions count in the code itself
-(`_co_code_adaptive`, PEP 659). `sys.monitoring` (3.12) is no substitute: `torch.compile` meets its callbacks in the
-code that it traces and breaks the graph (pytorch#158164).
+Only with `BOOTSEER_IMPORTS=1`, in the first rank of a node: inspecting all functions costs some 0.1 s. Whether a
+function has run is read from the counters that CPython keeps in its code object in any case: 3.11 counts calls until it
+specializes the code (`co_warmup`), later versions count in the code itself (`_co_code_adaptive`, PEP 659).
+`sys.monitoring` (3.12) is no substitute: `torch.compile` traces its callbacks and breaks the graph (pytorch#158164).
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 _LEAST_NS = 20_000_000
-_MAX_TOLD = 10
+_MAX_EVENTS = 10
 _CO_WARMUP = 52
 """Offset of `co_warmup` in CPython 3.11's `PyCodeObject`."""
 
 
 def _counts(code: CodeType) -> tuple[int, int]:
-    """The counts that change when this code runs."""
+    """The counters that change when this code runs."""
     calls = ctypes.c_int16.from_address(id(code) + _CO_WARMUP).value if sys.version_info < (3, 12) else 0
     adapted: bytes = b"" if calls else code._co_code_adaptive  # type: ignore[attr-defined]
     return calls, hash(adapted)
 
 
-def _tells() -> bool:
-    """Whether this interpreter keeps such counts, in the expected place."""
+def _has_counters() -> bool:
+    """Whether this interpreter keeps such counters at the expected place."""
 
     def probe(values: list[int]) -> int:
         return len(values)
@@ -57,20 +56,20 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
 
 
 class Imports:
-    """The imports of this process, by its main thread, from Python files."""
+    """The imports of this process's main thread from Python files."""
 
     def __init__(self) -> None:
         self._own_ns: dict[str, int] = {}
         self._by: dict[str, tuple[str, str]] = {}
-        """What imported a module, and the program's own import that led there; both are empty for the program's own."""
+        """The importer of each module, and the program's own import that led to it; both are empty for the latter."""
         self._codes: dict[str, CodeType] = {}
         self._new: list[str] = []
         self._counts: dict[str, list[tuple[int, int]]] = {}
         self._running: list[tuple[str, int]] = []
-        """Modules whose import is in progress, the outermost first, and the time that each spent in others."""
+        """Modules whose import is in progress, the outermost first, with the time that each spent importing others."""
 
     def watch(self) -> None:
-        """Time each module from now on."""
+        """Start to time imports."""
         ours, main = self, threading.main_thread().ident
 
         def exec_module(self: SourceFileLoader, module: ModuleType) -> None:
@@ -80,7 +79,7 @@ class Imports:
             else:
                 exec(code, module.__dict__)  # noqa: S102 - as the loader itself
 
-        # As frames of the import system, which tracebacks leave out.
+        # Disguised as frames of the import system, which are removed from tracebacks.
         for function in (exec_module, Imports._run):
             function.__code__ = function.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         setattr(SourceFileLoader, "exec_module", exec_module)  # noqa: B010 - mypy takes it for a mistake
@@ -103,7 +102,7 @@ class Imports:
                 self._note()
 
     def _note(self) -> None:
-        """An import statement of the program has ended: calls among its modules until then do not count as use."""
+        """Called after an import statement of the program. Calls among its modules until then do not count as use."""
         for name in self._new:
             self._counts[name] = [_counts(one) for one in _functions(self._codes[name])]
         self._new.clear()
@@ -114,9 +113,9 @@ class Imports:
             del SourceFileLoader.exec_module
 
     def unused(self) -> list[tuple[str, float, tuple[str, str]]]:
-        """The slowest packages and modules of which nothing ran: name, seconds, and what imported them.
+        """The slowest unused packages and modules: name, seconds, and importer (see `_by`).
 
-        A package of which no module was used is one entry; modules without functions are ignored.
+        A package without any used module is one entry; modules without functions are ignored.
         """
         took_ns: dict[str, int] = {}
         used, has_functions = set(), set()
@@ -136,7 +135,7 @@ class Imports:
             if not any(parent in whole for parent in _with_parents(name)):
                 whole.append(name)
         whole.sort(key=lambda name: -took_ns[name])
-        return [(name, took_ns[name] / 1e9, self._importer(name)) for name in whole[:_MAX_TOLD]]
+        return [(name, took_ns[name] / 1e9, self._importer(name)) for name in whole[:_MAX_EVENTS]]
 
     def _importer(self, package: str) -> tuple[str, str]:
         within = (by for name, by in self._by.items() if package in _with_parents(name))
@@ -149,15 +148,15 @@ def _with_parents(name: str) -> list[str]:
 
 
 def start() -> None:
-    """Watch this process's imports, if the interpreter keeps the counts. Called by `path/sitecustomize.py`."""
+    """Start to watch this process's imports, if the interpreter keeps the counters."""
     global _imports
-    if _imports is None and _tells():
+    if _imports is None and _has_counters():
         _imports = Imports()
         _imports.watch()
 
 
-def tell(tracer: Tracer) -> None:
-    """Write the imports that were not used until now, and stop watching."""
+def report_unused(tracer: Tracer) -> None:
+    """Write an event for each import that was not used until now, and stop watching."""
     global _imports
     imports, _imports = _imports, None
     if imports is not None:

@@ -1,8 +1,8 @@
-"""Mark JAX: the first step is the first compiled function with a gradient in it, until its results are there.
+"""Mark JAX: the first step is the first compiled function that takes a gradient, until its results are computed.
 
-Nothing tells a training step from the initialisation of parameters, which is compiled as well, but that a gradient is
-taken while it is traced. JAX hands results out before they are computed: of this one step they are waited for.
-Compiled calls run in C++ from the second one on; only the first comes by the Python object that is marked here.
+The initialisation of parameters is compiled, too; only a gradient taken during tracing distinguishes a training step.
+JAX returns results before they are computed, so the hook waits for those of this one step. Calls of a compiled function
+run in C++ from the second one on; only the first one passes the Python object that is marked here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def mark_jax(jax: ModuleType) -> None:
-    """Mark what leads to the first step, once jax is imported as a whole."""
-    # JAX writes into each operation where the user's program made it: not here.
+    """Install the marks, after the import of jax."""
+    # JAX records the user's source line in each operation: exclude this file.
     exclude = getattr(sys.modules.get("jax._src.source_info_util"), "register_exclusion", None)
     if exclude is not None:
         exclude(__file__)
@@ -85,11 +85,11 @@ def _note_execution(results: Any) -> None:
     if state is not None and state.step_span and not state.began and _is_outside_trace():
         sys.modules["jax"].block_until_ready(results)
         state.first_step_ended(time.monotonic_ns(), by="compiled_step")
-        stop()  # the steps that follow cannot be seen
+        stop()  # later steps cannot be observed
 
 
 def _is_outside_trace() -> bool:
-    """Whether no function is being traced: what runs then are its constants."""
+    """Whether no function is being traced. During tracing, only its constants are computed."""
     probe = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return probe is None or bool(probe())
 

@@ -1,4 +1,4 @@
-"""What the hook marks in a training process, and at which points of PyTorch and JAX it does so.
+"""The marks in a training process, and the modules of PyTorch and JAX where they are installed.
 
     model_initialization.interpreter       process start to first Python code
     model_initialization.import_torch      the import statement; import_jax likewise
@@ -9,12 +9,12 @@
     model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
     first_step                             first training forward to the end of the first optimizer step;
                                            in JAX: first gradient to the results of the first compiled step
-    first_step.compile                     torch.compile, or JAX, at work in it
-    store_connected, reverse_dns, ranks_connected, training_began, steady_step, unused_import   moments
+    first_step.compile                     compilation by torch.compile or JAX within it
+    store_connected, reverse_dns, ranks_connected, training_began, steady_step, unused_import   instants
 
-Everything is one-shot: when the first steady step is seen, the hooks are removed and the functions put back. Every
-callback is guarded: an error in BootSeer ends the marking and not the job. Nothing is marked while torch.compile
-traces, so that no guard depends on us.
+After the first steady step all hooks are removed and all functions restored. Every callback is guarded: an error in
+BootSeer ends the marking, not the job. Nothing is marked while torch.compile traces, so that compiled code has no
+guards on our objects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LONG_IMPORT_NS = 100_000_000
 
 @guarded
 def start(tracer: Tracer, started_ns: int) -> None:
-    """Begin marking this process; writes the interpreter's own start, which is over by now."""
+    """Start marking this process, and write the interpreter's start, which has ended already."""
     begin(tracer)
     span = new_span()
     attrs: dict[str, Any] = {
@@ -56,20 +56,20 @@ def start(tracer: Tracer, started_ns: int) -> None:
 
 
 def _process_start_ns() -> int | None:
-    """When the kernel made this process, on the monotonic clock (10 ms steps)."""
+    """The process's start time on the monotonic clock, with a resolution of 10 ms."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-    # The kernel counts from boot with suspended time, CLOCK_MONOTONIC without.
+    # The kernel's start time includes suspended time since boot, CLOCK_MONOTONIC does not.
     suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
     return ticks * (1_000_000_000 // os.sysconf("SC_CLK_TCK")) - suspended_ns
 
 
 @guarded
 def before_import(name: str) -> None:
-    """A watched module is about to run; only the framework itself is a stage."""
+    """Called before the code of a watched module runs. Only the frameworks themselves are stages."""
     state = active()
     if state is not None and name in FRAMEWORKS:
         state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN)
@@ -77,7 +77,7 @@ def before_import(name: str) -> None:
 
 @guarded
 def after_import(name: str, *, failed: bool = False, now_ns: int | None = None) -> None:
-    """A watched module has run."""
+    """Called after the code of a watched module ran."""
     state = active()
     span = state.importing.pop(name, "") if state is not None else ""
     if state is not None and span:
@@ -89,7 +89,7 @@ def after_import(name: str, *, failed: bool = False, now_ns: int | None = None) 
 
 @guarded
 def imported_before(name: str, began_ns: int, ended_ns: int) -> None:
-    """A framework was imported at these times, before this process was marked."""
+    """Write the import of a framework at these monotonic times, before the start of marking."""
     state = active()
     if state is not None:
         state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN, mono_ns=began_ns)
@@ -98,7 +98,7 @@ def imported_before(name: str, began_ns: int, ended_ns: int) -> None:
 
 @guarded
 def note_import(name: str, started_ns: int) -> None:
-    """An outermost import has ended: record the long ones, after the fact."""
+    """Called after an outermost import: write it as a stage if it was long."""
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
         stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")
@@ -107,7 +107,7 @@ def note_import(name: str, started_ns: int) -> None:
 
 
 def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
-    """Which modules are watched, and what is done when each has been imported."""
+    """The watched modules, each with the function that is called with it after its import."""
     return {
         "torch": mark_steps,
         "jax": mark_jax,

@@ -1,8 +1,8 @@
-"""Mark where ranks meet: torchrun's rendezvous, init_process_group, the first collective.
+"""Mark where ranks wait for each other: torchrun's rendezvous, init_process_group, the first collective.
 
-These are the job's barriers: each span's begin is an arrival, its end the release. The collectives themselves stay the
-objects that they are, because compilers, and tables that are made at import, know them by identity. PyTorch decorates
-each of them; between init_process_group and the first collective the decorators call us instead of what they decorate.
+These are the job's barriers: a span begins with the arrival and ends with the release. The collectives' function
+objects are not replaced, because compilers and tables that are built at import compare them by identity. But PyTorch
+decorates each collective, and between init_process_group and the first collective these decorators call our wrappers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _COLLECTIVES = (
 
 
 def mark_process_group(c10d: ModuleType) -> None:
+    """Mark init_process_group, the creation of further groups, and the first collective."""
+
     def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         state = active()
         if state is not None and state.recorder is not None:
@@ -60,7 +62,7 @@ def _await_first_collective(c10d: ModuleType) -> None:
     if state is None or state.collective_undo or state.began:
         return
     rank, world_size = int(c10d.get_rank()), int(c10d.get_world_size())
-    # Launchers without RANK (mpirun, plain Slurm) tell the rank only here.
+    # Without RANK (mpirun, plain Slurm) the rank is known only from here on.
     state.tracer.identity = state.tracer.identity._replace(rank=rank, world_size=world_size)
     state.tracer.emit("rank_known", INSTANT, attrs={"world_size": world_size})
     if world_size < 2:
@@ -101,7 +103,7 @@ def _restore_collectives() -> None:
 
 
 def mark_launcher(registry: ModuleType) -> None:
-    """torchrun's agent: time each rendezvous of the handler that the public registry makes."""
+    """Mark each rendezvous of torchrun's agent, at the handler that the public registry returns."""
     rounds = 0
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

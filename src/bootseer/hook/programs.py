@@ -1,7 +1,7 @@
-"""The record of a program for its warm starts: its name, what it imported, and what may change those imports.
+"""The record of a program for warm starts: its name, its imports, and what may change them.
 
-Used by all processes of a warm start: the program that is recorded (`Recorder`, when training begins or the program
-ends), the launcher that starts it again (`warm_launcher`), and the warm parent (`warm_parent`).
+Used by all processes of a warm start: the recorded program (`Recorder`, when training begins or the program ends), the
+launcher that starts it the next time (`warm_launcher`), and the warm parent (`warm_parent`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 SCHEMA = "bootseer.imports/1"
 RECORD = "imports-"
-"""Prefix of the files with records in the spool's folder, which `bootseer run` reads at its end."""
+"""Name prefix of the files with records in the spool folder, which `bootseer run` reads at its end."""
 KNOWN = "warm.json"
-"""File with what earlier starts recorded, written by `bootseer run`."""
+"""File with the records of earlier starts, written by `bootseer run`."""
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
@@ -37,10 +37,8 @@ _WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
-    """The flags of a Python command line, its program (`train.py`, `-m torch.distributed.run`), and what follows.
-
-    None for a command line without a file or module, or with flags other than `-u`.
-    """
+    """The flags of a Python command line, its program (`train.py`, `-m torch.distributed.run`), and the words from the
+    program on. None for a command line without a file or module, or with flags other than `-u`."""
     words = list(argv[1:])
     flags = []
     while words and words[0] in _FLAGS:
@@ -53,10 +51,10 @@ def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
 
 
 def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
-    """A digest of the lines that may change what imports do, and all words of those that set variables.
+    """A digest of the source lines that may change imports, and all words of the lines that set variables.
 
-    Looks at the program's file and at the modules that it imports, directly or not, from its own folder or from
-    `folder`. Raises `OSError`.
+    Searches the program's file and the modules that it imports, also indirectly, from its own folder or from `folder`.
+    Raises `OSError`.
     """
     import hashlib
 
@@ -114,17 +112,17 @@ def open_files() -> list[int]:
     for word in os.listdir("/proc/self/fd"):
         try:
             os.fstat(int(word))
-        except OSError:  # the one that the list was read from
+        except OSError:  # the listing's own descriptor, closed by now
             continue
         found.append(int(word))
     return found
 
 
 class Recorder:
-    """Records what a process that a Python launcher started imported before it used a device."""
+    """Records the imports of a process started by a Python launcher, up to its first use of a device."""
 
     def __init__(self, folder: str, path: Sequence[str]) -> None:
-        """`path` is `sys.path` as it was before the program ran."""
+        """`folder` gets the record; `path` is `sys.path` from before the program's start."""
         self._folder = folder
         self._path = [os.path.join(os.path.abspath(entry), "") for entry in path if entry]
         self._pid = os.getpid()
@@ -135,7 +133,7 @@ class Recorder:
         parent = f"/proc/{os.getppid()}"
         try:
             self._above = _environment(parent)
-            # `bootseer run` itself may be a Python program too.
+            # The variable excludes `bootseer run`, which is a Python program, too, but no launcher.
             if os.fsencode(VARIABLE) in self._above and os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
                 with open(f"{parent}/cmdline", "rb") as file:
                     started = parse([os.fsdecode(word) for word in file.read().split(b"\0")])
@@ -144,12 +142,12 @@ class Recorder:
             pass
 
     def groups_begin(self) -> None:
-        """The process is about to join a process group; devices are used after that."""
+        """Note the imports so far: the process joins a process group next, and may use devices after that."""
         if self._early is None:
             self._early = self._modules()
 
     def write(self) -> None:
-        """Write the record, unless another process of the same program has. Never raises."""
+        """Write the record, unless another process of the same program did. Never raises."""
         launcher, self._launcher = self._launcher, ""
         own = parse(sys.orig_argv)
         if launcher and own is not None and os.getpid() == self._pid:
@@ -187,7 +185,7 @@ class Recorder:
         os.replace(mine, target)
 
     def _modules(self) -> list[str]:
-        """Names of the imported modules, in order, but not those in the program's folder or in folders it added."""
+        """Names of the imported modules, in order, without those from the program's folder or folders that it added."""
         own = os.path.join(os.path.abspath(sys.path[0]), "") if sys.path and sys.path[0] else os.getcwd() + "/"
         names = []
         for name, module in list(sys.modules.items()):
@@ -202,7 +200,7 @@ class Recorder:
 
 
 def _environment(process: str) -> dict[bytes, bytes]:
-    """The variables with which a process was started."""
+    """The environment at the start of a process."""
     with open(f"{process}/environ", "rb") as file:
         pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
         return {name: value for name, _, value in pairs}
@@ -216,11 +214,11 @@ _NATIVE = re.compile(
 
 
 def native(name: str) -> bool:
-    """Whether a variable belongs to a family that native libraries read while they are loaded, unseen by Python."""
+    """Whether native libraries may read this variable while they are loaded, without Python's knowledge."""
     return _NATIVE.match(name) is not None
 
 
 def differing_variable(names: set[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The first variable that differs, of those named and those that native libraries read; empty if none does."""
+    """The first of `names` and of the variables for native libraries that differs; empty if all are equal."""
     every = names | {name for name in ours.keys() | theirs.keys() if native(name)}
     return next((name for name in sorted(every) if ours.get(name) != theirs.get(name)), "")

@@ -1,6 +1,6 @@
-"""Mark what reads checkpoints: torch.load, torch.distributed.checkpoint.load, safetensors.
+"""Mark reads of checkpoints: torch.load, torch.distributed.checkpoint.load, safetensors.
 
-A read inside another one (DCP uses torch.load) belongs to the outer one. Names of files are not recorded.
+A read within another one (DCP uses torch.load) is part of the outer one. File names are not recorded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from bootseer.hook.state import STAGE, add_undo
 from bootseer.hook.wrap import Describe, Picklable, replace, spanned
 
 _MAX_FILES = 64
-"""A sharded checkpoint has files for each rank, and each rank reads it: asking for all sizes would be the square of the
-ranks in requests to the file system's server."""
+"""No sizes are requested for larger checkpoints: a sharded one has files of each rank and is read by each rank, which
+would cost requests to the file server in proportion to the square of the number of ranks."""
 
 
 def _describe_read(api: str) -> Describe:
@@ -39,6 +39,8 @@ def _describe_read(api: str) -> Describe:
 
 
 def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
+    """A function that marks calls of these functions of a module as `checkpoint_read`; `api` is the name in events."""
+
     def mark(module: ModuleType) -> None:
         for name in names:
             marked = spanned(STAGE + "checkpoint_read", _describe_read(f"{api}.{name}"))

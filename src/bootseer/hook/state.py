@@ -1,7 +1,6 @@
-"""What the hook knows of its process, and how its callbacks are made harmless.
+"""The hook's state in a process, and the guard for its callbacks.
 
-One state per process, made by `marks.start` and gone with `stop`: then every hook is removed and every function is back
-in its place.
+One state per process, from `marks.start` to `stop`, which removes every hook and restores every function.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STAGE = "model_initialization."
 
 
 class State:
-    """What is known of this process so far."""
+    """The state of marking in this process."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -39,14 +38,14 @@ class State:
         self.undo: list[Callable[[], Any]] = []
         self.collective_undo: list[Callable[[], Any]] = []
         self.groups, self.groups_s = 0, 0.0
-        """Process groups that were made behind the first, and the seconds that they took."""
+        """Number of process groups after the first, and the seconds that they took."""
         self.slowest_group = 0.0, ""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None
         self.backward_undo: Callable[[], Any] | None = None
         self.backward = True
-        """A backward pass was seen, or none can be."""
+        """A backward pass was seen, or cannot be detected."""
         self.gradients = False
         self.stepping_ns = 0
         self.outer: object = None
@@ -55,23 +54,23 @@ class State:
         self.recorder: Recorder | None = None
 
     def first_step_ended(self, now_ns: int, *, by: str) -> None:
-        """Write that training has begun."""
+        """Write the end of the first step at this monotonic time, and that training has begun."""
         self.began = True
         if not self.step_span:
             self.step_span = self.tracer.emit(
                 "first_step", BEGIN, mono_ns=self.stepping_ns or now_ns, attrs={"from": "optimizer"}
             )
         if self.recorder is not None:
-            self.recorder.write()  # before `bootseer run` can know that training has begun, and looks for it
+            self.recorder.write()  # before the event: `bootseer run` reads the record after it
         self.tracer.emit("first_step", END, span=self.step_span, outcome=OK, mono_ns=now_ns)
         self.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now_ns, attrs={"by": by})
         imports = sys.modules.get("bootseer.hook.imports")
         if imports is not None:
-            imports.tell(self.tracer)
+            imports.report_unused(self.tracer)
 
 
 def active() -> State | None:
-    """The state, unless marking is over or this is a forked child (a data loader, not a rank)."""
+    """The state; None if marking is over or this is a forked child (a data loader, not a rank)."""
     state = _state
     return state if state is not None and state.pid == os.getpid() else None
 
@@ -87,10 +86,10 @@ def stop() -> None:
 
 
 def guarded(function: F) -> F:
-    """`function`, made harmless: an exception ends the marking and goes nowhere else."""
+    """Wrap `function` such that an exception ends the marking instead of reaching the program."""
 
     @functools.wraps(function)
-    def harmless(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -101,11 +100,11 @@ def guarded(function: F) -> F:
                     state.tracer.emit("hook_failed", INSTANT, attrs={"error": repr(error)})
             return None
 
-    return harmless  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
 def compiling() -> bool:
-    """Whether torch.compile traces what runs now. Versions of torch that cannot tell do not trace us either."""
+    """Whether torch.compile is tracing. Versions without the probe do not trace our code."""
     probe = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
     return probe is not None and bool(probe())
 
@@ -117,7 +116,7 @@ def add_undo(undo: Callable[[], None] | None) -> None:
 
 
 def begin(tracer: Tracer) -> State:
-    """Make this process's state; marking is active from now on. A copy of a warm parent has the marks of that one."""
+    """Start marking in this process. A copy of a warm parent keeps the state with the marks installed there."""
     global _state
     if _state is None:
         _state = State(tracer)

@@ -1,8 +1,9 @@
-"""Mark the first step (first training forward to the end of the first optimizer step) and the first steady one.
+"""Mark the first step (first training forward to the end of the first optimizer step) and the first steady step.
 
-Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
-hooks of forward and backward leave before the first compilation begins, and after one the optimizer hooks stay, doing
-nothing. They stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
+torch.compile needs care: code that was compiled with a hook is compiled again after the hook is removed. So the hooks
+of forward and backward are removed before the first compilation, and after a compilation the optimizer hooks stay
+without effect. They also stay if other hooks were registered after them, because torch iterates over the hooks while
+ours runs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
 _MAX_STEPS = 50
 _STEADY_WITHIN = 0.2
-"""Two neighbouring steps whose durations differ by less than this share are steady."""
+"""Two consecutive steps are steady if their durations differ by less than this share of the longer one."""
 
 
 def mark_steps(torch: ModuleType) -> None:
-    """Register the hooks, once torch is imported as a whole."""
+    """Register the hooks, after the import of torch."""
     state = active()
     if state is None:
         return
     optim, is_compiling = sys.modules["torch.optim.optimizer"], _compiler_probe(torch)
 
-    # A step may itself be compiled: the test must be the first and the only thing that is traced.
+    # A step may itself be compiled: then this test is traced, and nothing else may be.
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_compiling():
             _before_step(optimizer)
@@ -41,10 +42,10 @@ def mark_steps(torch: ModuleType) -> None:
     handles = (optim.register_optimizer_step_pre_hook(before), optim.register_optimizer_step_post_hook(after))
 
     def undo() -> None:
-        # Compiled code guards on the hooks that it saw: taking them away would compile it once more.
+        # Compiled code has guards on the registered hooks: removing one would compile it again.
         for handle in () if state.compiled else handles:
             hooks = handle.hooks_dict_ref()
-            # This runs in one of the hooks: a hook may leave the dict during the walk only as its last one.
+            # This runs in one of the hooks, while torch iterates over the dict: only the last hook may be removed.
             if hooks and next(reversed(hooks)) == handle.id:
                 handle.remove()
 
@@ -54,7 +55,7 @@ def mark_steps(torch: ModuleType) -> None:
 
 
 def _compiler_probe(torch: ModuleType) -> Callable[[], bool]:
-    """torch.compiler.is_compiling itself, which the compiler knows by identity, where there is one."""
+    """torch.compiler.is_compiling itself, not a wrapper, because the compiler recognizes it by identity."""
     probe: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
     return probe
 
@@ -87,7 +88,7 @@ def _first_forward(layer: Any) -> None:
 
 
 def mark_compilation(callbacks: ModuleType) -> None:
-    """torch.compile: a stage of its own, and the moment from which on no hook may come or go."""
+    """Mark torch.compile as a stage. From its first use on, no hook may be added or removed."""
     ours = active()
     if ours is None:
         return
@@ -105,7 +106,7 @@ def mark_compilation(callbacks: ModuleType) -> None:
             if undo is not None:
                 undo()
         state.forward_undo = state.backward_undo = None
-        state.backward = True  # if not yet, it is what is compiled
+        state.backward = True  # cannot be detected any more
         if not state.step_span and sys.modules["torch"].is_grad_enabled():
             state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "compile"})
         stage = "first_step.compile" if state.step_span else STAGE + "compile"
@@ -127,7 +128,8 @@ def mark_compilation(callbacks: ModuleType) -> None:
 
 
 def mark_outer_steps(*names: str) -> Callable[[ModuleType], None]:
-    """Frameworks whose step, named as `Class.method`, is many steps of torch's optimizers, or none: it counts whole."""
+    """A function that marks steps of a framework, named `Class.method`, each as one step, however many steps of
+    torch's optimizers it consists of. A framework's step without any is not counted."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +169,7 @@ def _leave_outer_step(outer: object) -> None:
 
 
 def _mark_backward(torch: ModuleType, state: State) -> None:
-    """Hear of the first backward pass, whichever way it is called: all go through this one object."""
+    """Detect the first backward pass. All ways to start one use this engine object."""
     variable, engine = torch.autograd.Variable, getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         return
@@ -191,7 +193,8 @@ def _mark_backward(torch: ModuleType, state: State) -> None:
 
 
 def _has_gradients(optimizer: Any) -> bool:
-    """Whether a backward pass gave the optimizer anything. Many programs step once before, to make its state exist."""
+    """Whether a backward pass gave the optimizer gradients. Many programs call `step` once before training, only to
+    create the optimizer's state."""
     state = active()
     return (state is not None and state.backward) and any(
         parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None
@@ -210,7 +213,7 @@ def _before_step(optimizer: Any) -> None:
 @guarded
 def _after_step(optimizer: Any) -> None:
     state = active()
-    # Gradients may come within the step, from a closure, and be gone behind it.
+    # Checked before and after: a closure may compute gradients in the step, and the step may clear them.
     if state is None or not (state.began or state.gradients or _has_gradients(optimizer)):
         return
     if state.outer is None:

@@ -1,7 +1,8 @@
-"""Makes a copy of a warm parent what exec would have made it: descriptors, limits, signals, environment, streams.
+"""Give a copy of a warm parent the state that exec would have given it: descriptors, limits, signals, environment,
+streams.
 
-What still differs: modules are imported already, all copies of one warm parent share addresses and hash seed, and two
-frames lie below the program's first.
+Differences remain: modules are already imported, all copies of one warm parent share addresses and hash seed, and two
+frames precede the program's first one.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _PR_SET_NAME = 15
 _PR_GET_TID_ADDRESS = 40
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
-# clone, get_robust_list, set_robust_list; whether the TLS argument comes before that of the thread's number
+# System call numbers of clone, get_robust_list and set_robust_list; whether clone's argument `tls` precedes `child_tid`
 _CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
-libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a fork must
+libc = ctypes.PyDLL(None, use_errno=True)  # calls hold the GIL, as a fork must
 libc.syscall.restype = ctypes.c_long
 _keep: list[Any] = []
-"""Memory that the kernel reads for `/proc/PID/cmdline`, and the module that was `__main__` before."""
+"""Prevents garbage collection of the memory that the kernel reads for `/proc/PID/cmdline`, and of the former
+`__main__`."""
 
 
 class Cloner:
-    """Makes copies of this process that are children of its parent."""
+    """Forks this process such that the child's parent is this process's parent."""
 
     def __init__(self) -> None:
+        """Raises `NotImplementedError` where this is not possible."""
         calls = _CALLS.get(os.uname().machine)
         address, head, length = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        # The C library keeps the thread's number at this address, and its own `fork` has the kernel renew it there.
+        # The C library caches the thread id at this address. As in its `fork`, the kernel writes the child's there
+        # (CLONE_CHILD_SETTID); else the C library would use the parent's id, for example as the owner of mutexes.
         result = libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
         if calls is None or result or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
             raise NotImplementedError("this kernel or processor is not supported")
@@ -54,14 +58,12 @@ class Cloner:
         self._rest = (ctypes.c_void_p(0), thread) if tls_first else (thread, ctypes.c_void_p(0))
 
     def clone(self) -> int:
-        """As `os.fork`, but for the parent. The C library's own handlers do not run: there is only one thread.
-
-        Raises `OSError`.
-        """
+        """As `os.fork`, except for the parent. The C library's atfork handlers do not run; they are not needed in a
+        process with a single thread. Raises `OSError`."""
         flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
-        nothing = ctypes.c_void_p(0)
+        null = ctypes.c_void_p(0)
         ctypes.pythonapi.PyOS_BeforeFork()
-        pid = int(libc.syscall(self._clone, ctypes.c_long(flags), nothing, nothing, *self._rest))
+        pid = int(libc.syscall(self._clone, ctypes.c_long(flags), null, null, *self._rest))
         if pid == 0:
             libc.syscall(self._set_robust, *self._robust)
             ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -82,10 +84,10 @@ def become(
     facts: dict[str, Any],
     successor: socket.socket | None = None,
 ) -> Callable[[], None]:
-    """Prepare this copy, answer the launcher, and return the function that runs the program. If that fails, the process
-    ends.
+    """Prepare this copy, answer the launcher, and return the function that runs the program. On failure the process
+    answers with the reason and ends.
 
-    `successor`: the program is a launcher that is started again, and this is the socket to its warm parent.
+    `successor`: the program is a restarted launcher, and this is the socket to its warm parent.
     """
     started_ns = time.monotonic_ns()
     try:
@@ -106,7 +108,7 @@ def become(
 
 
 def mark(started_ns: int) -> None:
-    """Have the hook mark this process as one that began at this time."""
+    """Let the hook mark this process as started at this monotonic time."""
     hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
     if hook is not None:
         with contextlib.suppress(Exception):
@@ -114,7 +116,7 @@ def mark(started_ns: int) -> None:
 
 
 def printed() -> list[bytes]:
-    """What imports have printed, as output and as errors."""
+    """The imports' output on stdout and stderr (see `warm_parent.keep_printed`)."""
     found = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
@@ -124,7 +126,7 @@ def printed() -> list[bytes]:
 
 
 def show(texts: Sequence[bytes]) -> None:
-    """Print it on the program's own output and errors."""
+    """Write the imports' output to the program's stdout and stderr."""
     for number, text in zip((1, 2), texts, strict=True):
         with contextlib.suppress(OSError):
             os.write(number, text)
@@ -133,10 +135,8 @@ def show(texts: Sequence[bytes]) -> None:
 def _kernel(
     request: dict[str, Any], answer: socket.socket, fds: Sequence[int], launcher: int, successor: socket.socket | None
 ) -> socket.socket:
-    """Set what the kernel keeps for a process. Returns `answer`, which may have another descriptor then.
-
-    Raises `OSError` and `ValueError`.
-    """
+    """Set the process's kernel state: session, folder, limits, priorities, signals, descriptors. Returns `answer`,
+    whose descriptor may have changed. Raises `OSError` and `ValueError`."""
     if request["session"]:
         os.setsid()
     if request["group"] >= 0:
@@ -161,7 +161,7 @@ def _kernel(
     ignored = int(status["SigIgn"], 16)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         is_ignored = bool(ignored >> (number - 1) & 1)
-        if number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them when it starts
+        if number in (signal.SIGPIPE, signal.SIGXFSZ):  # a starting Python ignores them
             signal.signal(number, signal.SIG_IGN)
         elif number == signal.SIGINT and not is_ignored:
             signal.signal(number, signal.default_int_handler)
@@ -176,8 +176,8 @@ def _kernel(
 
 
 def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
-    """Move each descriptor to its number in the program, and close all others but `kept`. Returns the new numbers of
-    those."""
+    """Move each descriptor to its number in the program, and close all others except `kept`, whose new numbers are
+    returned."""
     import fcntl
 
     high = max([*wanted, *wanted.values(), *kept], default=2) + 1
@@ -193,7 +193,8 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
 
 
 def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
-    """Set what an interpreter sets when it starts. Returns the function that runs the program. Raises what fails."""
+    """Set the state that a starting interpreter has. Returns the function that runs the program. Raises `ValueError`
+    and `OSError`."""
     words = [os.fsdecode(word) for word in request["words"]]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(words)
@@ -209,7 +210,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
     for name, value in env.items():
         if os.environb.get(name) != value:
             os.environb[name] = value
-    # A launcher passes its own variables on; those that its programs' imports set, the programs set themselves.
+    # Variables that imports have set. Not in a launcher, which would pass them on: its programs set them themselves.
     for variable, values in imports.changed.items() if not launches else ():
         if values is None:
             os.environ.pop(variable, None)
@@ -223,13 +224,13 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
         sys.argv[:] = ["-m", *rest[2:]]
         return lambda: _run_module(rest[1])
     sys.argv[:] = rest
-    path = os.path.join(os.getcwd(), rest[0])  # not normalised, as in Python
+    path = os.path.join(os.getcwd(), rest[0])  # Python does not normalise it either
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     return lambda: _run_file(path)
 
 
 def _reseed(imports: Imports) -> None:
-    """Renew what is random or unique in each process: generators, the thread's number, keys and ids."""
+    """Renew what must be random or unique in each process: random generators, thread id, keys and session ids."""
     for one in imports.unseeded:
         generator = one()
         if generator is not None:
@@ -252,7 +253,8 @@ def _reseed(imports: Imports) -> None:
 
 
 def _streams(*, unbuffered: bool) -> None:
-    """Make the standard streams as Python does at its start, within the same objects, which imports may hold."""
+    """Reinitialize the standard streams as a starting Python does. The objects stay the same: imports may refer to
+    them."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -289,7 +291,7 @@ class _Map(ctypes.Structure):
 
 
 def _set_command_line(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
-    """Have `/proc/PID/cmdline` and `environ` show what they would after exec. Needs no privileges."""
+    """Set the content of `/proc/PID/cmdline` and `environ` as exec would. Needs no privileges."""
     arguments = b"".join(word + b"\0" for word in words)
     text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = ctypes.create_string_buffer(text, len(text))
@@ -298,7 +300,7 @@ def _set_command_line(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = ctypes.c_void_p
     start = ctypes.addressof(memory)
-    # The numbers of proc_pid_stat(5), less the four that come before ours.
+    # Field numbers as in proc_pid_stat(5); `stat` starts with the fourth field.
     code, end_code, stack, data, end_data, brk = (stat[number - 4] for number in (26, 27, 28, 45, 46, 47))
     middle = start + len(arguments)
     ends = (start, middle, middle, start + len(text))
@@ -337,7 +339,7 @@ def _run_file(path: str) -> None:
 
 
 def _run(program: Callable[[], None], frames: int) -> None:
-    """Run it, and print an exception as the interpreter does: without our frames."""
+    """Run the program, and print an uncaught exception as the interpreter does, without our first `frames` frames."""
     try:
         program()
     except SystemExit:
@@ -349,5 +351,5 @@ def _run(program: Callable[[], None], frames: int) -> None:
         error.__traceback__ = trace
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
-        sys.excepthook = lambda *_: None  # the interpreter, which handles it next, sets the exit code
+        sys.excepthook = lambda *_: None  # printed already; the interpreter still sets the exit code
         raise

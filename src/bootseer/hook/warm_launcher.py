@@ -1,9 +1,9 @@
-"""In a launcher (torchrun, accelerate, DeepSpeed): starts its Python children as copies of a warm parent.
+"""In a launcher (torchrun, accelerate, DeepSpeed): start its Python children as forks of a warm parent ("copies").
 
 The warm parent is started as soon as the launcher runs and imports in parallel with it. Where `subprocess` would fork
-and exec, it sends the warm parent a request instead, for a process that runs the same program and is a child of the
-launcher, not of the warm parent (`warm_parent.py`). What differs from the record, or is not certain, is started by
-exec, with the reason in an event.
+and exec, the launcher instead sends the warm parent a request for a process that runs the same program and is a child
+of the launcher, not of the warm parent (`warm_parent.py`). If anything differs from the record of an earlier start, or
+is uncertain, the child is started by exec, with the reason in an event.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from bootseer.trace.tracer import process_tracer
 
 EVENT = "warm_start"
 _READY_S = 120.0
-"""How long a request waits for the warm parent's imports: eight ranks that import meanwhile would only delay them."""
+"""How long a request waits for the warm parent's imports. If it gave up earlier, eight ranks would import at the same
+time and delay these."""
 _LONG_S = 0.1
 _MAX_FDS = 200
 _NUM_ARGUMENTS = 23  # of `_posixsubprocess.fork_exec`, from Python 3.11 on
 
 
 inherited: tuple[int, Any] | None = None
-"""Process id of the warm parent and the socket to it, in a launcher that is itself a copy of a warm parent."""
+"""Process id of the warm parent and the socket to it, if this launcher is itself a copy of a warm parent."""
 
 
 class RefusedError(Exception):
-    """The process is to be started by exec, for this reason."""
+    """The process must be started by exec; the text is the reason."""
 
     def __init__(self, reason: str, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
@@ -48,6 +49,8 @@ class WarmLauncher:
     def __init__(self, folder: str, launcher: str, known: Mapping[str, Any]) -> None:
         import socket
 
+        """Start the warm parent, or take over the inherited one. `known` is the record of the launcher's program, from
+        `folder`. Raises `OSError`."""
         self._program = str(known["program"])
         command, env = programs.parent_command(known)
         self._flags = command[1:-1]
@@ -65,11 +68,11 @@ class WarmLauncher:
             other.close()
 
     def watch(self) -> None:
-        """Wrap all functions by which this process starts Python programs or waits for children."""
+        """Wrap all functions with which this process starts Python programs or waits for children."""
         import subprocess
 
         self._replace(subprocess, "_fork_exec", self._starting)
-        self._replace(subprocess, "_USE_POSIX_SPAWN", lambda _: False)  # its other way, since Python 3.13 the usual one
+        self._replace(subprocess, "_USE_POSIX_SPAWN", lambda _: False)  # else it bypasses _fork_exec, often since 3.13
         for name, any_child in (
             ("wait", lambda args: True),
             ("wait3", lambda args: True),
@@ -86,7 +89,8 @@ class WarmLauncher:
             self._undo.append(lambda: setattr(module, name, original))
 
     def _waiting(self, any_child: Callable[[tuple[Any, ...]], bool]) -> Callable[[Any], Any]:
-        """Wrap a wait function: a wait for any child would return the warm parent, which the launcher did not start."""
+        """Wrap a wait function. A wait for any child could return the warm parent, which the launcher does not know, so
+        the warm parent is ended before it."""
 
         def make(original: Any) -> Any:
             def wait(*args: Any) -> Any:
@@ -109,24 +113,24 @@ class WarmLauncher:
             if parsed is None or parsed[1] != self._program:
                 return original(*args)
             began_s = time.monotonic()
-            learnt: Mapping[str, Any] = {}
+            refusal: Mapping[str, Any] = {}
             try:
                 with self._lock:
                     pid, facts = self._ask(args, words, parsed[0])
             except RefusedError as refused:
-                reason, learnt = str(refused), refused.facts
-            except Exception as error:  # nothing may keep the program from starting
+                reason, refusal = str(refused), refused.facts
+            except Exception as error:  # no failure here may prevent the start of the program
                 reason = f"{type(error).__name__}: {error}"
             else:
                 emit({"program": self._program, "child": pid, **facts}, began_s)
                 return pid
-            emit({"program": self._program, **learnt, "why_not": reason[:300]}, began_s)
+            emit({"program": self._program, **refusal, "why_not": reason[:300]}, began_s)
             return original(*args)
 
         return fork_exec
 
     def _ask(self, args: Sequence[Any], words: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """The new process's id, and the warm parent's figures. Raises `RefusedError` if there is no new process."""
+        """Request a process; returns its id, and the warm parent's figures. Raises `RefusedError` and `OSError`."""
         import marshal
         import select
         import socket
@@ -159,10 +163,10 @@ class WarmLauncher:
             if not answer:
                 self.retire()
                 raise RefusedError("the warm parent ended before it answered")
-            facts = marshal.loads(answer)  # noqa: S302 - from a process of ours
+            facts = marshal.loads(answer)  # noqa: S302 - from our own process
             pid = int(facts.pop("pid", 0))
             if "why_not" in facts:
-                if pid:  # it was there, and has ended itself
+                if pid:  # the copy failed and has ended
                     os.waitpid(pid, 0)
                 raise RefusedError(str(facts["why_not"]), facts)
             ours.send(b"go")
@@ -185,8 +189,9 @@ class WarmLauncher:
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Start a program with all signals blocked: none ends the warm parent, none is delivered in a copy too early."""
-    pid = os.fork()  # `posix_spawn` ignores two signals of the C library's own
+    """Start a program with all signals blocked, so that none ends the warm parent, or a copy before its signal handling
+    is set up."""
+    pid = os.fork()  # `posix_spawn` cannot block the two signals that the C library reserves
     if pid == 0:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -197,18 +202,19 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
-    """The request for arguments of `_posixsubprocess.fork_exec`, and descriptors to pass. Raises `RefusedError`."""
+    """The request for arguments of `_posixsubprocess.fork_exec`, and the descriptors to pass with it. Raises
+    `RefusedError`."""
     _, _, close_fds, keep, _, env_list, stdin, _, _, stdout, _, stderr, _, errors, _, session = args[:16]
     group, gid, gids, uid, umask, before = args[16:22]
     if before is not None or (gid, gids, uid) != (None, None, None):
-        raise RefusedError("the launcher changes the child before it begins (preexec_fn, user, group)")
+        raise RefusedError("the launcher changes the child before exec (preexec_fn, user, group)")
     existing = set(programs.open_files())
     wanted = {place: number if number >= 0 else place for place, number in enumerate((stdin, stdout, stderr))}
     others = keep if close_fds else (number for number in existing if os.get_inheritable(number))
     wanted.update({number: number for number in others if number > 2 and number != errors})
     wanted = {place: number for place, number in wanted.items() if number in existing}
     if len(wanted) > _MAX_FDS:
-        raise RefusedError("too many open files are passed on")
+        raise RefusedError("the launcher passes too many open files on")
     env = os.environb if env_list is None else dict(item.partition(b"=")[::2] for item in env_list)
     request = {
         "words": list(words),
@@ -223,7 +229,7 @@ def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any],
 
 
 def emit(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
-    """Write the event; if the time since `began_s` is long (the warm parent was not ready), a stage too."""
+    """Write the event; also a stage if the wait since `began_s` was long: the warm parent was still importing."""
     with contextlib.suppress(Exception):
         tracer = process_tracer()
         if tracer is None:
@@ -236,7 +242,7 @@ def emit(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
 
 
 def start(folder: str, started_ns: int) -> None:
-    """Start the warm parent of this process, if earlier starts recorded it as a launcher. Raises what fails."""
+    """Start the warm parent of this process, if earlier starts recorded it as a launcher. Raises any error."""
     own = programs.parse(sys.orig_argv)
     if own is None:
         return

@@ -1,9 +1,10 @@
-"""torchrun imports torch itself, as its ranks do: here one import in the launcher's process serves both.
+"""Share one import of torch between torchrun and its warm parent.
 
-Two processes that import the same at the same time take two cores, or twice the time. So the launcher's process
-executes `warm_parent.py ... lead`, imports torch, forks the warm parent, which imports the rest, and then runs the
-launcher's program in the way that copies of a warm parent run theirs. It keeps its process id throughout. In doubt it
-is not done: the warm parent is a separate program then, or the launcher is executed again without one.
+torchrun itself imports torch, as its ranks do, and two processes that import at the same time need two cores or twice
+the time. So the launcher's process executes `warm_parent.py ... lead`, imports torch, forks the warm parent, which
+imports the rest, and then runs the launcher's program as a copy of a warm parent does. It keeps its process id
+throughout. If this is not certainly possible, the warm parent is started as a separate program; if it fails, the
+launcher is executed again without a warm parent.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Any
 from bootseer.hook import programs
 
 _LAUNCHERS = ("torchrun", "-m torch.distributed.run")
-"""Launchers that import torch first of all and compute nothing."""
+"""Launchers that import torch first and do not compute."""
 _SHARED = "torch"
 
 
 def may(launcher: str, known: Mapping[str, Any]) -> bool:
-    """Whether this launcher can share its import of torch: no children yet, standard streams open."""
+    """Whether this launcher can share its import of torch: it has no children, and its standard streams are open."""
     if launcher not in _LAUNCHERS or _SHARED not in known["modules"] or _SHARED in known.get("cold", {}):
         return False
     if not {0, 1, 2} <= set(programs.open_files()):
         return False
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:  # of a shell that became this program
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:  # started by a shell before its exec of this program
         return not file.read().strip()
 
 
 def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int) -> None:
-    """Execute the warm parent's program in this process. Does not return; raises what fails."""
+    """Execute the warm parent's program in this process. Does not return; raises `OSError`."""
     with open("/proc/self/comm", "rb") as file:
         comm = file.read().rstrip(b"\n")
     request = {"words": list(sys.orig_argv), "env": dict(os.environb), "comm": comm, "started_ns": started_ns}
@@ -48,8 +49,8 @@ def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int)
 
 
 def lead(number: int, folder: str, launcher: str) -> Any:
-    """Import torch and fork the warm parent. Returns the function that runs the launcher's program; in copies of the
-    warm parent, the one that runs theirs."""
+    """Import torch and fork the warm parent. Returns the function that runs the launcher's program, or, in copies of
+    the warm parent, their program."""
     from bootseer.hook import warm_parent
 
     with open(number, "rb") as file:
@@ -94,7 +95,7 @@ def _become(imports: Any, request: dict[str, Any], kept: list[int]) -> Callable[
     program = warm_child.interpreter(imports, request, launches=False)
     with open("/proc/self/cmdline", "rb") as file:
         if file.read() != b"".join(os.fsencode(word) + b"\0" for word in request["words"]):
-            raise OSError("the kernel does not let a process change its command line")
+            raise OSError("the kernel does not allow a process to change its command line")
     for number in kept:
         os.close(number)
     warm_child.show(text)
@@ -113,7 +114,7 @@ def _mark(started_ns: int, parent: tuple[int, socket.socket], began_ns: int, end
 def _execute_without(
     known: Mapping[str, Any], request: dict[str, Any], pid: int, kept: list[int], error: Exception
 ) -> None:
-    """Execute the launcher again, without a warm parent. The event keeps the next start from trying the same."""
+    """Execute the launcher again, without a warm parent. Because of the event, the next start does not try it again."""
     from bootseer.hook import warm_launcher
 
     module = getattr(error, "module", None)

@@ -1,17 +1,18 @@
-"""The warm parent of one launcher: it imports what the launcher's programs import, computes nothing, and is copied.
+"""The warm parent of one launcher: a process that has imported the modules of the launcher's programs and is forked for
+each of them ("copies").
 
 Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
-made by `clone(CLONE_PARENT)`, which makes it the launcher's child: exit codes, signals and `getppid` are as after a
-fork and exec. `warm_child` then sets in the copy what exec would have set. Before each copy everything is compared in
-which a fresh process could differ; the answer to the launcher is the first difference, and it starts the program by
-exec.
+made by `clone(CLONE_PARENT)` and so is the launcher's child: exit codes, signals and `getppid` are as after fork and
+exec. `warm_child` then sets in the copy what exec would have set. Before each copy, everything in which a fresh process
+could differ is compared. At the first difference no copy is made: the difference is the answer, and the launcher starts
+the program by exec.
 """
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # modules in this folder have names of others
+if __name__ == "__main__":  # modules in this folder have common names and would hide others
     del sys.path[0]
 
 import ctypes
@@ -32,7 +33,7 @@ from bootseer.hook import programs, warm_child, watch
 from bootseer.hook.warm_reads import Watched, note_draws
 
 _IDLE_S = 1800.0
-"""Without a request for so long the warm parent ends, which frees its memory."""
+"""After this time without a request, the warm parent ends and frees its memory."""
 _PR_SET_PDEATHSIG = 1
 _SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 _SAME_FILES = ("cgroup", "attr/current", "personality")
@@ -41,14 +42,14 @@ _CHANGE_OTHERS = (
     *("gevent", "eventlet", "ddtrace", "newrelic", "beartype.claw", "typeguard", "jaxtyping", "debugpy", "pydevd"),
     *("coverage", "viztracer", "scalene", "pyinstrument", "intel_extension_for_pytorch", "mpi4py.MPI"),
 )
-"""Modules that change how others are imported, or that use the network while they are imported."""
+"""Modules that change how others are imported, or that use the network at import."""
 
 
 class UnfitError(Exception):
-    """This process may not be copied, for this reason."""
+    """This process must not be copied; the text is the reason."""
 
     def __init__(self, reason: str, module: str = "") -> None:
-        """`module`: the one whose import is the reason."""
+        """`module`: the module whose import is the reason."""
         super().__init__(reason)
         self.module = module
 
@@ -72,7 +73,7 @@ class Imports:
         self._note_generators()
         os.environ.__class__ = Watched
         end_of_draws = note_draws(self._drawn)
-        gc.disable()  # nearly all that imports make stays
+        gc.disable()  # imports create hardly any garbage
         try:
             self._import(names)
         finally:
@@ -80,8 +81,8 @@ class Imports:
             end_of_draws()
             os.environ.__class__ = Watched.__base__
             random.Random.seed = self._seed  # type: ignore[method-assign]
-        # A collection in a copy, above all the one when it ends, would write to each of these objects and by that
-        # copy its page: 0.5 s of processor time for each rank of the demo.
+        # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
+        # their pages: 0.5 s of processor time for each rank of the demo.
         gc.freeze()
         self.took_s += time.monotonic() - began_s
         self.cpu_s += time.process_time() - cpu_s
@@ -90,7 +91,7 @@ class Imports:
         }
 
     def finish(self) -> None:
-        """Import all modules of the record, and keep what requests are compared with. Raises `UnfitError`."""
+        """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
         self.load(self.known["modules"])
         self.reads = dict(Watched.reads)
         self._check(self.known)
@@ -98,7 +99,7 @@ class Imports:
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
     def _note_generators(self) -> None:
-        """Collect the generators that imports make without a seed: each copy seeds them anew."""
+        """Collect the random generators that imports create without a seed, because each copy must reseed them."""
         self._seed = seed = random.Random.seed
         found = self.unseeded
 
@@ -117,13 +118,13 @@ class Imports:
             if any(name == one or name.startswith(f"{one}.") for one in _CHANGE_OTHERS):
                 raise UnfitError(f"{name} is imported, which changes other modules", name)
             state = _state()
-            # In the list a package follows its modules, but is imported with the first of them: leave out the package.
+            # Importing a module also imports its packages. On failure, the outermost new package is left out next time.
             parts = name.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
             first = next((package for package in above if package not in sys.modules), name)
             try:
                 importlib.import_module(name)
-            except Exception:  # noqa: S112 - the program's own import raises it, or finds the module elsewhere
+            except Exception:  # noqa: S112 - the program's own import raises it, too, or finds the module elsewhere
                 continue
             if "*" in Watched.reads:
                 raise UnfitError(f"{Watched.reads['*']}, which {name} imports, reads all variables", first)
@@ -139,7 +140,7 @@ class Imports:
         if name:
             raise UnfitError(f"the program sets {name}, which imports read")
         if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
-            raise UnfitError("an import keeps a random generator of numpy's of its own")
+            raise UnfitError("an import created a random generator of numpy")
 
     def changed_file(self) -> str:
         """Path of a module whose file has changed since its import; empty if there is none."""
@@ -162,7 +163,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _state() -> dict[str, Any]:
-    """State that an import without side effects leaves unchanged. Entries that were missing are not compared."""
+    """State that an import without side effects does not change. Entries missing before the import are not compared."""
     state: dict[str, Any] = {
         "the open files": programs.open_files(),
         "the current folder": os.getcwd(),
@@ -189,7 +190,7 @@ def _read(path: str) -> str:
 
 
 def unfit() -> str:
-    """Why this process may not be copied now; empty when it may."""
+    """Why this process must not be copied now; empty if it may be."""
     maps = _read("/proc/self/maps")
     if "libcuda.so" in maps or "/dev/nvidia" in maps:
         return "a CUDA driver is mapped"
@@ -210,7 +211,7 @@ def _children() -> str:
 
 
 def _end_pools(maps: str) -> None:
-    """End OpenBLAS's idle threads as its own fork handler does; its next matrix product starts them again."""
+    """End OpenBLAS's idle threads, as its own fork handler does. The next matrix product starts them again."""
     for path in {line.split()[-1] for line in maps.splitlines() if "openblas" in line.rpartition("/")[2]}:
         end = getattr(ctypes.CDLL(path), "blas_thread_shutdown_", None)
         if end is not None:
@@ -221,7 +222,7 @@ def _end_pools(maps: str) -> None:
 
 
 def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], launcher: int, folder: str) -> str:
-    """In what a fresh process that begins in this folder would differ from a copy of this one; empty if in nothing."""
+    """The first difference between a copy of this process and a fresh process started in this folder; empty if none."""
     return (
         unfit()
         or _rights_differ(request, launcher)
@@ -231,7 +232,7 @@ def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], la
 
 
 def _rights_differ(request: dict[str, Any], launcher: int) -> str:
-    """What the launcher has changed of its own process since it began, and copies cannot have."""
+    """Changes that the launcher made to its own process since its start and that copies cannot get."""
     ours, theirs = _status("self"), _status(launcher)
     changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
     changed += [name for name in _SAME_FILES if _read(f"/proc/self/{name}") != _read(f"/proc/{launcher}/{name}")]
@@ -240,11 +241,11 @@ def _rights_differ(request: dict[str, Any], launcher: int) -> str:
         changed.append("scheduling policy")
     if not request["session"] and (os.getsid(0), os.getpgid(0)) != (os.getsid(launcher), os.getpgid(launcher)):
         changed.append("session or process group")
-    return f"the launcher has changed since it began: {', '.join(changed)}" if changed else ""
+    return f"the launcher has changed since its start: {', '.join(changed)}" if changed else ""
 
 
 def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
-    """What could make the imports of the program, which begins in this folder, differ from ours."""
+    """What could make the imports of the program, started in this folder, differ from ours."""
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
     name = programs.differing_variable(set(imports.reads), imports.variables, env)
     if name:
@@ -261,10 +262,10 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
 
 
 def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
-    """In what a launcher that is started again in this folder would differ, as a copy, from one started by exec.
+    """The first difference between a copy that restarts the launcher in this folder and a launcher started by exec.
 
-    Its privileges are not compared: this process has them from the first launcher. It computes nothing: variables that
-    it sets only for its programs, and with which their libraries were loaded here, are no difference.
+    Privileges are not compared: this process inherited the first launcher's. Variables that the launcher sets only for
+    its programs may differ: libraries were loaded with them here, but a launcher does not compute.
     """
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
     own = {name: value for name, value in imports.variables.items() if name not in known["native"]}
@@ -284,7 +285,7 @@ def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str
 
 def _variable_differs(imports: Imports, name: str) -> str:
     reader = imports.reads.get(name)
-    return f"the variable {name} is not as it was for the imports{f' ({reader} reads it)' if reader else ''}"
+    return f"the variable {name} has changed since the imports{f' ({reader} reads it)' if reader else ''}"
 
 
 def _may_set(imports: Imports, main: str, words: set[str]) -> str:
@@ -310,9 +311,10 @@ def _link(path: str) -> str:
 
 
 def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
-    """Close what was inherited from the launcher, and end with it, or with the `bootseer run --restarts` above it.
+    """Close inherited descriptors, and let this process end with the launcher, or with the `bootseer run --restarts`
+    that started it.
 
-    Returns the sockets to both. Raises `UnfitError` for another process's socket.
+    Returns the sockets to both. Raises `OSError`, and `UnfitError` if the socket is another process's.
     """
     os.set_inheritable(number, False)
     end = socket.socket(fileno=number)
@@ -324,14 +326,14 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     run = _run(os.getppid())
     if run is None:
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
     return end, run
 
 
 def keep_printed() -> None:
-    """Keep what imports print: each copy prints it (`warm_child.show`)."""
+    """Redirect the imports' output to memory; each copy prints it (`warm_child.show`)."""
     for target in (1, 2):
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
@@ -344,7 +346,7 @@ def _peer(end: socket.socket) -> tuple[int, int]:
 
 
 def _run(launcher: int) -> socket.socket | None:
-    """A socket to `bootseer run --restarts`, if the launcher is the command that it restarts; else None."""
+    """A socket to `bootseer run --restarts`, if it restarts this launcher; else None."""
     above = _status(launcher).get("PPid", "")
     if "BOOTSEER_RESTART" not in os.environ or not above:
         return None
@@ -360,10 +362,10 @@ def _run(launcher: int) -> socket.socket | None:
 
 
 class Server:
-    """Answers one launcher and, after its end, the `bootseer run --restarts` that starts it again."""
+    """Answers requests of one launcher and, after its end, of the `bootseer run --restarts` that restarts it."""
 
     def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
-        """`imports` are finished here. `began` has the `words` and `comm` with which the launcher began."""
+        """Finish `imports`. `began` has the launcher's command line (`words`) and process name (`comm`)."""
         self._end, self._run, self._known = end, run, imports.known
         self._launcher = os.getppid()
         self._began = {name: began[name] for name in ("words", "comm")}
@@ -380,7 +382,8 @@ class Server:
             self._reason = f"{type(error).__name__}: {error}"
 
     def serve(self) -> Any:
-        """Answer until both have ended. Returns only in copies: the function that runs their program."""
+        """Answer until launcher and `bootseer run` have ended. Returns only in copies, with the function that runs
+        their program."""
         ends = [end for end in (self._end, self._run) if end is not None]
         while ready := select.select(ends, [], [], _IDLE_S if self._run is None else None)[0]:
             data, fds, *_ = socket.recv_fds(ready[0], 64, 253)
@@ -396,14 +399,14 @@ class Server:
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
-        """Answer one request. Returns, in a copy, the function that runs its program; None in the warm parent."""
+        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program."""
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
             file.seek(0)
             request = marshal.load(file)  # noqa: S302 - from our launcher
         if again:
             request.update(self._began)
-            fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # where the launcher began
+            fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
         try:
             reason = self._reason or self._differs(request, fds[2], again=again)
             if not reason and self._imports is not None and self._cloner is not None:
@@ -411,7 +414,7 @@ class Server:
                 facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
                 if self._cloner.clone() == 0:
                     launcher, successor = self._launcher, None
-                    # What is closed by number below must not be closed once more by its owner.
+                    # `become` closes descriptors by number. Socket objects that close theirs later could hit new files.
                     self._end.close()
                     if self._run is not None:
                         self._run.close()
@@ -423,7 +426,7 @@ class Server:
                                 os.close(other)
                             return self.serve()
                     return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], launcher, facts, successor)
-                if again:  # the copy has one of its own
+                if again:  # the copy has a new warm parent
                     os._exit(0)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -435,7 +438,7 @@ class Server:
         return None
 
     def _differs(self, request: dict[str, Any], folder: int, *, again: bool) -> str:
-        assert self._imports is not None  # noqa: S101 - for the type checker: there is no reason why not
+        assert self._imports is not None  # noqa: S101 - for the type checker: else `_reason` is set
         place = _link(f"/proc/self/fd/{folder}")
         if again:
             return (
@@ -444,7 +447,7 @@ class Server:
         return differs(self._imports, self._known, request, self._launcher, place)
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
-        """In a copy that becomes the launcher: fork its warm parent, and return the socket to it; None in that fork."""
+        """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if request["group"] >= 0:
             os.setpgid(0, request["group"])
@@ -462,7 +465,8 @@ class Server:
 
 
 def serve(number: int, folder: str, launcher: str) -> Any:
-    """Import, then answer until the launcher ends. Returns only in copies: the function that runs their program."""
+    """Import, then answer requests until the launcher ends. Returns only in copies, with the function that runs their
+    program."""
     try:
         end, run = prepare(number)
         keep_printed()

@@ -1,4 +1,4 @@
-"""What imports read from outside the process in a warm parent: environment variables and random bytes."""
+"""Record which environment variables and random bytes imports read in a warm parent."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 _MAPPINGS = ("os", "_collections_abc", "collections.abc")
-"""Through which modules a variable is read."""
+"""Modules whose frames lie between the environment and its reader."""
 _READ_OWN_PREFIX = ("tqdm.utils", "networkx.utils.backends", "fsspec.config")
-"""Modules that iterate over all variables to find those with their own prefix, which `programs.native` knows."""
+"""Modules that iterate over all variables to find those with their own prefix, which `programs.native` covers."""
 _COPIES_ALL = "fsspec.config"
-"""Copies all variables, and uses those with its own prefix."""
+"""A module that copies all variables and uses those with its own prefix."""
 _STANDARD = ("random", "secrets", "uuid")
 _HARMLESS = ("multiprocessing.process", "transformers.utils.hub", "torch.distributed._composable.contract")
-"""The first two draw a key and the id of a session, which each copy renews (`warm_child`); the last, names of
-attributes, which never leave a process."""
+"""Modules whose random bytes need no check. The first two draw a key and a session id, which each copy renews
+(`warm_child`), the last draws attribute names, which are only used within the process."""
 _NOT_NOTED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
-"""Our own span ids; extension modules, which have no frame (numpy's generator is seeded anew in each copy)."""
+"""Our own span ids, and extension modules, which have no frame (each copy reseeds numpy's generator)."""
 
 
 class Watched(type(os.environ)):  # type: ignore[misc]
     """The environment; records which variables are read, and by which module."""
 
-    reads: dict[str, str] = {}  # noqa: RUF012 - of the one environment there is
+    reads: dict[str, str] = {}  # noqa: RUF012 - there is only one environment
 
     def __getitem__(self, name: str) -> Any:
         frame: Any = sys._getframe(1)
-        if frame.f_code.co_name != "__iter__":  # an iteration over all of them is recorded there
+        if frame.f_code.co_name != "__iter__":  # `__iter__` records an iteration over all variables
             while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
                 frame = frame.f_back
             reader = frame.f_globals.get("__name__", "") if frame is not None else ""
@@ -50,7 +50,8 @@ class Watched(type(os.environ)):  # type: ignore[misc]
 def note_draws(drawn: list[str]) -> Callable[[], None]:
     """Append to `drawn` the modules that draw random bytes from the kernel, until the returned function is called.
 
-    All copies would share what such a module made of them: a session id, a key. Extension modules are not seen.
+    All copies would share what such a module made of them, such as a session id or a key. Extension modules are not
+    detected.
     """
     urandom = os.urandom
 

@@ -1,9 +1,9 @@
-"""Tell the hook when a watched module has been imported, and how long other imports take, without changing them.
+"""Call the hook after the import of each watched module, and time other imports.
 
-A finder at the head of `sys.meta_path` asks the finders behind it for the real spec and lends it a loader for the one
-call in which the module's code runs; the module itself ends up with the loader and spec that it would have had.
-Watched modules are few and known. Of all others only an outermost import by a plain source loader is timed.
-Called by `path/sitecustomize.py` at the first import of torch, jax or safetensors; calls `hook.marks`.
+A finder at the head of `sys.meta_path` gets the real spec from the finders after it and replaces its loader while the
+module's code runs; afterwards the module has its real loader and spec. Of modules that are not watched, only an
+outermost import by a plain source loader is timed. Started by `path/sitecustomize.py` at the first import of torch, jax
+or safetensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _running: list[str] = []
 
 
 class _MarkingLoader(Loader):
-    """Runs the real loader, then the mark for this module. All other questions go to the real loader."""
+    """Runs the real loader, then the mark for this module. All other attributes are the real loader's."""
 
     loader: Any = None
 
@@ -67,12 +67,12 @@ class _MarkingLoader(Loader):
         if after is not None:
             guarded(after)(module)
 
-    # A frame of the import system's: tracebacks leave those out, and warnings name the importing line behind them.
+    # Disguised as a frame of the import system: these are removed from tracebacks and skipped by warnings.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """The spec that the other finders give, with our loader lent to it; None lets them act as if we were not here."""
+    """The spec of the other finders, with our loader in it; None leaves the import to them."""
     watched = name in _after
     if not watched and not _is_outermost_import():
         return None
@@ -88,14 +88,15 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 def _is_outermost_import() -> bool:
-    """Whether the main thread begins an import, as against asking for a spec or importing within an import."""
+    """Whether this call of a finder is an import by the main thread, not within another one. Programs may call finders
+    directly, only for a spec."""
     if _running or active() is None or threading.get_ident() != threading.main_thread().ident:
         return False
     try:
-        asking = sys._getframe(3)  # find_spec, then two frames of the import system
-    except ValueError:  # a program that asks the finders itself, from its top level
+        caller = sys._getframe(3)  # find_spec, then two frames of the import system
+    except ValueError:  # called from the program's top level
         return False
-    return asking.f_code.co_name == "_find_and_load_unlocked"
+    return caller.f_code.co_name == "_find_and_load_unlocked"
 
 
 class _Finder:
@@ -103,9 +104,9 @@ class _Finder:
 
 
 def start(started_ns: int, warm: str = "", paths: Sequence[str] = ()) -> None:
-    """Watch from now on. `started_ns` is the monotonic time at which this interpreter ran its first Python code.
+    """Start to watch imports. `started_ns` is the monotonic time at which this interpreter ran its first Python code.
 
-    `warm` is the folder for records of what is imported, empty for none; `paths` is `sys.path` without the program's.
+    `warm` is the folder for records of imports, empty: none; `paths` is `sys.path` without the program's folder.
     """
     tracer = process_tracer()
     if tracer is None:
@@ -119,7 +120,7 @@ def start(started_ns: int, warm: str = "", paths: Sequence[str] = ()) -> None:
 
 
 def prepare() -> None:
-    """In a warm parent: put the marks where they belong, for its copies, which call `start`. It tells nothing."""
+    """In a warm parent: install the marks for its copies, which then call `start`. Writes no events itself."""
     begin(Tracer(FanOut([]), Identity(), trace=""))
     _after.update(marks.after_import_of())
     sys.meta_path.insert(0, _Finder)
@@ -134,4 +135,4 @@ def _record(folder: str, paths: Sequence[str]) -> None:
     state = active()
     if state is not None:
         state.recorder = recorder = Recorder(folder, paths)
-        atexit.register(recorder.write)  # a program that does not train
+        atexit.register(recorder.write)  # for programs that do not train

@@ -1,6 +1,6 @@
-"""Put a marking function in the place of a public one, and take it away again.
+"""Replace functions by wrappers that mark calls, and restore them.
 
-The original runs exactly as it was called; what we do before and after it is guarded.
+The original is called with unchanged arguments; errors of our code before and after it are caught (`guarded`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]
 
 
 def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], Any]) -> Callable[[], None] | None:
-    """Put `make(original)` in the place of a function; the result puts the original back if ours still stands there."""
+    """Replace a function by `make(original)`. Returns a function that restores the original, unless ours was replaced
+    meanwhile; None if there is no such function or marking is over."""
     original = getattr(module, name, None)
     if module is None or original is None or active() is None:
         return None
@@ -36,7 +37,8 @@ def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], A
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
-    """Let a decorator's wrapper call `make(original)`; None for a function that nothing decorates."""
+    """Make a decorated function's wrapper call `make(original)`, so that the function object stays the same. Returns a
+    function that restores it; None for an undecorated function."""
     original: Any = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
     cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
@@ -52,10 +54,10 @@ def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[],
 
 
 class Picklable:
-    """A function's stand-in that pickles under the function's name, however long it is kept.
+    """A wrapper that is pickled as the name of the function it wraps.
 
-    Data sets keep `torch.load` as their reader. A plain wrapper could not be sent to a worker any more once the
-    original is back in its place.
+    Data sets keep `torch.load` as their reader. A plain wrapper could no longer be sent to a worker after the original
+    is restored.
     """
 
     __name__: str
@@ -69,16 +71,16 @@ class Picklable:
         return self._function(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)  # a function in a class is a method
+        return self if instance is None else MethodType(self, instance)  # bind as a method, like a function
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
 
 def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
-    """A wrapper maker: the original runs exactly as called, between a begin and an end event.
+    """Returns a function that makes wrappers which write a begin and an end event around each call.
 
-    A call inside another marked one belongs to it and is not marked.
+    A call within another marked one is not marked. `describe` returns the attributes of the begin event.
     """
 
     @guarded

@@ -81,7 +81,7 @@ class Records:
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-            reason = "free space" if full else "it is not the state of a snapshotter, or its disk fails"
+            reason = "free space on its disk" if full else "not a snapshotter's database, or a disk error"
             raise PermanentError(f"{path}: {error}; {reason}") from error
 
     def close(self) -> None:

@@ -1,12 +1,11 @@
-"""The event line: what one moment of a startup looks like in a log.
+"""The event line: one moment of a startup in a log.
 
     @bootseer1 {"wall_ns":1,"mono_ns":2,"job":"moe","attempt":0,...}
 
-The tag may stand anywhere in a line, so that prefixes of launchers and log collectors do no harm.
-The format is specified in docs/formats/event.md; change both or neither.
+The tag may be anywhere in a line, because launchers and log collectors add prefixes. The format is specified in
+docs/formats/event.md; change both or neither.
 
-Does no I/O: callers bring the clock readings. `trace.sinks` writes the lines,
-`analysis.scan` finds them.
+No I/O: callers read the clocks, `trace.sinks` writes the lines, and `report.scan` finds them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final, NamedTuple
 VERSION: Final = 1
 TAG_STEM: Final = b"@bootseer"
 MAX_LINE_BYTES: Final = 4095
-"""Limit for writers: a pipe write stays atomic (PIPE_BUF) and CRI does not split the line."""
+"""Limit for writers: up to PIPE_BUF a write to a pipe is atomic, and container runtimes do not split the log line."""
 MAX_READ_BYTES: Final = 65_536
 """A reader skips an event that does not end within this many bytes."""
 
@@ -37,20 +36,20 @@ OUTCOMES: Final = frozenset({"", OK, FAILED})
 KINDS: Final = ("full", "hot_update", "restart")
 NO_RANK: Final = -1
 ALIVE: Final = "alive"
-"""Instant sent by `bootseer run` from time to time while its command runs."""
+"""Instant written by `bootseer run` periodically while its command runs."""
 STACK: Final = "stack_sample"
 """Instant with the stack of a late process."""
 
 _INT64 = 2**63
 _MAX_NAME = 256
-_MAX_STAGE = 8 * 65  # limits of the expression below: a truncated name would be another name
+_MAX_STAGE = 8 * 65  # the longest match of `_STAGE`: a truncated name would be another stage
 _MAX_VALUE = 1024
 _STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
 _TAG = rb"@bootseer(\d{1,4}) (?=\{)"
-# Patterns are compiled by re at their first use: a job that only writes events needs only one.
+# Patterns are compiled at their first use, because a job that only writes events needs only one of them.
 
-# Version 0 is the short-key draft of this format. The rule is that a reader takes its own version and the one
-# before; a later version adds its renames here and drops the oldest row.
+# Readers accept the current version and the one before. Version 0 is a draft of this format with short keys. A later
+# version adds its renames here and drops the oldest row.
 _RENAMED: Final[Mapping[int, Mapping[str, str]]] = {
     0: {
         "t": "wall_ns",
@@ -73,7 +72,7 @@ class Event(NamedTuple):
     """One event. (job, attempt, restart) identify a startup, (node, rank) a place in it."""
 
     wall_ns: int
-    """CLOCK_REALTIME of the node, ns since 1970. Orders events of several nodes once clock offsets are estimated."""
+    """CLOCK_REALTIME of the node, ns since 1970. With estimated clock offsets it orders the events of several nodes."""
     mono_ns: int
     """CLOCK_MONOTONIC of the node, ns. Durations use only this clock."""
     job: str
@@ -100,7 +99,7 @@ class Event(NamedTuple):
     trace: str = ""
     """32 hex digits, the W3C trace id; one for all nodes of an attempt."""
     attrs: Mapping[str, Any] = {}
-    """Flat map of facts: bytes, hits, barrier, ... Values are str, int, float, bool or null."""
+    """Flat map of facts: bytes, hits, barrier, ... Values are str, int, float, bool or None."""
     extra: Mapping[str, Any] = {}
     """Keys unknown to this version, preserved."""
 
@@ -110,8 +109,8 @@ _REQUIRED: Final = ("wall_ns", "mono_ns", "job", "node", "stage", "phase", "span
 _DEFAULTS: Final = Event._field_defaults
 
 
-class Malformed(ValueError):  # noqa: N818 - a verdict on a text, caught where it is read
-    """The text after a tag is not an event. `reason` is a stable word for counting."""
+class Malformed(ValueError):  # noqa: N818 - a property of a text, always caught by readers
+    """The text after a tag is not an event. `reason` is a stable keyword, for statistics."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -129,7 +128,7 @@ def _valid_stage(text: str) -> bool:
 
 
 def stage_name(text: str) -> str:
-    """The nearest valid stage name: an invalid name must not stop a job."""
+    """A valid stage name derived from `text`, because an invalid name must not stop a job."""
     if _valid_stage(text):
         return text
     parts = [re.sub(r"[^a-z0-9_]+", "_", part.lower())[:64].strip("_") for part in text.split(".")[:8]]
@@ -137,10 +136,11 @@ def stage_name(text: str) -> str:
 
 
 def encode(event: Event) -> bytes:
-    """One line with its newline, at most `MAX_LINE_BYTES`; long attributes are truncated and marked."""
+    """One line with its newline, at most `MAX_LINE_BYTES` long. Long attributes are truncated, which `attrs_cut`
+    records."""
     try:
         line = _encode(event, event.attrs)
-    except (RecursionError, ValueError):  # unknown keys nested too deeply: the short form has none
+    except (RecursionError, ValueError):  # unknown keys are nested too deeply; the short form drops them
         line = b""
     if 0 < len(line) <= MAX_LINE_BYTES:
         return line
@@ -166,7 +166,7 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
         record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
     record.update((key, value) for key, value in event.extra.items() if key not in _FIELDS)
     text = json.dumps(record, separators=(",", ":"), default=str)
-    # A value that quotes an event must not become one: no tag may remain inside the line.
+    # A value may contain an event line. Escape its tag, or readers would find a second event.
     text = text.replace("@bootseer", "\\u0040bootseer")
     return b"@bootseer%d %s\n" % (VERSION, text.encode("ascii"))
 
@@ -194,7 +194,7 @@ def _shortened(value: object) -> object:
 
 
 def _finite(text: str) -> float | str:
-    """`1e999` is valid JSON but no finite float: it stays text, like NaN and Infinity."""
+    """Parse a float. `1e999` is valid JSON but not a finite float: it stays text, like NaN and Infinity."""
     value = float(text)
     return value if -math.inf < value < math.inf else text
 

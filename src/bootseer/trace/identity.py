@@ -1,8 +1,7 @@
-"""The identity of a process: job, attempt, node and rank from variables of launchers.
+"""The identity of a process: job, attempt, node and rank, from environment variables.
 
-Sources in this order: the user (`BOOTSEER_*`, set by `bootseer run` from its options), Slurm, Kubeflow (`PET_*`),
-TorchX, torchrun, mpirun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in Python children.
-Does no I/O: the environment and the host name are arguments.
+Sources in order of precedence: the user (`BOOTSEER_*`, set by `bootseer run` from its options), Slurm, Kubeflow
+(`PET_*`), TorchX, torchrun, mpirun, SkyPilot, host name. No I/O: environment and host name are arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ RESTART = "BOOTSEER_RESTART"
 
 
 class Identity(NamedTuple):
-    """Identity carried by every event of a process. Fields are empty or None if unknown."""
+    """The identity in every event of a process. Unknown fields are empty or None."""
 
     job: str = ""
     attempt: int | None = None
@@ -26,7 +25,7 @@ class Identity(NamedTuple):
     node: str = ""
     rank: int = NO_RANK
     num_nodes: int | None = None
-    """Number of nodes according to the launcher; coverage is measured against it."""
+    """Number of nodes of the job according to the launcher, for the report's coverage."""
     world_size: int | None = None
     gpus: int | None = None
     """GPUs of this node allocated to the job."""
@@ -61,8 +60,7 @@ def _job(env: Env) -> tuple[str, str]:
             value = env.get(name, "").strip()
             if value and value != "none":  # torchrun's default run id is "none"
                 if source == "slurm":
-                    # The name alone is shared by all submissions of a script, and the number alone means little to
-                    # people.
+                    # All submissions of a script share the name, and the number alone says little to users.
                     named = env.get("SLURM_JOB_NAME", "").strip()
                     value = f"{named}-{value}" if named else value
                 task = env.get("SLURM_ARRAY_TASK_ID", "") if name == "SLURM_ARRAY_JOB_ID" else ""
@@ -72,7 +70,7 @@ def _job(env: Env) -> tuple[str, str]:
 
 def _node(env: Env, hostname: str) -> str:
     name = env.get("BOOTSEER_NODE") or env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or hostname
-    # A pod created again keeps its name; its uid differs.
+    # A recreated pod has the same name, but another uid.
     pod = env.get("POD_UID", "")
     return f"{name}/{pod}" if pod and not env.get("BOOTSEER_NODE") else name
 

@@ -26,7 +26,7 @@ _PATH = "/v1/traces"
 def endpoint_url(endpoint: str | None, env: Mapping[str, str]) -> str:
     """The URL for traces: `endpoint` or the base in the OTEL variables, with the path added if missing.
 
-    Raises `UsageError` for other URLs than http and https; the message never has user name and password.
+    Raises `UsageError` for other URLs than http and https; the message never contains the URL's credentials.
     """
     base = endpoint or env.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
     url = base.strip()
@@ -65,9 +65,7 @@ class OtlpExporter:
         try:
             self._delivery = otlp_wire.Delivery(url)
             self._processor = otlp_wire.batch_processor(self._delivery, MAX_QUEUE)
-        except (
-            Exception
-        ) as error:  # an invalid OTEL_* variable; the type of the exception depends on the library's version
+        except Exception as error:  # an invalid OTEL_* variable; the type depends on the library's version
             raise UsageError(f"OpenTelemetry refuses its settings: {error}", hint="see the OTEL_* variables") from None
         self._span = otlp_wire.span
         self._pairing = Pairing()

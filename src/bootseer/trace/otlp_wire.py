@@ -1,9 +1,8 @@
 """Send finished spans to an OTLP/HTTP endpoint with the OpenTelemetry library.
 
-The only module that imports opentelemetry, which is an optional extra: only `trace.otlp` imports this module, when an
-exporter is created. The library batches, encodes, compresses, finds certificates and retries within its timeout; a
-transport adapter below it sees what it does not report (the last status, refused spans, a Retry-After beyond its
-timeout).
+The only module that imports opentelemetry, an optional dependency; `trace.otlp` imports this module when an exporter is
+created. The library batches, encodes, compresses, finds certificates and retries within its timeout. A transport
+adapter observes what the library does not report: the last status, refused spans, a Retry-After beyond its timeout.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Delivery(SpanExporter):
             self._transport.reset()
             result = self._exporter.export(spans)
             status = self._transport.status
-            # The library takes a redirect for success, although nothing is delivered.
+            # The library treats a redirect as success, although nothing is delivered.
             if result is SpanExportResult.SUCCESS and status is not None and status < 300:
                 rejected = min(self._transport.num_rejected, len(spans))
                 self.exported += len(spans) - rejected
@@ -88,14 +87,14 @@ class Delivery(SpanExporter):
 
 
 def batch_processor(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
-    """The SDK's thread that delivers spans some seconds later, at different times on different nodes."""
-    delay_ms = 1000 * _GATHER_S * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load, guards nothing
+    """The SDK's thread that delivers spans in batches after a delay with jitter."""
+    delay_ms = 1000 * _GATHER_S * random.uniform(0.5, 1.5)  # noqa: S311 - jitter
     batch = min(_BATCH, max_queue)
     return BatchSpanProcessor(delivery, max_queue, delay_ms, batch)
 
 
 class _Transport(HTTPAdapter):
-    """Sees every request and answer of the library; delays requests while a Retry-After is in force."""
+    """Observes every request and answer of the library; delays requests while a Retry-After is in force."""
 
     def __init__(self) -> None:
         super().__init__(max_retries=0)
@@ -191,7 +190,7 @@ def _resource(job: str, attempt: int, restart: int, kind: str, node: str) -> Res
 
 
 def _time(ns: int) -> int:
-    """OTLP has unsigned 64-bit times; a clock before 1970 must not lose the batch."""
+    """A time in OTLP's range. A single invalid time, from a clock before 1970, would make the batch invalid."""
     return min(max(ns, 0), _INT64 - 1)
 
 

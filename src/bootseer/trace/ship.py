@@ -1,11 +1,12 @@
 """Send the events of spools to the service (`bootseer serve`) without disturbing the job.
 
-Events are written to the spool first, whether or not the service can be reached; the next sender sends what the service
-has not accepted: `bootseer run` while its command runs, `bootseer ship` afterwards, or the node's agent.
+Events are always written to the spool first. A sender then sends what the service has not accepted yet: `bootseer run`
+while its command runs, `bootseer ship` afterwards, or the node's agent.
 
-The hidden file `.shipped` in a folder records how far each file was sent. Its lock selects one of several senders, also
-of nodes that share a spool folder. A batch is recorded before it is sent: its byte ranges and its number. After a crash
-the same bytes are sent with the same number, which the service recognises. Only lines with events leave the node.
+The hidden file `.shipped` in a spool folder records how far each file was sent. Its lock is held by the only active
+sender, also if nodes share a spool folder. A batch's byte ranges and number are recorded before it is sent: after a
+crash the same bytes are sent again with the same number, by which the service detects the duplicate. Only event lines
+are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
 
 BATCH_BYTES: Final = 1 << 20
-"""Size of a request's lines before compression."""
+"""Size of a batch in bytes, before compression."""
 LINES: Final = "/v1/lines"
 TOKEN: Final = "BOOTSEER_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FILE: Final = "BOOTSEER_SERVICE_TOKEN_FILE"  # noqa: S105
@@ -46,13 +47,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
 _MAX_POSITIONS = 64 << 20
-_OPEN_S, _IDLE_S, _LOOK_AT_IDLE_S = 10.0, 600.0, 60.0
+_OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
+"""A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Target(NamedTuple):
-    """The service's address. Never shown as a whole: it contains the token."""
+    """The service's address. Never print it as a whole, because it contains the token."""
 
     secure: bool
     host: str
@@ -94,18 +96,18 @@ def _token(env: Mapping[str, str]) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{TOKEN_FILE} {path}: cannot be read: {error}") from None
     if token and not (token.isascii() and token.isprintable()):
-        raise UsageError(f"{TOKEN} is not a token")
+        raise UsageError(f"{TOKEN} has characters that a token cannot have")
     return token
 
 
 class Link:
-    """The connection to a service, for one thread; keeps the pauses requested by the service."""
+    """The connection to a service, with backoff and the pauses that the service requests. For one thread."""
 
     def __init__(self, where: Target, timeout_s: float = _REQUEST_S) -> None:
         self.problem = ""
         """Why the last request failed; empty after a success, and before the first."""
         self.is_refused = False
-        """The service refuses this sender's data: retrying soon is useless."""
+        """Whether the service refused the last batch (HTTP 4xx), so that an early retry is useless."""
         self.not_before = 0.0
         """Earliest time of the next request, on the monotonic clock."""
         self.batches = 0
@@ -122,8 +124,8 @@ class Link:
         self._connection: http.client.HTTPConnection | None = None
 
     def send(self, lines: bytes, sender: str, sequence: int | None, more: Mapping[str, str] | None = None) -> bool:
-        """Send a batch; returns whether the service has stored it. Never raises; `not_before` has the time of the next
-        try."""
+        """Send a batch; returns whether the service has stored it. Never raises; after a failure, `not_before` is the
+        time of the next try."""
         began_s = time.monotonic()
         packer = zlib.compressobj(6, wbits=31)
         body = packer.compress(lines) + packer.flush()
@@ -187,7 +189,7 @@ class Link:
         self.not_before = time.monotonic() + pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load
 
     def send_stacks(self, sender: str) -> None:
-        """Send the stacks of this node's late processes that the last answer requested. Never raises."""
+        """Send the stacks of processes of this node that the service's last answer requested. Never raises."""
         if not self._wanted_stacks:
             return
         from bootseer.trace.stacks import Sampler, read_requests
@@ -241,8 +243,8 @@ class Shipper:
         self._pending: list[_Part] = []
 
     def step(self) -> bool:
-        """Send one batch, if there is one and the service may be called; returns whether one was sent, so that there
-        may be more. Never raises."""
+        """Send one batch, if there is one and no pause is in force. Returns whether it was sent; then there may be
+        more. Never raises."""
         if time.monotonic() < self._link.not_before or not self._acquire():
             return False
         try:
@@ -275,16 +277,17 @@ class Shipper:
         try:
             return self._acquire() and not self._pending and not self._gather()
         except OSError:
-            return True  # it is gone
+            return True  # the folder was deleted
 
     def close(self) -> None:
-        """Let another one send."""
+        """Release the lock, so that another process can send."""
         if self._positions >= 0:
             os.close(self._positions)
         self._positions, self._is_open = -1, False
 
     def _acquire(self) -> bool:
-        """Take the lock, and read how far it was sent. Where nothing can be written, it is sent from the beginning."""
+        """Take the lock and load the positions; False while another process holds it. In a folder that cannot be
+        written, everything is sent from the beginning, without a lock."""
         if self._is_open:
             return True
         try:
@@ -296,7 +299,7 @@ class Shipper:
             if self._positions >= 0 and not try_flock(self._positions):
                 self.close()
                 return False
-        except OSError:  # a file system without locks, or without room
+        except OSError:  # the file system has no locks, or is full
             self.close()
         finally:
             os.close(folder)
@@ -318,12 +321,13 @@ class Shipper:
             files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in state["files"].items()}
             pending = [_Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # new, or torn: what is sent again is known by its events
+            return  # new or damaged: all events are sent again, and the service detects duplicates
         if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
             self._sender, self._sequence, self._files, self._pending = sender, sequence, files, pending
 
     def _save(self) -> None:
-        """Write in place: a new name would change the folder's time, by which the latest attempt is known."""
+        """Write the positions in place: a rename would change the folder's mtime, which identifies the latest
+        attempt."""
         if self._positions < 0:
             return
         state = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,
@@ -334,7 +338,7 @@ class Shipper:
             os.ftruncate(self._positions, len(data))
 
     def _gather(self) -> list[_Part]:
-        """What is new, up to the size of a batch. Raises `OSError` for a folder that is gone."""
+        """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
         parts: list[_Part] = []
         room = BATCH_BYTES
         listing = _listing(self.folder)
@@ -350,7 +354,7 @@ class Shipper:
             data = self._read(part)
             length = data.rfind(b"\n") + 1
             if not length and len(data) == BATCH_BYTES:
-                length = len(data)  # no event: it is passed over
+                length = len(data)  # too long for an event: skipped
             if length:
                 parts.append(part._replace(end=offset + length))
                 room -= length
@@ -360,7 +364,7 @@ class Shipper:
         try:
             fd = os.open(os.path.join(self.folder, part.name), _FILE)
         except OSError:
-            return b""  # it is gone
+            return b""  # the file was deleted
         try:
             return os.pread(fd, part.end - part.begin, part.begin) if os.fstat(fd).st_ino == part.inode else b""
         finally:
@@ -371,25 +375,25 @@ class Shipper:
 
 
 def _open_positions(folder: int) -> int:
-    """The file that says how far the folder was sent; -1 where there can be none. Its folder's time stays."""
+    """Open or create the file with the positions, without a change of the folder's mtime; -1 if it cannot be used."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     about = os.fstat(folder)
     try:
-        made = os.open(_POSITIONS, flags, dir_fd=folder)
+        opened = os.open(_POSITIONS, flags, dir_fd=folder)
     except FileNotFoundError:
         try:
-            made = os.open(_POSITIONS, flags | os.O_CREAT, 0o600, dir_fd=folder)
+            opened = os.open(_POSITIONS, flags | os.O_CREAT, 0o600, dir_fd=folder)
             if os.geteuid() == 0 and about.st_uid:
-                os.fchown(made, about.st_uid, about.st_gid)
+                os.fchown(opened, about.st_uid, about.st_gid)
             os.utime(folder, ns=(about.st_atime_ns, about.st_mtime_ns))
         except OSError:
             return -1
-    status = os.fstat(made)
-    # Another user's folder may hold anything under this name: only a file that has no other name is written.
+    status = os.fstat(opened)
+    # Another user's folder may have a hard link to any file under this name: write only to a file with a single name.
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid not in (about.st_uid, os.geteuid()):
-        os.close(made)
+        os.close(opened)
         return -1
-    return made
+    return opened
 
 
 def _listing(folder: str) -> dict[str, tuple[int, int]]:
@@ -405,7 +409,7 @@ def _listing(folder: str) -> dict[str, tuple[int, int]]:
 
 
 def event_lines(data: bytes) -> Iterator[bytes]:
-    """Those of the lines that are events, each with its newline."""
+    """The lines that contain a valid event, each with its newline."""
     for line in data.split(b"\n"):
         if b"@bootseer" in line:
             with contextlib.suppress(Malformed):
@@ -414,22 +418,22 @@ def event_lines(data: bytes) -> Iterator[bytes]:
 
 
 def log_headers(job: str) -> dict[str, str]:
-    """The headers of a batch of a job's own log."""
+    """HTTP headers of a batch of a job's log."""
     return {"X-Bootseer-Kind": "log", "X-Bootseer-Job": quote(job)}
 
 
 class Spools:
-    """Sends all attempts below some folders: roots of spools, jobs' folders, attempts. For one thread."""
+    """Sends the events in some folders (spool roots, folders of jobs or attempts). For one thread."""
 
     def __init__(self, places: list[str], link: Link) -> None:
         self._places = places
         self._link = link
         self._shippers: dict[str, Shipper] = {}
         self._changed: dict[str, tuple[float, float]] = {}
-        """By folder, when something was sent last, and when it was looked at, by the monotonic clock."""
+        """By folder, the monotonic times of the last new data and of the last poll."""
 
     def step(self) -> bool:
-        """One look at each folder, and what is new in it; whether anything was sent. Never raises."""
+        """Poll each folder once and send new events; returns whether any were sent. Never raises."""
         any_sent = False
         folders = {folder for place in self._places for folder in attempt_folders(place)}
         for folder in self._shippers.keys() - folders:
@@ -438,8 +442,8 @@ class Spools:
             now_s = time.monotonic()
             if now_s < self._link.not_before:
                 break
-            changed_s, looked_s = self._changed.get(folder, (-_IDLE_S, -_LOOK_AT_IDLE_S))
-            if now_s - changed_s > _IDLE_S and now_s - looked_s < _LOOK_AT_IDLE_S:
+            changed_s, polled_s = self._changed.get(folder, (-_IDLE_S, -_POLL_IDLE_S))
+            if now_s - changed_s > _IDLE_S and now_s - polled_s < _POLL_IDLE_S:
                 continue
             shipper = self._shippers.setdefault(folder, Shipper(folder, self._link))
             sent = False
@@ -449,24 +453,24 @@ class Spools:
             if sent or shipper.has_pending:
                 changed_s = now_s
             self._changed[folder] = (changed_s, now_s)
-            if now_s - changed_s > _OPEN_S:  # there may be thousands
+            if now_s - changed_s > _OPEN_S:  # there may be thousands of folders: do not keep all open
                 self._shippers.pop(folder).close()
         return any_sent
 
     def waiting(self) -> int:
-        """How many folders hold what the service has not taken."""
+        """Number of folders with events that the service has not accepted yet."""
         folders = {folder for place in self._places for folder in attempt_folders(place)}
         return sum(not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent() for folder in folders)
 
     def close(self) -> None:
-        """Let others send."""
+        """Release all locks, so that other processes can send."""
         for shipper in self._shippers.values():
             shipper.close()
         self._shippers.clear()
 
 
 def attempt_folders(place: str, depth: int = 2) -> Iterator[str]:
-    """The folders at or below a place that hold spool files. Links are not followed."""
+    """The folders with spool files at or below `place`, down to `depth` levels. Links are not followed."""
     below = []
     try:
         with os.scandir(place) as entries:
@@ -487,5 +491,5 @@ def attempt_folders(place: str, depth: int = 2) -> Iterator[str]:
 
 
 def pause_s(link: Link) -> float:
-    """Seconds between two looks, not the same on all nodes."""
-    return link.next_s * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load
+    """Seconds until the next poll, with jitter."""
+    return link.next_s * random.uniform(0.5, 1.5)  # noqa: S311 - jitter

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from _thread import RLock  # threading's own, without the 1.5 ms of its import in front of every job
+from _thread import RLock  # as `threading.RLock`, whose import would delay every job by 1.5 ms
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,7 +21,7 @@ SUFFIX = ".events"
 
 
 class Sink(Protocol):
-    """Takes event lines."""
+    """Receives event lines."""
 
     @property
     def lost(self) -> int:
@@ -41,10 +41,10 @@ def safe_name(text: str) -> str:
 
 
 class SpoolSink:
-    """An append-only file of this process, opened at the first event.
+    """An append-only file of this process, created at the first event.
 
-    One `write(2)` per line: written lines are in the page cache and survive `kill -9`. A partially written line is
-    ended by a newline before the next one, so that a full disk loses only that event.
+    One write(2) per line: written lines are in the page cache and survive `kill -9`. After a partial write, the next
+    line begins with a newline, so that a full disk loses only the partial event.
     """
 
     def __init__(self, folder: str, node: str) -> None:
@@ -57,13 +57,13 @@ class SpoolSink:
         in_each_process(self._renew_lock)
 
     def _renew_lock(self) -> None:
-        # Reentrant: a signal handler of the job may write while this thread writes.
+        # Reentrant: a signal handler may write an event while its thread is writing one.
         self._lock = RLock()
 
     def write(self, line: bytes) -> None:
         with self._lock:
             try:
-                if self._pid != os.getpid():  # first use, or after a fork: a file has one writer
+                if self._pid != os.getpid():  # first use, or after a fork: each process has its own file
                     self._open()
                 data = b"\n" + line if self._torn else line
                 written = os.write(self._fd, data)

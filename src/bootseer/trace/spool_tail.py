@@ -1,7 +1,7 @@
-"""Follow a spool folder: events written since the last poll.
+"""Read the events written to a spool folder since the last poll.
 
-Files appear and grow meanwhile; their last line may be incomplete. `bootseer run` polls in a thread and passes the
-events to `trace.otlp`. No file stays open between polls.
+Files may appear and grow between polls, and their last line may be incomplete. `bootseer run` polls in a thread and
+passes the events to `trace.otlp`. No file stays open between polls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bootseer.trace.event import MAX_READ_BYTES, Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX
 
 _MAX_BYTES_PER_LOOK = 1 << 20
-"""Limit per file and poll, so that a poll stays short; the rest follows in the next one."""
+"""Limit in bytes per file and poll; the rest is read by the next poll."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """Python stacks of late processes, requested by the service and sampled by py-spy.
 
-The service names a process in its answer to a batch (`StackRequest`); the sender on that node looks for it. Only
-processes with `BOOTSEER_STACKS=1` and the job in their own environment, which only their user and root can read, are
-sampled. The process is not stopped, and values of variables are not read: only functions, file names and lines. Each
-process is sampled once.
+The service requests stacks in its answer to a batch (`StackRequest`); the sender on the process's node takes them. Only
+processes with `BOOTSEER_STACKS=1` and the job in their environment, which only their user and root can read, are
+sampled. The process is not stopped. Only functions, file names and lines are read, no values of variables. Each process
+is sampled once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bootseer.trace.identity import Identity, discover
 
 SWITCH: Final = "BOOTSEER_STACKS"
 MAX_REQUESTS: Final = 8
-"""Maximum number of requested processes of a start."""
+"""Maximum number of requested processes of one startup."""
 _ANOTHER: Final = "newest process of the job"
 _LIMIT_S: Final = 10.0
 _TRIES: Final = 3
@@ -47,7 +47,7 @@ class StackRequest(NamedTuple):
 
 
 def read_requests(stacks: object) -> list[StackRequest]:
-    """The requests in a service's answer; invalid ones are skipped."""
+    """Parse the requests in a service's answer; invalid ones are skipped."""
     found = []
     for one in stacks[:MAX_REQUESTS] if isinstance(stacks, list) else ():
         with contextlib.suppress(LookupError, TypeError, ValueError):
@@ -57,7 +57,7 @@ def read_requests(stacks: object) -> list[StackRequest]:
 
 
 def program() -> str | None:
-    """The path of py-spy: beside this Python, or on PATH."""
+    """The path of py-spy in this Python's folder, or on PATH; None if it is not installed."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
@@ -70,26 +70,26 @@ class Sampler:
     def lines(self, wanted: Sequence[StackRequest]) -> Iterator[bytes]:
         """An event line for each requested process of this node that was not sampled yet.
 
-        Takes up to 10 s; the service requests the remaining ones again. Never raises `OSError`.
+        Stops after 10 s; the service requests the remaining processes again. Never raises `OSError`.
         """
         until_s = time.monotonic() + _LIMIT_S
         for one in wanted:
             if time.monotonic() > until_s:
                 break
-            found, is_it = self._find_processes(one)
+            found, is_exact = self._find_processes(one)
             if not found:
                 continue
             text, why_not = sample(found, until_s - time.monotonic())
             attrs = {"in_stage": one.stage, "of_rank": one.rank, "of_pid": one.pid}
-            attrs |= {"stack": text if is_it else f"{_ANOTHER}: {text}"} if text else {"why_not": why_not}
+            attrs |= {"stack": text if is_exact else f"{_ANOTHER}: {text}"} if text else {"why_not": why_not}
             yield encode(
                 Event(wall_ns=time.time_ns(), mono_ns=time.monotonic_ns(), job=one.job, node=one.node, stage=STACK,
                       phase=INSTANT, span=os.urandom(8).hex(), attempt=one.attempt, restart=one.restart, attrs=attrs)
             )  # fmt: skip
 
     def _find_processes(self, wanted: StackRequest) -> tuple[list[int], bool]:
-        """The process, and True; or for a program that reports the stage of others, the job's newest processes here,
-        and False."""
+        """The requested process, and True. If it is not visible, because another process reported the stage, the job's
+        newest processes on this node, and False."""
         exact, others = [], []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
             identity = _identity_of(pid)
@@ -113,11 +113,11 @@ class Sampler:
 
 
 def _identity_of(pid: int) -> Identity | None:
-    """The identity of a process by its environment, if that permits sampling."""
+    """The identity of a process from its environment; None if the environment does not permit sampling."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             data = file.read(_MAX_ENVIRONMENT_BYTES)
-    except OSError:  # another user's, or ended
+    except OSError:  # another user's process, or it has ended
         return None
     env = dict(os.fsdecode(word).partition("=")[::2] for word in data.split(b"\0"))
     return discover(env, hostname=os.uname().nodename) if env.get(SWITCH) == "1" else None
@@ -134,7 +134,7 @@ def _start_and_inner_pid(pid: int) -> tuple[int, int]:
 
 
 def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:
-    """The stack of the first of these processes that has one; else an error text."""
+    """The stack of the first of these processes that can be sampled, and ""; else "" and an error text."""
     until_s = time.monotonic() + limit_s
     spy, why = program(), "py-spy is not installed on the node"
     for pid in pids if spy is not None else ():

@@ -1,11 +1,11 @@
-"""Send growing logs to the service, each as one stream of batches that survives rotation and crashes.
+"""Send growing logs to the service, each as one stream of batches, also across rotations and crashes.
 
-A state file of the user records how far each log was sent. A batch is recorded before it is sent: after a crash the
-same bytes are sent with the same number, which the service recognises.
+A state file records how far each log was sent. A batch is recorded before it is sent: after a crash the same bytes are
+sent again with the same number, by which the service detects the duplicate.
 
-A log is identified by its first bytes, not by its name or inode: if it was renamed, or copied and truncated
-(`copytruncate`), its remaining bytes are read at its new place, followed by newer files in the order of their times:
-the log may have been rotated several times since the last look.
+A log file is identified by a checksum of its first bytes, not by its name or inode. If it was renamed, or copied and
+truncated (`copytruncate`), its remaining bytes are read from its new path, followed by newer files in the order of
+their times, because the log may have been rotated several times since the last poll.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class _Stream:
-    """A log and how far it was sent."""
+    """The position in a log. `sequence` is the number of the next batch, `offset` the first byte not sent."""
 
     sender: str
     sequence: int = 0
@@ -56,10 +56,10 @@ class _Stream:
     """Size of the batch being sent; 0 without one."""
 
 
-def _is_same_log(place: str, stream: _Stream, *, same_inode: bool) -> bool:
-    """Whether the file at `place` is the one that was sent up to `offset`."""
+def _is_same_log(path: str, stream: _Stream, *, same_inode: bool) -> bool:
+    """Whether the file at `path` is the one that was sent up to `offset`."""
     try:
-        file = os.open(place, _FILE)
+        file = os.open(path, _FILE)
     except OSError:
         return False
     try:
@@ -71,7 +71,7 @@ def _is_same_log(place: str, stream: _Stream, *, same_inode: bool) -> bool:
 
 
 def _next_inode(path: str, before: os.stat_result) -> int:
-    """Inode of the log's file that was written next after another one; 0 if there is none yet."""
+    """Inode of the log's oldest file that is newer than `before`; 0 if there is none yet."""
     folder, name = os.path.split(path)
     newer = []
     with os.scandir(folder) as entries:
@@ -85,26 +85,26 @@ def _next_inode(path: str, before: os.stat_result) -> int:
 
 
 def state_folder(env: Mapping[str, str]) -> Path:
-    """The folder for positions: `$BOOTSEER_SHIP_STATE`, else the machine's for root, and the user's state folder for
-    others.
+    """The folder for state files: `$BOOTSEER_SHIP_STATE`, else `/var/lib/bootseer/ship` for root, or a folder in the
+    user's state folder.
 
-    Raises `AccessError` if others can change it.
+    Raises `AccessError` if other users can change it.
     """
-    place = env.get(STATE, "")
-    if not place and os.geteuid() == 0:
-        place = "/var/lib/bootseer/ship"
-    elif not place:
+    folder = env.get(STATE, "")
+    if not folder and os.geteuid() == 0:
+        folder = "/var/lib/bootseer/ship"
+    elif not folder:
         state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=_OTHERWISE)}/.local/state"
-        place = f"{state}/bootseer/ship"
-    return trusted_folder(place, otherwise=_OTHERWISE, private=True)
+        folder = f"{state}/bootseer/ship"
+    return trusted_folder(folder, otherwise=_OTHERWISE, private=True)
 
 
 class Logs:
     """Sends new lines of logs. For one thread."""
 
     def __init__(self, places: Sequence[str], job: str, link: ship.Link, where: ship.Target, state: Path) -> None:
-        """`places`: files, which may not exist yet, and folders. With `job` all lines are sent as its log; otherwise
-        only events. Raises `UsageError` if another process sends the same."""
+        """`places`: files, which may not exist yet, and folders. With `job`, all lines are sent as its log; without it,
+        only events. Raises `UsageError` if another process sends the same logs."""
         self._places = [os.path.abspath(place) for place in places]
         self._job = job
         self._link = link
@@ -153,7 +153,7 @@ class Logs:
         if place is None:
             status = os.stat(path)
             if stream.head_size:
-                _LOG.warning("%s was replaced or cut; what it had that was not sent yet is lost", path)
+                _LOG.warning("%s was replaced or truncated; its lines that were not sent yet are lost", path)
                 stream.sequence += bool(stream.size)  # the service may already have the batch
             stream.offset = stream.size = stream.head_size = 0
             stream.inode, place = status.st_ino, path
@@ -189,8 +189,8 @@ class Logs:
 
     @staticmethod
     def _find_file(path: str, stream: _Stream) -> str | None:
-        """The path of the file that was sent up to `offset`, or of the next one: at its name, or beside it with a
-        longer name. None if it is gone."""
+        """The path of the file that was sent up to `offset`, or of the next file: the log's own path, or one in the
+        same folder that begins with its name. None if it is gone."""
         if stream.head_size and _is_same_log(path, stream, same_inode=True):
             return path
         folder, name = os.path.split(path)
@@ -228,7 +228,7 @@ class Logs:
             state = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
             return {path: _Stream(**stream) for path, stream in state.items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # new, or torn: lines sent again are recognised by the service
+            return {}  # new or damaged: all lines are sent again, and the service detects duplicates
 
     def _save(self) -> None:
         data = json.dumps({path: asdict(stream) for path, stream in self._streams.items()}).encode() + b"\n"

@@ -23,8 +23,8 @@ class TraceParent(NamedTuple):
 
 
 def parse(text: str) -> TraceParent | None:
-    """None for values that the standard tells a receiver to ignore."""
-    # Without a regular expression: compiling one takes longer than this, in front of every job.
+    """Parse the variable's value; None for an invalid one, which the standard requires to be ignored."""
+    # No regular expression: compiling one takes longer than this, at the start of every job.
     fields = text.strip().split("-")
     if tuple(map(len, fields[:4])) != _LENGTHS or not all(_HEX.issuperset(field) for field in fields[:4]):
         return None

@@ -1,7 +1,7 @@
-"""Emit events: spans around stages, instants for moments.
+"""Emit events: spans of stages, and instants.
 
-`stage()` and `training_began()` are the public API; `Tracer` is what they, `bootseer run` and the hook in Python
-children write through. Everything is off, and free, unless `BOOTSEER_TRACE` names a sink; `bootseer run` sets it:
+`stage()` and `training_began()` are the public API. They, `bootseer run` and the hook in Python children write with
+`Tracer`. Tracing is off, at no cost, unless `BOOTSEER_TRACE` names sinks; `bootseer run` sets it:
 
     BOOTSEER_TRACE=spool:/var/spool/bootseer/moe,stderr
 """
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import time
-from _thread import RLock  # threading's own, without the 1.5 ms of its import in front of every job
+from _thread import RLock  # as `threading.RLock`, whose import would delay every job by 1.5 ms
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
@@ -34,7 +34,7 @@ _current: ContextVar[str] = ContextVar("bootseer_span", default="")
 
 
 class Tracer:
-    """Writes the events of one process, all with the same identity."""
+    """Writes events with the identity of one process to a sink."""
 
     def __init__(self, sink: Sink, identity: Identity, *, trace: str, parent: str = "") -> None:
         self.sink = sink
@@ -57,7 +57,7 @@ class Tracer:
     ) -> str:
         """Write one event and return its span id.
 
-        A past time is given by `mono_ns`, by `wall_ns`, or by both.
+        The time is now, or a past one in `mono_ns`, `wall_ns` (ns) or both; a missing one is computed from the other.
         """
         now_wall, now_mono = time.time_ns(), time.monotonic_ns()
         if wall_ns is None:
@@ -88,7 +88,7 @@ class Tracer:
         return span
 
     def span(self, stage: str, attrs: Mapping[str, Any] | None = None) -> Span:
-        """A context manager that writes begin and end; exceptions pass and make the outcome `failed`."""
+        """A context manager that writes begin and end. An exception makes the outcome `failed` and is not caught."""
         return Span(self, stage_name(str(stage)), attrs or {})
 
     def environment(self, span: str = "") -> dict[str, str]:
@@ -98,7 +98,7 @@ class Tracer:
 
 
 class Span:
-    """A running stage. `attrs` may be extended until the end."""
+    """A running stage. `attrs` may be changed until the end, and are written with begin and end."""
 
     __slots__ = ("_failed", "_stage", "_token", "_tracer", "attrs", "id")
 
@@ -123,7 +123,7 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # In another context (an async generator that is closed elsewhere) there is nothing to set back.
+        # ValueError: an async generator was closed in another context, which has nothing to reset.
         with contextlib.suppress(ValueError):
             _current.reset(self._token)
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
@@ -138,7 +138,7 @@ def new_span() -> str:
 
 
 def spool_word(folder: str) -> str:
-    """The entry for a spool folder in the list of sinks, with commas escaped."""
+    """A spool folder's entry in the list of sinks, with commas escaped."""
     return "spool:" + folder.replace("%", "%25").replace(",", "%2C")
 
 
@@ -172,7 +172,7 @@ def from_environment(env: Mapping[str, str]) -> Tracer | None:
 
 
 class _Stage:
-    """Returned by `stage()`: a context manager and a decorator, which uses the process's tracer when entered."""
+    """The result of `stage()`: a context manager and decorator. It looks up the process's tracer when entered."""
 
     __slots__ = ("_attrs", "_name", "_span")
 
@@ -201,7 +201,8 @@ class _Stage:
             self._span.attrs.update(attrs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function or a coroutine function. Generators are returned unchanged: their call does no work yet."""
+        """Wrap a function or coroutine function. A generator function is returned unchanged, because calling it does
+        no work."""
         flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # avoids importing `inspect`
         if flags & _COROUTINE:
             return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))
@@ -250,7 +251,7 @@ _lock = RLock()
 
 
 def _renew_lock() -> None:
-    """A child of `fork` has none of the threads that could release an inherited lock."""
+    """After a fork, an inherited lock may be held by a thread that does not exist in the child."""
     global _lock
     _lock = RLock()
 
@@ -273,7 +274,7 @@ def process_tracer() -> Tracer | None:
 
 
 def set_process_tracer(tracer: Tracer | None) -> None:
-    """Replace the tracer of this process: `bootseer run` and the hook bring their own."""
+    """Replace the tracer of this process."""
     global _resolved, _tracer, _began
     with _lock:
         _tracer, _resolved, _began = tracer, True, False

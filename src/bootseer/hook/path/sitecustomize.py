@@ -1,10 +1,10 @@
-"""Run by each Python child of `bootseer run`, before its program, because this folder leads PYTHONPATH.
+"""Run by each Python child of `bootseer run` before its program, because this folder is first in PYTHONPATH.
 
-It stays out of the way until the program imports a module that the hook watches (`bootseer.hook.watch`), or ends by an
-exception (`bootseer.hook.import_errors`), which costs well under a millisecond for all others. It must work in an
-interpreter where BootSeer is not installed: the package beside this file is made importable under its own name, behind
-whatever the environment has. Then the sitecustomize that would have run without us runs. A failure here may cost the
-trace, never the program.
+It does nothing until the program imports a module that the hook watches (`bootseer.hook.watch`) or ends with an
+exception (`bootseer.hook.import_errors`), which costs other programs well under a millisecond. It must work in an
+interpreter without BootSeer: the package that contains this file is made importable as `bootseer`, unless the
+environment has one. Afterwards the sitecustomize that this one hides is run. A failure here may cost the trace, but
+never the program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 FRAMEWORKS = ("torch", "jax", "safetensors")
-"""The packages of `hook.marks.after_import_of`, without those that import one of these themselves."""
+"""Top-level packages of `hook.marks.after_import_of`, without those that themselves import one of these."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def _watch_imports() -> None:
     warm = os.environ.get("BOOTSEER_WARM", "")
 
     class Finder:
-        """First on the meta path: tells `bootseer.hook.watch` of the first import that concerns it, then leaves."""
+        """First on the meta path, until the first import of a framework: then it starts `bootseer.hook.watch`."""
 
         @classmethod
         def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
             if name not in FRAMEWORKS:
                 return None
             try:
-                sys.meta_path.remove(cls)  # another thread may have come first: its import watches for both
+                sys.meta_path.remove(cls)  # raises if another thread was first and has started the watch
                 Package.install()
                 from bootseer.hook import watch
 
@@ -49,10 +49,10 @@ def _watch_imports() -> None:
                 return None
 
     class Package:
-        """Last on the meta path: finds `bootseer` where this file lies, if the environment has none of its own."""
+        """Last on the meta path: finds this file's `bootseer` if the environment has none."""
 
         begin: Any = None
-        """In a warm parent: marks a copy of it."""
+        """In a warm parent: starts marking in a copy of it."""
 
         @classmethod
         def install(cls) -> None:
@@ -69,7 +69,7 @@ def _watch_imports() -> None:
             return spec_from_file_location(name, init, submodule_search_locations=[package])
 
     def at_exit() -> None:
-        """The interpreter notes the exception that ends the program, and no other, before it comes here."""
+        """Report an import error that ended the program: only such an exception is in `sys.last_value` at exit."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, Exception):
             try:
@@ -81,7 +81,7 @@ def _watch_imports() -> None:
                 pass
 
     def begin(now_ns: int) -> None:
-        """Mark this process from now on: at once in a copy of a warm parent, whose frameworks are imported already."""
+        """Start marking this process: at once in a copy of a warm parent, which has imported the frameworks already."""
         nonlocal started_ns
         started_ns = now_ns
         atexit.register(at_exit)
@@ -103,7 +103,8 @@ def _watch_imports() -> None:
             warm_launcher.start(warm, started_ns)
 
     def is_launcher() -> bool:
-        """Whether programs that this one starts are known; a look at the text, because most programs start none."""
+        """Whether this program is recorded as a launcher. Searches the text, because parsing it would cost all programs
+        time."""
         try:
             with open(os.path.join(warm, "warm.json"), encoding="utf-8") as file:
                 text = file.read()
@@ -120,7 +121,7 @@ def _watch_imports() -> None:
 
 
 def _run_next_sitecustomize() -> None:
-    """Import the sitecustomize that this one hides, exactly as `site` would have: its errors are `site`'s to report."""
+    """Import the sitecustomize that this one hides. Its errors are raised, for `site` to report."""
     here = __file__.rpartition("/")[0]
     sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != here]
     own = sys.modules.pop("sitecustomize", None)
@@ -136,6 +137,6 @@ def _run_next_sitecustomize() -> None:
 
 try:
     _watch_imports()
-except Exception:  # a trace is not worth a job
+except Exception:  # never fail the program
     pass
 _run_next_sitecustomize()
