@@ -331,9 +331,9 @@ class Session:
             if reading is not None and reading.cancel is not None:
                 reading.cancel()
         # Redirected, not closed: a late reply of another thread must not hit a file opened under the same number.
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, self._device, inheritable=False)
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(devnull, self._device, inheritable=False)
+        os.close(devnull)
         self._stopped.set()
 
     # Interrupted and late reads

@@ -182,15 +182,15 @@ def _drop_inherited(folder: Path, keep: set[int]) -> None:
 
     Not closed: objects of the parent still hold the numbers and may close them later, when they would be in use again.
     """
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         number = int(name)
-        if number not in (0, 1, 2, nowhere, log, *keep):
+        if number not in (0, 1, 2, devnull, log, *keep):
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.fstat(number)
-                os.dup2(nowhere, number, inheritable=False)
-    os.dup2(nowhere, 0)
+                os.dup2(devnull, number, inheritable=False)
+    os.dup2(devnull, 0)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.chdir("/")

@@ -78,10 +78,8 @@ def _new_attempt(folder: int, path: str, mode: int) -> int:
     # A given number may be huge; automatic numbers stay below it.
     used = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 6]
     for number in range(max(used, default=-1) + 1, _MAX_ATTEMPTS):
-        try:
-            os.mkdir(
-                f"{_ATTEMPT}{number}", mode, dir_fd=folder
-            )  # mkdir is the lock: concurrent runs get different numbers
+        try:  # mkdir is atomic: concurrent runs get different numbers
+            os.mkdir(f"{_ATTEMPT}{number}", mode, dir_fd=folder)
         except FileExistsError:
             continue
         return number

@@ -16,7 +16,7 @@ from bootseer.erofs.format import Attributes
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.layer_tree import LayerTree, Lower, NeedsLowerError, Path
-from bootseer.image.conversion.tar import Member, Stream, TarReader
+from bootseer.image.conversion.tar import Member, Stream, TarReader, shown
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.decompress import decompressed
 from bootseer.units import format_bytes
@@ -97,7 +97,7 @@ class _LayerRun:
         try:
             return self._read(pieces)
         except PermanentError as error:
-            at = f"at {_shown(self._current)}" if self._current else "at its beginning"
+            at = f"at {shown(self._current)}" if self._current else "at its beginning"
             raise type(error)(f"{self._where}, {at}: {error}") from error
 
     def _read(self, pieces: Iterator[bytes]) -> LayerFacts:
@@ -172,7 +172,3 @@ class _LayerRun:
         return PermanentError(
             f"larger than {format_bytes(limit)} unpacked; to allow more: --layer-limit unpacked_bytes={2 * limit}"
         )
-
-
-def _shown(name: bytes) -> str:
-    return repr(name[:200].decode("utf-8", "backslashreplace"))

@@ -28,7 +28,7 @@ from bootseer.erofs.format import NO_XATTRS, Attributes, has_prefix
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
-from bootseer.image.conversion.tar import HARD_LINK, Member
+from bootseer.image.conversion.tar import HARD_LINK, Member, shown
 from bootseer.image.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escape_xattr
 
 _MAX_PATH = 4095
@@ -190,7 +190,7 @@ class LayerTree:
     def _add_hard_link(self, names: list[bytes], target: list[bytes]) -> None:
         if names == target:
             return
-        shown_target = _shown(b"/".join(target))
+        shown_target = shown(b"/".join(target))
         holder = self._existing(target[:-1]) if target else None
         if holder is None:
             raise PermanentError(f"a hard link to {shown_target}, which does not exist")
@@ -343,7 +343,7 @@ class LayerTree:
                 return None
             target = below.target() if stat.S_ISLNK(below.mode) else None
         if target is None and copied is None:
-            raise PermanentError(f"{_shown(b'/'.join(path))} in its path is not a directory")
+            raise PermanentError(f"{shown(b'/'.join(path))} in its path is not a directory")
         return target
 
     def _create(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
@@ -392,7 +392,7 @@ def _clean(path: bytes) -> list[bytes]:
     for name in path.split(b"/"):
         if name == b"..":
             if not names:
-                raise PermanentError(f"{_shown(path)} leaves the root directory")
+                raise PermanentError(f"{shown(path)} leaves the root directory")
             names.pop()
         elif name not in {b"", b"."}:
             names.append(name)
@@ -402,7 +402,3 @@ def _clean(path: bytes) -> list[bytes]:
 def _opaque(attributes: Attributes) -> Attributes:
     xattrs = {**attributes.xattrs, OPAQUE: b"y"}
     return Attributes(attributes.mode, attributes.uid, attributes.gid, attributes.mtime_ns, xattrs=xattrs)
-
-
-def _shown(path: bytes) -> str:
-    return repr(path[:200].decode("utf-8", "backslashreplace"))

@@ -189,7 +189,7 @@ class TarReader:
     def _member(self, header: Header) -> Member:
         kind = _KINDS.get(header.kind)
         if kind is None:
-            raise CorruptError(f"{_shown(header.name)}: a tar member of unknown kind {header.kind!r}")
+            raise CorruptError(f"{shown(header.name)}: a tar member of unknown kind {header.kind!r}")
         if header.kind == b"\0" and header.name.endswith(b"/"):
             kind = stat.S_IFDIR  # v7 archives have no type for directories
         self._begin(header.size if kind == stat.S_IFREG else 0)
@@ -248,5 +248,6 @@ class TarReader:
                 raise CorruptError("the map of a sparse file has an invalid number")
 
 
-def _shown(name: bytes) -> str:
-    return name[:200].decode("utf-8", "backslashreplace")
+def shown(name: bytes) -> str:
+    """A name in quotes, for messages."""
+    return repr(name[:200].decode("utf-8", "backslashreplace"))
