@@ -73,7 +73,7 @@ class S3Server:
         self.process.wait()
 
     def _command(self, port: str) -> list[str]:
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
+        return [sys.executable, str(Path(__file__).with_name("moto_server.py")), "-H", "127.0.0.1", "-p", port]
 
     @property
     def environment(self) -> dict[str, str]:
