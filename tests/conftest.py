@@ -32,9 +32,9 @@ pytest_plugins = [
 _FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")
 _LONGEST = (
     *("shared_hdfs", "shared_s3", "tests/examples/test_demo.py", "tests/checkpoint/mount/test_programs.py"),
-    *("tests/hdfs/test_reads_faults.py", "tests/env/installing/test_choose.py", "tests/env/capturing/test_effects.py"),
-    *("tests/env/installing/test_validate.py", "tests/cli/test_env.py", "tests/hook/test_warm_torch.py"),
-    "tests/launch/test_run_environment.py",
+    *("tests/hdfs/test_reads_faults.py", "linked_hdfs", "tests/env/installing/test_choose.py"),
+    *("tests/env/capturing/test_effects.py", "tests/env/installing/test_validate.py", "tests/cli/test_env.py"),
+    *("tests/hook/test_warm_torch.py", "tests/launch/test_run_environment.py"),
     # Of `make quick`:
     *("tests/store/test_oci.py", "tests/store/test_registry.py", "tests/trace/test_event_properties.py"),
     *("tests/service/test_ingest.py", "tests/report/test_scan.py", "tests/peers/test_choice.py"),
@@ -91,10 +91,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def _unit(nodeid: str) -> str:
     """What one worker runs: a test file, or all that share a server."""
     from s3_server import SHARES_S3
-    from shared_hdfs import SHARES_HDFS
+    from shared_hdfs import shared_fixture
 
     file = nodeid.partition("::")[0]
-    return "shared_hdfs" if file in SHARES_HDFS else "shared_s3" if file in SHARES_S3 else file
+    return "shared_s3" if file in SHARES_S3 else shared_fixture(nodeid) or file
 
 
 @pytest.hookimpl(optionalhook=True)

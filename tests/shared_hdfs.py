@@ -1,6 +1,6 @@
-"""One HDFS for the tests that do not break it: starting one costs 5 s and 10 s of processor time.
+"""Clusters for the tests that do not break them: starting one costs 5 s and 1.1 s of processor time for each server.
 
-Each test has files of its own. One that stops a server lets it go on.
+Each test has files of its own. One that stops a server lets it go on, and one that limits or cuts a link mends it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import pytest
 
 from hdfs_cluster import HdfsCluster
 
-SHARES_HDFS = frozenset(
-    f"tests/{name}.py"
-    for name in (
-        *(f"hdfs/test_{name}" for name in ("bad_blocks", "block_writer", "client", "hung_namenode", "lease")),
-        *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placement", "reads")),
-        *("hdfs/test_writer", "store/test_hdfs"),
-        *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
-        *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks", "places/test_hdfs"),
-    )
-)
-"""Of tests that run side by side, one worker runs these."""
+SHARES_HDFS = {
+    "shared_hdfs": frozenset(
+        f"tests/{name}.py"
+        for name in (
+            *(f"hdfs/test_{name}" for name in ("bad_blocks", "block_writer", "client", "hung_namenode", "lease")),
+            *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placement")),
+            *("hdfs/test_reads", "hdfs/test_writer", "store/test_hdfs", "places/test_hdfs"),
+            *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
+            *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks"),
+        )
+    ),
+    "linked_hdfs": frozenset(("tests/hdfs/test_links.py", "tests/checkpoint/reading/test_hdfs_slow.py")),
+}
+"""Fixture to files. Of tests that run side by side, one worker runs those of a fixture."""
 
 
-_running = contextlib.ExitStack()
+_running = {name: contextlib.ExitStack() for name in SHARES_HDFS}
 
 
 @pytest.fixture(scope="session")
@@ -33,24 +36,38 @@ def shared_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluste
     """Five DataNodes, one replica unless a file wants more."""
     # A node that was hung for a test has more to do for a while, and would get no blocks.
     settings = {"dfs.namenode.redundancy.considerLoad": "false"}
-    with _running:
+    with _running["shared_hdfs"] as running:
         folder = tmp_path_factory.mktemp("shared")
-        yield _running.enter_context(HdfsCluster(folder, num_datanodes=5, settings=settings))
+        yield running.enter_context(HdfsCluster(folder, num_datanodes=5, settings=settings))
+
+
+@pytest.fixture(scope="session")
+def linked_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    """Three DataNodes behind links without limits, one replica unless a file wants more."""
+    # Connections that do nothing stay open for ten minutes, and the NameNode soon hears how many there are.
+    settings = {"dfs.client.socket-timeout": "600000", "dfs.heartbeat.interval": "1"}
+    with _running["linked_hdfs"] as running:
+        folder = tmp_path_factory.mktemp("linked")
+        yield running.enter_context(HdfsCluster(folder, num_datanodes=3, links=True, settings=settings))
+
+
+def shared_fixture(nodeid: str) -> str | None:
+    """The cluster that a test's file shares with others."""
+    file = nodeid.partition("::")[0]
+    return next((name for name, files in SHARES_HDFS.items() if file in files), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file that is not in the list would find the cluster ended when its worker has run the others before it."""
     for item in items:
-        if "shared_hdfs" in getattr(item, "fixturenames", ()) and not _shares(item):
-            raise pytest.UsageError(f"{item.nodeid} uses shared_hdfs: add its file to SHARES_HDFS")
+        for name in SHARES_HDFS:
+            if name in getattr(item, "fixturenames", ()) and shared_fixture(item.nodeid) != name:
+                raise pytest.UsageError(f"{item.nodeid} uses {name}: add its file to SHARES_HDFS")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End it behind the last test of the worker that uses it: six idle servers take 1 s of processor time in 30."""
-    if hasattr(item.config, "workerinput") and _shares(item) and not (nextitem and _shares(nextitem)):
-        _running.close()
-
-
-def _shares(item: pytest.Item) -> bool:
-    return item.nodeid.partition("::")[0] in SHARES_HDFS
+    name = shared_fixture(item.nodeid)
+    if hasattr(item.config, "workerinput") and name and not (nextitem and shared_fixture(nextitem.nodeid) == name):
+        _running[name].close()

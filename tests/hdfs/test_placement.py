@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
-import socket
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import product
@@ -19,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import NotFoundError, TransientError, UsageError
-from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
+from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
 from bootseer.hdfs.placement import PlacedWriter, has_distinct_nodes, nodes_at_capacity
-from hdfs.whole_files import put_over, read_all
+from hdfs.whole_files import read_all
 
 DATA = random.Random(3).randbytes(3_000_001)
 MIB = 1 << 20
@@ -217,59 +214,6 @@ class TestWithFaults:
             with pytest.raises(TransientError):
                 part.write(DATA)
             part.abort()
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Three DataNodes behind links."""
-    folder = tmp_path_factory.mktemp("loaded")
-    # Connections that do nothing stay open for so long.
-    settings = {"dfs.client.socket-timeout": "600000"}
-    with HdfsCluster(folder, num_datanodes=3, links=True, fast_detection=True, settings=settings) as running:
-        yield running
-
-
-class TestWithABusyNode:
-    """A node whose connections are so many that the NameNode chooses others (`considerLoad`).
-
-    The node that a writer runs on is chosen however busy it is: the nodes are elsewhere, behind links.
-    """
-
-    pytestmark = needs_links
-
-    def test_a_busy_node_is_waited_for_before_two_files_share_one(self, loaded: HdfsCluster) -> None:
-        with closing(HdfsClient(loaded.uri.removeprefix("hdfs://"))) as client:
-            for number in range(12):  # until the NameNode has named all of its nodes
-                client.put(f"/known/{number}", b"x")
-            with contextlib.ExitStack() as load:
-                make_busy(loaded, 0, load)
-                parts = begin(client, "/waits", 3)
-                assert {write_and_close(part)[0] for part in parts[:2]} == set(loaded.nodes[1:])
-                with ThreadPoolExecutor(1) as pool:
-                    third = pool.submit(write_and_close, parts[2])
-                    load.close()
-                    assert third.result(120) == (loaded.nodes[0],)
-
-    def test_one_that_stays_busy_is_not_waited_for_again_and_again(self, loaded: HdfsCluster) -> None:
-        with closing(HdfsClient(loaded.uri.removeprefix("hdfs://"))) as client, contextlib.ExitStack() as load:
-            make_busy(loaded, 0, load)
-            for number in range(5):
-                parts = begin(client, f"/shared/{number}", 3)
-                nodes = [write_and_close(part)[0] for part in parts]
-                assert set(nodes) == set(loaded.nodes[1:])
-
-
-def make_busy(cluster: HdfsCluster, number: int, load: contextlib.ExitStack) -> None:
-    """Have connections to a DataNode that do nothing, until the NameNode does not choose it any more."""
-    host, _, port = cluster.nodes[number].rpartition(":")
-    for _ in range(40):
-        load.enter_context(socket.create_connection((host, int(port))))
-    times, until = 0, time.monotonic() + 180
-    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
-        while times < 24:  # of three nodes, chance leaves out one so often once in 17,000 times
-            put_over(client, "/load", b"x")
-            assert time.monotonic() < until, "the NameNode does not care"
-            times = 0 if cluster.nodes[number] in cluster.where("/load")[0].nodes else times + 1
 
 
 def begin(

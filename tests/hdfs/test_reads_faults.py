@@ -22,10 +22,10 @@ from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from hdfs.asking import MIB, Waiting, error_of, failures, put, read
-from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
+from hdfs_cluster import HdfsCluster, needs_hdfs
 
 _PART = random.Random(17).randbytes(8 * MIB)
-DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # no two blocks are alike, and it is made at once
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(4))  # no two blocks are alike, and it is made at once
 EXTRA_S = 45.0
 """All that a hung DataNode may cost a whole file with two replicas, on a machine that is busy with other things too.
 Waiting for its answer costs a minute for each block."""
@@ -34,7 +34,7 @@ _CUT_S = 20.0
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Three DataNodes; `/two` has two replicas of 64 MiB in 16 blocks, `/one` a single one of 4 MiB in 4."""
+    """Three DataNodes; `/two` has two replicas of 32 MiB in 8 blocks, `/one` a single one of 4 MiB in 4."""
     with HdfsCluster(tmp_path_factory.mktemp("faulty"), num_datanodes=3, replication=2) as running:
         put(running.uri, "/two", DATA, block_size=4 * MIB, replication=2)
         put(running.uri, "/one", DATA[: 4 * MIB], block_size=MIB, replication=1)
@@ -101,7 +101,7 @@ class TestFaults:
         done.wait(3)
         faulty.hang(1)
         try:
-            outcomes = done.wait(64)
+            outcomes = done.wait(32)
             assert time.monotonic() - began_s < healthy_s + EXTRA_S
         finally:
             faulty.resume(1)
@@ -115,14 +115,14 @@ class TestFaults:
             into, done = bytearray(1000), Waiting()
             file.read_into(number * MIB, memoryview(into), done, inline=True)
             assert done.wait()[0].error is None
-            assert into == DATA[number * MIB :][:1000]
+            assert into == DATA[number * MIB : number * MIB + 1000]
 
-        for number in range(64):
+        for number in range(32):
             read_small(number)
         began_s = time.monotonic()
         faulty.hang(1)
         try:
-            for number in range(64):
+            for number in range(32):
                 read_small(number)
         finally:
             faulty.resume(1)
@@ -309,89 +309,3 @@ class TestFaults:
         opened.join(180.0)
         assert not opened.is_alive()
         assert read(reads.open("/two")) == DATA
-
-
-@pytest.fixture(scope="module")
-def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Three DataNodes at 100 Mbit/s each, with two replicas of 64 MiB."""
-    folder = tmp_path_factory.mktemp("shaped")
-    with HdfsCluster(folder, num_datanodes=3, replication=2, rate_mbit=100) as running:
-        for node in range(3):
-            running.set_rate(node, None)
-        put(running.uri, "/two", DATA, block_size=4 * MIB, replication=2)
-        for node in range(3):
-            running.set_rate(node, 100)
-        yield running
-
-
-class TestASlowNode:
-    pytestmark = needs_links
-
-    def test_is_routed_around(self, shaped: HdfsCluster, tmp_path: Path) -> None:
-        """Two healthy links carry 22 MiB/s; a client that gave each node a third would get 3.5."""
-        namenode = NameNode(Cluster.of(shaped.uri.removeprefix("hdfs://")))
-        reads = HdfsReads(namenode)
-        shaped.set_rate(0, 10)
-        try:
-            file = reads.open("/two")
-            until = time.monotonic() + 120.0
-            # The links bound it from above, and a machine that is busy with other things from below.
-            while len(DATA) / MIB / seconds(file) < 15:
-                assert time.monotonic() < until, "the slow node is waited for"
-        finally:
-            shaped.set_rate(0, 100)
-            reads.close()
-            namenode.close()
-
-
-class TestANodeThatIsCutOff:
-    pytestmark = needs_links
-
-    def test_is_not_waited_for_where_there_is_another(self, shaped: HdfsCluster) -> None:
-        """Nobody is told that the link carries nothing: connections do not end, and new ones get no answer."""
-        for node in range(3):
-            shaped.set_rate(node, None)
-        namenode = NameNode(Cluster.of(shaped.uri.removeprefix("hdfs://")))
-        reads = HdfsReads(namenode)
-        try:
-            file = reads.open("/two")
-            assert read(file) == DATA
-            shaped.cut(0)
-            try:
-                # Alone, connections would wait for minutes.
-                assert read(file, deadline_s=_CUT_S) == DATA
-                assert read(reads.open("/two"), deadline_s=_CUT_S) == DATA
-            finally:
-                shaped.join(0)
-        finally:
-            for node in range(3):
-                shaped.set_rate(node, 200)
-            reads.close()
-            namenode.close()
-
-    def test_reads_of_other_nodes_go_on_where_there_is_no_other_replica(self, shaped: HdfsCluster) -> None:
-        names: dict[str, str] = {}
-        while len(names) < 2:
-            path = f"/alone-{len(names)}"
-            put(shaped.uri, path, DATA[: 4 * MIB], block_size=4 * MIB)
-            names.setdefault(shaped.where(path)[0].nodes[0], path)
-        (cut_off, alone), (_, other) = names.items()
-        namenode = NameNode(Cluster.of(shaped.uri.removeprefix("hdfs://")))
-        reads = HdfsReads(namenode)
-        shaped.cut(shaped.nodes.index(cut_off))
-        try:
-            held_up, done = reads.open(alone), Waiting()
-            began_s = time.monotonic()
-            held_up.read_into(0, memoryview(bytearray(held_up.size_bytes)), done, deadline_s=_CUT_S / 2)
-            for _ in range(2):
-                assert read(reads.open(other)) == DATA[: 4 * MIB]
-            assert not done.outcomes, "the others had to wait"
-            error = done.wait()[0].error
-            assert time.monotonic() - began_s < 3 * _CUT_S
-            assert isinstance(error, TransientError)
-            assert cut_off in str(error)
-            assert alone in str(error)
-        finally:
-            shaped.join(shaped.nodes.index(cut_off))
-            reads.close()
-            namenode.close()

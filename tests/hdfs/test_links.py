@@ -1,0 +1,158 @@
+"""DataNodes behind links: one that is slow, one that is cut off, and one that is so busy that no block goes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from hdfs_cluster import HdfsCluster, needs_links
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.errors import TransientError
+from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.placement import PlacedWriter
+from bootseer.hdfs.reads import HdfsReads
+from hdfs.asking import MIB, Waiting, put, read
+from hdfs.whole_files import put_over
+
+pytestmark = needs_links
+_PART = random.Random(17).randbytes(8 * MIB)
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # no two blocks are alike, and it is made at once
+_CUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def linked(linked_hdfs: HdfsCluster) -> HdfsCluster:
+    """`/two` has two replicas of 64 MiB."""
+    put(linked_hdfs.uri, "/two", DATA, block_size=4 * MIB, replication=2)
+    return linked_hdfs
+
+
+@pytest.fixture
+def reads(linked: HdfsCluster) -> Iterator[HdfsReads]:
+    namenode = NameNode(Cluster.of(linked.uri.removeprefix("hdfs://")))
+    made = HdfsReads(namenode)
+    yield made
+    made.close()
+    namenode.close()
+
+
+class TestASlowNode:
+    def test_is_routed_around(self, linked: HdfsCluster, reads: HdfsReads) -> None:
+        """Two healthy links carry 9 MiB/s; a client that gave each node a third would get 1.4."""
+        for node, rate in enumerate((4, 40, 40)):
+            linked.set_rate(node, rate)
+        try:
+            file = reads.open("/two")
+            until = time.monotonic() + 120.0
+            while True:
+                began_s = time.monotonic()
+                assert read(file, 0, 32 * MIB) == DATA[: 32 * MIB]
+                # The links bound it from above, and a machine that is busy with other things from below.
+                if 32 / (time.monotonic() - began_s) >= 6:
+                    break
+                assert time.monotonic() < until, "the slow node is waited for"
+        finally:
+            for node in range(3):
+                linked.set_rate(node, None)
+
+
+class TestANodeThatIsCutOff:
+    def test_is_not_waited_for_where_there_is_another(self, linked: HdfsCluster, reads: HdfsReads) -> None:
+        """Nobody is told that the link carries nothing: connections do not end, and new ones get no answer."""
+        file = reads.open("/two")
+        assert read(file) == DATA
+        linked.cut(0)
+        try:
+            # Alone, connections would wait for minutes.
+            assert read(file, deadline_s=_CUT_S) == DATA
+            assert read(reads.open("/two"), deadline_s=_CUT_S) == DATA
+        finally:
+            linked.join(0)
+
+    def test_reads_of_other_nodes_go_on_where_there_is_no_other_replica(
+        self, linked: HdfsCluster, reads: HdfsReads
+    ) -> None:
+        names: dict[str, str] = {}
+        while len(names) < 2:
+            path = f"/alone-{len(names)}"
+            put(linked.uri, path, DATA[: 4 * MIB], block_size=4 * MIB)
+            names.setdefault(linked.where(path)[0].nodes[0], path)
+        (cut_off, alone), (_, other) = names.items()
+        linked.cut(linked.nodes.index(cut_off))
+        try:
+            held_up, done = reads.open(alone), Waiting()
+            began_s = time.monotonic()
+            held_up.read_into(0, memoryview(bytearray(held_up.size_bytes)), done, deadline_s=_CUT_S / 2)
+            for _ in range(2):
+                assert read(reads.open(other)) == DATA[: 4 * MIB]
+            assert not done.outcomes, "the others had to wait"
+            error = done.wait()[0].error
+            assert time.monotonic() - began_s < 3 * _CUT_S
+            assert isinstance(error, TransientError)
+            assert cut_off in str(error)
+            assert alone in str(error)
+        finally:
+            linked.join(linked.nodes.index(cut_off))
+
+
+class TestWithABusyNode:
+    """A node whose connections are so many that the NameNode chooses others (`considerLoad`).
+
+    The node that a writer runs on is chosen however busy it is: the nodes are elsewhere, behind links.
+    """
+
+    def test_a_busy_node_is_waited_for_before_two_files_share_one(self, linked: HdfsCluster) -> None:
+        with closing(HdfsClient(linked.uri.removeprefix("hdfs://"))) as client:
+            for number in range(12):  # until the NameNode has named all of its nodes
+                client.put(f"/known/{number}", b"x")
+            with contextlib.ExitStack() as load:
+                make_busy(linked, 0, load)
+                parts = begin(client, "/waits")
+                assert {write_and_close(part)[0] for part in parts[:2]} == set(linked.nodes[1:])
+                with ThreadPoolExecutor(1) as pool:
+                    third = pool.submit(write_and_close, parts[2])
+                    load.close()
+                    assert third.result(120) == (linked.nodes[0],)
+
+    def test_one_that_stays_busy_is_not_waited_for_again_and_again(self, linked: HdfsCluster) -> None:
+        with closing(HdfsClient(linked.uri.removeprefix("hdfs://"))) as client, contextlib.ExitStack() as load:
+            make_busy(linked, 0, load)
+            for number in range(5):
+                parts = begin(client, f"/shared/{number}")
+                nodes = [write_and_close(part)[0] for part in parts]
+                assert set(nodes) == set(linked.nodes[1:])
+
+
+def make_busy(cluster: HdfsCluster, number: int, load: contextlib.ExitStack) -> None:
+    """Have connections to a DataNode that do nothing, until the NameNode does not choose it any more."""
+    host, _, port = cluster.nodes[number].rpartition(":")
+    for _ in range(40):
+        load.enter_context(socket.create_connection((host, int(port))))
+    times, until = 0, time.monotonic() + 180
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
+        while times < 24:  # of three nodes, chance leaves out one so often once in 17,000 times
+            put_over(client, "/load", b"x")
+            assert time.monotonic() < until, "the NameNode does not care"
+            times = 0 if cluster.nodes[number] in cluster.where("/load")[0].nodes else times + 1
+
+
+def begin(client: HdfsClient, folder: str) -> list[PlacedWriter]:
+    """Three files, each for a node of its own."""
+    parts = client.create_placed([f"{folder}/{number}" for number in range(3)], block_size=8 * MIB)
+    return [part for part in parts if isinstance(part, PlacedWriter)]
+
+
+def write_and_close(part: PlacedWriter) -> tuple[str, ...]:
+    part.write(DATA[: 3 * MIB])
+    return part.close()
