@@ -68,7 +68,7 @@ def kerberized(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("JAVA_TOOL_OPTIONS", java_options(kdc))
         folder = tmp_path_factory.mktemp("kerberized")
-        with HdfsCluster(folder, num_datanodes=2, settings=secured(kdc)) as running:
+        with HdfsCluster(folder, settings=secured(kdc)) as running:
             yield running
 
 
@@ -113,10 +113,10 @@ def test_a_checkpoint_goes_to_a_cluster_that_encrypts_and_back(
 def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
     encrypted: HdfsCluster, source: Path, tmp_path: Path
 ) -> None:
-    encrypted.tool("hdfs.tools.ECAdmin", "-enablePolicy", "-policy", "XOR-2-1-1024k")
+    encrypted.ask("enableErasureCodingPolicy", "XOR-2-1-1024k")
     with closing(open_place(encrypted.uri)) as place:
         place.make_folder("coded")
-        encrypted.tool("hdfs.tools.ECAdmin", "-setPolicy", "-path", "/coded", "-policy", "XOR-2-1-1024k")
+        encrypted.ask("setErasureCodingPolicy", "/coded", "XOR-2-1-1024k")
         _assert_goes_there_and_back(place, "coded", source, tmp_path / "out", "erasure-coded")
 
 

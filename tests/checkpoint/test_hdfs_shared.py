@@ -1,7 +1,7 @@
 """Checkpoints in an HDFS that others use too: with rights, quotas, snapshots, large blocks, and Hadoop's own programs.
 
-One cluster for all: rights are checked, block access needs tokens, blocks have at least 4 MiB, and checksums are
-CRC32 of 4,096 bytes.
+One cluster for all: rights are checked, block access needs tokens, blocks have at least 4 MiB and at most two
+replicas, and checksums are CRC32 of 4,096 bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.checkpoint.catalog import checkpoints
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
@@ -33,7 +34,8 @@ from bootseer.errors import AccessError, BootseerError, NoSpaceError, NotFoundEr
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
 from bootseer.places.place import Place
-from hdfs_cluster import HdfsCluster, needs_hdfs
+from checkpoint.mounted_place import until
+from hdfs_cluster import HdfsCluster, _bean, needs_hdfs
 
 pytestmark = needs_hdfs
 _MOUNT_JOB = Path(__file__).parent / "mount" / "mount_job.py"
@@ -41,7 +43,11 @@ _MIB = 1 << 20
 _BLOCK = 4 * _MIB
 _DATA = os.urandom(5 * _MIB + 7)
 _PUT = PutSettings(policy=Policy(stripes=2, part_bytes=_BLOCK, min_bytes_per_stripe=_MIB))
-_SHELL, _ADMIN = "fs.FsShell", "hdfs.tools.DFSAdmin"
+_SHELL = "fs.FsShell"
+_UNCHANGED = (1 << 63) - 1
+"""As a quota: what it was."""
+_LEAVE, _ENTER = 1, 2
+"""Of the safe mode."""
 _DEADLINE_S = 120.0
 
 Opened = Callable[[str, str], Place]
@@ -54,10 +60,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
         "dfs.block.access.token.enable": "true",
         "dfs.namenode.fs-limits.min-block-size": str(_BLOCK),
         "dfs.blocksize": str(_BLOCK),
+        "dfs.replication.max": "2",
         "dfs.checksum.type": "CRC32",
         "dfs.bytes-per-checksum": "4096",
     }
-    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=2, settings=settings) as running:
+    with HdfsCluster(tmp_path_factory.mktemp("shared"), settings=settings) as running:
         with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
             for folder in ("/sticky", "/quota", "/names", "/snapped", "/mounted"):
                 client.make_folder(folder, mode=0o1777)
@@ -109,6 +116,13 @@ def test_a_checkpoint_is_put_where_blocks_must_be_larger_than_its_files(
     _assert_whole(place, "large/step-1", tmp_path / "out")
 
 
+def test_a_small_file_has_as_many_copies_as_the_cluster_allows(opened: Opened) -> None:
+    place = opened(getpass.getuser(), "/")
+    for content in (b"x", b"y"):
+        place.write_bytes("small", content)
+        assert place.read_bytes("small", 1) == content
+
+
 def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, source: Path, tmp_path: Path) -> None:
     alice, bob = opened("alice", "/sticky"), opened("bob", "/sticky")
     put_checkpoint(alice, source, "step-1", settings=_PUT)
@@ -137,11 +151,11 @@ def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source
         put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
 
 
-@pytest.mark.parametrize(("folder", "quota"), [("quota", ["-setSpaceQuota", "12m"]), ("names", ["-setQuota", "9"])])
+@pytest.mark.parametrize(("folder", "quota"), [("quota", (_UNCHANGED, 6 * _MIB)), ("names", (9, _UNCHANGED))])
 def test_a_quota_that_is_exceeded_ends_a_put_and_nothing_of_it_stays(
-    cluster: HdfsCluster, opened: Opened, source: Path, folder: str, quota: list[str]
+    cluster: HdfsCluster, opened: Opened, source: Path, folder: str, quota: tuple[int, int]
 ) -> None:
-    cluster.tool(_ADMIN, *quota, f"/{folder}")
+    cluster.ask("setQuota", f"/{folder}", *quota)
     place = opened("alice", f"/{folder}")
     with pytest.raises(NoSpaceError, match=f"quota.* of .*/{folder} is exceeded"):
         put_checkpoint(place, source, "step-1", settings=_PUT)
@@ -152,8 +166,8 @@ def test_a_quota_that_is_exceeded_ends_a_put_and_nothing_of_it_stays(
 def test_a_snapshot_is_read_and_not_written(cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path) -> None:
     place = opened("alice", "/snapped")
     put_checkpoint(place, source, "step-1", settings=_PUT)
-    cluster.tool(_ADMIN, "-allowSnapshot", "/snapped")
-    cluster.tool(_SHELL, "-createSnapshot", "/snapped", "then")
+    cluster.ask("allowSnapshot", "/snapped")
+    cluster.ask("createSnapshot", "/snapped", "then")
     place.delete("step-1", recursive=True)
     then = opened("bob", "/snapped/.snapshot/then")
     assert read_latest(then, "") == "step-1"
@@ -166,13 +180,21 @@ def test_a_put_waits_for_a_namenode_that_changes_nothing_yet(
     cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path
 ) -> None:
     place = opened(getpass.getuser(), "/")
-    cluster.tool(_ADMIN, "-safemode", "enter")
+    cluster.ask("setSafeMode", _ENTER)
     put = threading.Thread(target=put_checkpoint, args=(place, source, "step-1"), kwargs={"folder": "safe"})
     put.start()
-    cluster.tool(_ADMIN, "-safemode", "leave")
+    until(lambda: _has_refused(cluster), "refused")
+    cluster.ask("setSafeMode", _LEAVE)
     put.join(_DEADLINE_S)
     assert not put.is_alive()
     _assert_whole(place, "safe/step-1", tmp_path / "out")
+
+
+def _has_refused(cluster: HdfsCluster) -> bool:
+    """Whether the NameNode has refused a change for its safe mode."""
+    return "SafeModeExceptionNumOps" in _bean(
+        cluster.namenode_http, "Hadoop:service=NameNode,name=RpcDetailedActivityForPort*"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +227,7 @@ def test_a_quota_is_no_room_on_a_mount(cluster: HdfsCluster, tmp_path: Path, mon
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     monkeypatch.setenv("HADOOP_USER_NAME", "alice")
-    cluster.tool(_ADMIN, "-setSpaceQuota", "12m", "/mounted")
+    cluster.ask("setQuota", "/mounted", _UNCHANGED, 12 * _MIB)
     mounted = _mount(f"{cluster.uri}/mounted", tmp_path)
     try:
         with pytest.raises(OSError, match="No space left") as raised:
@@ -219,7 +241,8 @@ def test_a_quota_is_no_room_on_a_mount(cluster: HdfsCluster, tmp_path: Path, mon
 
 def _mount(uri: str, folder: Path) -> MountedCheckpoint:
     target, runtime = folder / "m", folder / "run"
-    argv = [sys.executable, str(_MOUNT_JOB), uri, str(target), str(runtime), "", "stripes=2"]
-    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True).stdout)
+    words = [uri, str(target), str(runtime), "", "stripes=2"]
+    (ended,) = warm.run(_MOUNT_JOB, words, folder=folder / "said", parent=warm.CHECKPOINTS)
+    said = json.loads(ended.stdout)
     assert said.get("target") == str(target), said
     return find_checkpoint(runtime_of(runtime), target)

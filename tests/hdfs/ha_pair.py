@@ -21,8 +21,9 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection
 from hdfs.whole_files import read_all
+from hdfs_cluster import copy_formatted
 from registry import free_port
 
 _START_S = 90.0
@@ -41,7 +43,7 @@ _PROTOCOL = "org.apache.hadoop.ha.HAServiceProtocol"
 _NAMES = ("one", "two")
 _PRINCIPAL = "dfs.namenode.kerberos.principal"
 _ACTIVE, _OBSERVER = 1, 3
-DATA = random.Random(11).randbytes(5_000_003)
+DATA = random.Random(11).randbytes(2_500_003)
 
 
 class HaPair:
@@ -57,7 +59,7 @@ class HaPair:
         self,
         folder: Path,
         *,
-        num_datanodes: int = 2,
+        num_datanodes: int = 1,
         replication: int = 1,
         settings: Mapping[str, str] | None = None,
         client_settings: Mapping[str, str] | None = None,
@@ -167,9 +169,13 @@ class HaPair:
             hdfs[f"dfs.namenode.name.dir.{self.service}.{name}"] = f"file://{self.folder}/namenode{number}"
             hdfs[f"dfs.namenode.http-address.{self.service}.{name}"] = self._http[number]
         hadoop.write_conf(self.folder / "conf", {"core-site.xml": core, "hdfs-site.xml": hdfs})
-        with (self.folder / "format.log").open("wb") as log:
-            format_it = [*self._namenode(0), "-format", "-force", "-nonInteractive"]
-            subprocess.run(format_it, stdout=log, stderr=log, check=True, timeout=_START_S)
+        if "dfs.namenode.shared.edits.dir" not in self._settings and copy_formatted(self.folder / "namenode0"):
+            (self.folder / "edits/current").mkdir(parents=True)
+            shutil.copy(self.folder / "namenode0/current/VERSION", self.folder / "edits/current")
+        else:
+            with (self.folder / "format.log").open("wb") as log:
+                format_it = [*self._namenode(0), "-format", "-force", "-nonInteractive"]
+                subprocess.run(format_it, stdout=log, stderr=log, check=True, timeout=_START_S)
         shutil.copytree(self.folder / "namenode0", self.folder / "namenode1")
         self.namenodes = [self._start(f"namenode{number}", self._namenode(number)) for number in range(2)]
         self.datanodes = [
@@ -254,6 +260,8 @@ class Busy:
         self._missing = (NotFoundError,) if by_router else ()
         self._folder = folder
         self._is_over = threading.Event()
+        self._goes_on = threading.Event()
+        self._goes_on.set()
         self.rounds = 0
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -278,9 +286,18 @@ class Busy:
             assert time.monotonic() < until, "no answer"
             time.sleep(0.02)
 
+    @contextmanager
+    def rests(self) -> Iterator[None]:
+        """Begin no round in this block: they take the processor from what is started meanwhile."""
+        self._goes_on.clear()
+        try:
+            yield
+        finally:
+            self._goes_on.set()
+
     def _run(self) -> None:
         try:
-            while not self._is_over.is_set():
+            while self._goes_on.wait() and not self._is_over.is_set():
                 self._round(f"{self._folder}/{self.rounds}")
                 self.rounds += 1
         except BaseException as error:

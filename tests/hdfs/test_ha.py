@@ -114,7 +114,7 @@ def test_a_checkpoint_is_published_and_read_while_the_active_one_is_killed(
     source = tmp_path / "step-1"
     source.mkdir()
     for number in range(3):
-        (source / f"{number}.pt").write_bytes(DATA * 3)
+        (source / f"{number}.pt").write_bytes(DATA * 6)
     with closing(open_place(f"hdfs://{pair.service}{folder}")) as place:
         killed = pair.active
         is_killed = threading.Event()
@@ -137,5 +137,5 @@ def test_a_checkpoint_is_published_and_read_while_the_active_one_is_killed(
         with closing(Reading(place)) as reading:
             for number in range(3):
                 with closing(reading.open(f"step-1/{number}.pt")) as file:
-                    assert file.read(0, 3 * len(DATA)) == DATA * 3
+                    assert file.read(0, 6 * len(DATA)) == DATA * 6
     pair.restart(killed)

@@ -68,7 +68,8 @@ def test_nothing_is_lost_or_wrong_when_the_active_one_is_killed_or_replaced(
                 pair.kill(killed)
                 pair.activate(1 - killed)
                 busy.wait(2)
-                pair.restart(killed)
+                with busy.rests():
+                    pair.restart(killed)
             # The old one still holds itself for active; the journal takes nothing more from it, and it ends.
             replaced = pair.active
             pair.activate(1 - replaced)

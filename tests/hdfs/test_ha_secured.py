@@ -49,7 +49,7 @@ def running(kdc: Kdc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HaPa
         kdc.log_in(_USER)
         folder = tmp_path_factory.mktemp("ha")
         settings = {**secured(kdc), **_OBSERVED}
-        with HaPair(folder, num_datanodes=1, settings=settings, client_settings=_CLIENT) as started:
+        with HaPair(folder, settings=settings, client_settings=_CLIENT) as started:
             yield started
 
 

@@ -110,7 +110,7 @@ class TestLate:
 
     @pytest.fixture
     def late(self, tmp_path: Path) -> Iterator[HdfsCluster]:
-        with HdfsCluster(tmp_path, num_datanodes=2, settings=LATE) as running:
+        with HdfsCluster(tmp_path, settings=LATE) as running:
             yield running
 
     def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _wait(is_ready: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HaPair]:
-    with HaPair(tmp_path_factory.mktemp("ha"), num_datanodes=1) as running:
+    with HaPair(tmp_path_factory.mktemp("ha")) as running:
         yield running
 
 

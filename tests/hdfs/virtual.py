@@ -154,7 +154,7 @@ class Links:
         run = transfer.run
         at = run.pieces[0].offset + run.received
         length = sum(map(len, transfer.views))
-        data = self.blocks[run.pieces[0].block.id]
+        data = memoryview(self.blocks[run.pieces[0].block.id])
         for view in transfer.views:
             view[:] = data[at : at + len(view)]
             at += len(view)
