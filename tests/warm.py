@@ -25,10 +25,10 @@ from pathlib import Path
 from unittest import mock
 
 _PATIENCE_S = 600
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.getcontext("forkserver")
 
 
-class _Parent:
+class Parent:
     """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
     starts it, with that test's environment and imports."""
 
@@ -36,7 +36,7 @@ class _Parent:
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules])
 
-    def start(self, processes: Sequence[ForkServerProcess]) -> None:
+    def start(self, *processes: ForkServerProcess) -> None:
         with (
             # PyTorch reads how many threads it may start when it is imported.
             mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
@@ -46,15 +46,21 @@ class _Parent:
                 process.start()
 
 
-_torch = _Parent("torch.distributed.checkpoint", "torch.distributed.tensor")
-_bootseer = _Parent(
+TORCH = Parent("torch.distributed.checkpoint", "torch.distributed.tensor", "bootseer.checkpoint.dcp")
+CHECKPOINTS = Parent(
+    *(f"bootseer.checkpoint.{name}" for name in ("mount.mounted", "publish", "reading.reading")),
+    *("bootseer.checkpoint.writing.writing", "bootseer.places.folder", "bootseer.places.hdfs", "bootseer.hdfs.client"),
+    *(f"bootseer.peers.{name}" for name in ("choice", "job", "readers", "server")),
+    *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
+)
+_bootseer = Parent(
     *(f"bootseer.cli.{name}" for name in ("main", "report", "image", "env", "ckpt", "simulate", "fleet")),
     *("bootseer.report.render.terminal", "bootseer.report.render.html", "bootseer.places.objects"),
     *(f"bootseer.launch.{name}" for name in ("run", "session", "supervise")),
     *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
 )
-_service = _Parent(
+_service = Parent(
     *("bootseer.cli.main", "bootseer.cli.serve", "bootseer.service.app", "bootseer.cli.pattern"),
     *("alembic.command", "alembic.script", "sqlalchemy.dialects.sqlite"),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),
@@ -66,12 +72,12 @@ def bootseer(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m bootseer` with these words, to its end and that of all who have its output."""
     pipes = [Pipe(duplex=False) for _ in range(2)]
-    process = _context.Process(
+    process = context.Process(
         target=_bootseer_main, args=(list(words), dict(env), str(cwd), *(writer for _, writer in pipes))
     )
     with ThreadPoolExecutor(2) as threads:
         try:
-            (_service if words[0] == "serve" else _bootseer).start([process])
+            (_service if words[0] == "serve" else _bootseer).start(process)
         finally:
             for _, writer in pipes:
                 writer.close()
@@ -111,10 +117,14 @@ def _bootseer_main(words: list[str], environment: dict[str, str], cwd: str, *out
 
 
 def run(
-    script: Path, *commands: Sequence[str], folder: Path, max_file_bytes: int = resource.RLIM_INFINITY
+    script: Path,
+    *commands: Sequence[str],
+    folder: Path,
+    max_file_bytes: int = resource.RLIM_INFINITY,
+    parent: Parent = TORCH,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the script, which uses PyTorch, with each of these arguments at once, to the end; several are ranks, with
-    torchrun's variables.
+    """Run the script, which imports what `parent` has, with each of these arguments at once, to the end; several are
+    ranks, with torchrun's variables.
 
     What they print is kept in the folder; `max_file_bytes`: of any file that they write.
     """
@@ -124,15 +134,15 @@ def run(
     outputs = [(str(folder / f"{number}.out"), str(folder / f"{number}.err")) for number in range(len(commands))]
     port = free_port()
     processes = [
-        _context.Process(
+        context.Process(
             target=_main,
-            args=([str(script), *words], _rank(rank, len(commands), port), output, max_file_bytes),
+            args=([str(script), *words], {**os.environ, **_rank(rank, len(commands), port)}, output, max_file_bytes),
             daemon=True,
         )
         for rank, (words, output) in enumerate(zip(commands, outputs, strict=True))
     ]
     try:
-        _torch.start(processes)
+        parent.start(*processes)
         for process in processes:
             assert wait([process.sentinel], _PATIENCE_S), f"{process} has not ended"
             process.join()
@@ -156,6 +166,7 @@ def _rank(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def _main(words: list[str], environment: dict[str, str], output: tuple[str, str], max_file_bytes: int) -> None:
+    os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate(output, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

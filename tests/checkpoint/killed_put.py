@@ -40,11 +40,13 @@ def main(root: Path, kind: str) -> None:
     for seed in (1, 2):
         make_source(root / f"source{seed}", seed)
     sources = [root / f"source{seed}" / ("model" if kind == "file" else "") for seed in (1, 2)]
+    # The first is put whole; then the same name again, which is killed.
+    first = root / "first"
+    first.mkdir()
+    assert not is_killed(partial(put, first, sources[0], "step-1", 0))
     for number in itertools.count(1):
         job = root / "runs" / str(number)
-        job.mkdir(parents=True)
-        # The first is put whole; then the same name again, which is killed.
-        assert not is_killed(partial(put, job, sources[0], "step-1", 0))
+        shutil.copytree(first, job)
         if not is_killed(partial(put, job, sources[1], "step-1", number)):
             return
         if number > 300:

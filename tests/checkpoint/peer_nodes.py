@@ -20,7 +20,7 @@ from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import CachedContent, CachedFiles
 from bootseer.peers.server import Server
 from bootseer.places import open_place
-from cached import processes
+from warm import CHECKPOINTS, context
 
 SECRET = b"s" * 32
 Ranges = Sequence[tuple[int, int]]
@@ -33,9 +33,9 @@ class Node:
     def __init__(self, folder: Path, name: str, uri: str) -> None:
         self.folder = folder / name
         self.name = name
-        self._pipe, end = processes.Pipe()
-        self._process = processes.Process(target=_be_node, args=(end, self.folder, name, uri), daemon=True)
-        self._process.start()
+        self._pipe, end = context.Pipe()
+        self._process = context.Process(target=_be_node, args=(end, self.folder, name, uri), daemon=True)
+        CHECKPOINTS.start(self._process)
         end.close()
         self.peer = Peer(name, tuple(self._pipe.recv()))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
@@ -30,7 +31,7 @@ from hdfs_links import links_missing
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
 
 JOB = Path(__file__).with_name("mount_job.py")
-LARGE = 32 * MIB + 77
+LARGE = 20 * MIB + 77
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,9 @@ def _mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint
         pytest.skip("/dev/fuse cannot be opened by this user")
     target, runtime = tmp_path / "m", tmp_path / "run"
     values = ("stripes=2", "parity=true")
-    argv = [sys.executable, str(JOB), f"{cluster.uri}/", str(target), str(runtime), "", *values]
-    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True).stdout)
+    words = [f"{cluster.uri}/", str(target), str(runtime), "", *values]
+    (ended,) = warm.run(JOB, words, folder=tmp_path / "said", parent=warm.CHECKPOINTS)
+    said = json.loads(ended.stdout)
     assert said["target"] == str(target), said
     found = find_checkpoint(runtime_of(runtime), target)
     try:
@@ -228,20 +230,20 @@ def test_a_small_file_costs_the_namenode_few_questions(
 @pytest.mark.skipif(bool(links_missing()), reason=links_missing())
 def test_full_datanodes_are_no_space_and_leave_no_name(tmp_path: Path) -> None:
     with (
-        HdfsCluster(tmp_path, num_datanodes=2, disk_mib={0: 40, 1: 40}, fast_detection=True) as cluster,
+        HdfsCluster(tmp_path, num_datanodes=2, disk_mib={0: 20, 1: 20}, fast_detection=True) as cluster,
         _mounted(tmp_path, cluster) as mounted,
     ):
         (mounted.target / "before").write_bytes(b"small")
-        assert number_of(lambda: (mounted.target / "large").write_bytes(os.urandom(100 * MIB))) == errno.ENOSPC
+        assert number_of(lambda: (mounted.target / "large").write_bytes(os.urandom(50 * MIB))) == errno.ENOSPC
         assert [path.name for path in mounted.target.iterdir()] == ["before"]
         source = tmp_path / "source"
-        source.write_bytes(bytes(50 * MIB))
+        source.write_bytes(bytes(25 * MIB))
         with closing(open_place(cluster.uri)) as place:
-            with pytest.raises(NoSpaceError, match=r"/step-1 needs 150\.0 MiB: no space, .* are free on all DataN"):
+            with pytest.raises(NoSpaceError, match=r"/step-1 needs 75\.0 MiB: no space, .* are free on all DataN"):
                 put_checkpoint(place, source, "step-1", settings=PutSettings(policy=Policy(replication=3)))
             with pytest.raises((NoSpaceError, NoSpaceNowError)) as refused:
                 put_checkpoint(place, source, "step-1", settings=PutSettings(policy=Policy(stripes=1)))
-            assert "/step-1 needs 50.0 MiB: no space on hdfs://" in str(refused.value)
+            assert "/step-1 needs 25.0 MiB: no space on hdfs://" in str(refused.value)
             assert all(f"{node} " in str(refused.value) for node in cluster.nodes)
         for number in (0, 1):
             cluster.fill(number)

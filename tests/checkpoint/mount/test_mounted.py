@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, all_mounted, find_checkpoint, runtime_of
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
@@ -24,7 +25,6 @@ from checkpoint.mounted_place import MIB, until
 pytestmark = pytest.mark.fuse
 
 JOB = Path(__file__).with_name("mount_job.py")
-DEADLINE_S = 120
 LARGE = 20 * MIB + 5
 Start = Callable[..., dict[str, Any]]
 
@@ -52,10 +52,8 @@ def start(tmp_path: Path, runtime: Runtime) -> Start:
         uri, target = values.pop("uri", tmp_path / "place"), values.pop("target", tmp_path / "mount")
         cache = values.pop("cache", tmp_path / "cache")
         options = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-        argv = [sys.executable, JOB, uri, target, tmp_path / "run", cache, *options]
-        ended = subprocess.run(
-            [str(arg) for arg in argv], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
+        words = [str(word) for word in (uri, target, tmp_path / "run", cache, *options)]
+        (ended,) = warm.run(JOB, words, folder=tmp_path / "said", parent=warm.CHECKPOINTS)
         assert ended.stdout, ended.stderr
         said: dict[str, Any] = json.loads(ended.stdout)
         return said

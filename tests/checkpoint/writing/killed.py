@@ -8,13 +8,16 @@ Each time in a folder ROOT/N of its own, until a writer comes to its end. Run by
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.writing import Writing
+from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import in_memory
 from killed_steps import is_killed, kill_at
@@ -43,11 +46,25 @@ def write(root: Path, kind: str, seed: int, step: int) -> None:
     writer.commit()
 
 
+def write_until_killed(pipe: Connection, uri: str, spool: Path) -> None:
+    """Write a file of 12 MiB again and again, and say each number when its content is there."""
+    writing = Writing(Files(open_place(uri)), spool=spool)
+    policy = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
+    for number in itertools.count():
+        writer = writing.open("killed", policy=policy)
+        for offset in range(0, 12 * MIB, MIB // 4):
+            writer.write_at(offset, bytes([number % 256]) * (MIB // 4))
+        writer.commit()
+        pipe.send(number)
+
+
 def main(root: Path, kind: str) -> None:
+    first = root.with_name("first")
+    (first / "job").mkdir(parents=True)
+    assert not is_killed(partial(write, first, kind, 0, 0))
     for number in itertools.count(1):
         folder = root / str(number)
-        (folder / "job").mkdir(parents=True)
-        assert not is_killed(partial(write, folder, kind, 0, 0))
+        shutil.copytree(first, folder)
         if not is_killed(partial(write, folder, kind, 100, number)):  # it replaces the first
             return
 

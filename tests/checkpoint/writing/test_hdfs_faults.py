@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
@@ -24,6 +22,7 @@ from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
 from bootseer.places import open_place
 from checkpoint.striped_files import in_memory
+from checkpoint.writing.killed import write_until_killed
 from hdfs_cluster import HdfsCluster, needs_links
 from stepwise_place import StepwisePlace
 
@@ -34,7 +33,7 @@ pytestmark = needs_links
 POLICY = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
 """One part of each segment on each DataNode."""
 _PART = random.Random(5).randbytes(6 * MIB)
-DATA = b"".join(_PART[at:] + _PART[:at] for at in range(10)) + _PART[:77]  # made at once, no two blocks are alike
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(6)) + _PART[:77]  # made at once, no two blocks are alike
 
 
 class Hdfs:
@@ -47,8 +46,9 @@ class Hdfs:
         self.files = Files(self.place)  # type: ignore[arg-type]
         self.writing = Writing(self.files, spool=spool)
 
-    def write(self, fault: Callable[[int], object], *, policy: Policy = POLICY) -> Written:
-        """Write a file, with a fault in the middle, which hears on which DataNode lies what is about to be written."""
+    def write(self, fault: Callable[[int], object], *, policy: Policy = POLICY, only: int | None = None) -> Written:
+        """Write a file, with a fault in the middle, which hears on which DataNode lies what is about to be written;
+        `only`: when it lies on this one."""
         hurt = False
         lock = threading.Lock()
         left = 10
@@ -60,9 +60,9 @@ class Hdfs:
                 if hurt or step != "write" or left > 0:
                     return
                 nodes = [node for block in self.cluster.where(path) for node in block.nodes]
-                if nodes:
+                if nodes and only in (None, node := self.cluster.nodes.index(nodes[0])):
                     hurt = True
-                    fault(self.cluster.nodes.index(nodes[0]))
+                    fault(node)
 
         self.place.before = before
         try:
@@ -116,36 +116,25 @@ def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) ->
     assert [set().union(*said[at : at + 3]) for at in (0, 3)] == [set(hdfs.cluster.nodes)] * 2
 
 
-def test_a_datanode_that_is_killed_costs_its_part_once_more(hdfs: Hdfs) -> None:
-    killed: list[int] = []
-
-    def kill(i: int) -> None:
-        killed.append(i)
-        hdfs.cluster.kill(i)
-
-    try:
-        written = hdfs.write(kill)
-        assert written.num_retries > 0
-        lost = [nodes for nodes in hdfs.nodes("file") if nodes <= {hdfs.cluster.nodes[killed[0]]}]
-        assert not lost  # the part that it had was not complete
-    finally:
-        hdfs.cluster.restart(killed[0])
-    assert read_by_format(hdfs.files, "file") == DATA
-
-
-def test_a_file_with_parity_is_read_after_the_death_of_the_datanode_that_had_its_head(hdfs: Hdfs) -> None:
-    policy = Policy(stripes=2, parity=True, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
-    hdfs.writing.write_file("file", *in_memory(DATA), policy=policy)
-    (head,) = hdfs.cluster.where("/job/file")
+def test_a_datanode_that_is_killed_costs_its_part_once_more_and_readers_of_a_head_that_it_had_nothing(
+    hdfs: Hdfs,
+) -> None:
+    parity = Policy(stripes=2, parity=True, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
+    hdfs.writing.write_file("parity", *in_memory(DATA), policy=parity)
+    (head,) = hdfs.cluster.where("/job/parity")
     killed = hdfs.cluster.nodes.index(head.nodes[0])
-    hdfs.cluster.kill(killed)
     try:
+        written = hdfs.write(hdfs.cluster.kill, only=killed)
+        assert written.num_retries > 0
+        lost = [nodes for nodes in hdfs.nodes("file") if nodes <= {hdfs.cluster.nodes[killed]}]
+        assert not lost  # the part that it had was not complete
         with contextlib.closing(open_place(hdfs.place.uri)) as place, contextlib.closing(Reading(place)) as reading:
-            file = reading.open("file")
+            file = reading.open("parity")
             assert file.read(0, file.size_bytes) == DATA
             file.close()
     finally:
         hdfs.cluster.restart(killed)
+    assert read_by_format(hdfs.files, "file") == DATA
 
 
 def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs) -> None:
@@ -202,33 +191,22 @@ def test_a_pipeline_of_two_datanodes_survives_the_death_of_one(hdfs: Hdfs) -> No
 
 
 def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_one(hdfs: Hdfs, tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from bootseer.checkpoint.files import Files\n"
-        "from bootseer.places import open_place\n"
-        "from bootseer.checkpoint.layout import Policy\n"
-        "from bootseer.checkpoint.writing.writing import Writing\n"
-        "writing = Writing(Files(open_place(sys.argv[1])), spool=Path(sys.argv[2]))\n"
-        "policy = Policy(stripes=3, part_bytes=8 << 20, min_bytes_per_stripe=1 << 20)\n"
-        "for number in range(1000):\n"
-        "    writer = writing.open('killed', policy=policy)\n"
-        "    for offset in range(0, 12 << 20, 1 << 18):\n"
-        "        writer.write_at(offset, bytes([number % 256]) * (1 << 18))\n"
-        "    writer.commit()\n"
-        "    print(number, flush=True)\n"
-    )
     source = random.Random(7)
     for _ in range(6):
         before = set(hdfs.part_folders())
-        command = [sys.executable, "-c", program, hdfs.place.uri, os.fspath(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            number = int(writer.stdout.readline())
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                writer.wait(source.uniform(0.0, 0.6))
-            writer.send_signal(signal.SIGKILL)
-            number = max([number, *map(int, writer.stdout.read().split())])
+        pipe, end = warm.context.Pipe(duplex=False)
+        writer = warm.context.Process(
+            target=write_until_killed, args=(end, hdfs.place.uri, tmp_path / "spool of it"), daemon=True
+        )
+        warm.CHECKPOINTS.start(writer)
+        end.close()
+        number = pipe.recv()
+        time.sleep(source.uniform(0.0, 0.6))
+        writer.kill()
+        writer.join()
+        with pipe, contextlib.suppress(EOFError):
+            while True:
+                number = pipe.recv()
         content = read_by_format(hdfs.files, "killed")
         assert len(content) == 12 * MIB
         assert content in (bytes([number]) * 12 * MIB, bytes([number + 1]) * 12 * MIB)
