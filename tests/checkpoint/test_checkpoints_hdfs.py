@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,20 +187,27 @@ def test_a_hung_node_with_the_only_replica_is_named_in_the_error(cluster: HdfsCl
 
 
 def _killed(work: Callable[[], None], is_far: Callable[[], bool]) -> None:
-    """Run `work` in a process of its own, and kill it when it has come so far."""
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=work)
+    """Run `work` in a process of its own, which kills itself when it has come so far: one that is looked at from
+    outside may end before it is killed."""
+
+    def kill() -> None:
+        until(is_far, "so far")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        threading.Thread(target=kill, daemon=True).start()
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    until(lambda: is_far() or process.exitcode is not None, "so far")
-    assert process.exitcode is None, "it was too quick to be killed"
-    process.kill()
     process.join()
+    assert process.exitcode == -signal.SIGKILL, "it was too quick to be killed"
 
 
 def test_what_was_killed_goes_on_where_it_stopped(cluster: HdfsCluster, files: Files, tmp_path: Path) -> None:
     source = tmp_path / "shards"
     source.mkdir()
-    for number in range(12):
+    for number in range(6):  # larger than the pieces in which files are downloaded
         (source / f"shard{number}").write_bytes(os.urandom(24 * _MIB))
 
     def heads() -> int:

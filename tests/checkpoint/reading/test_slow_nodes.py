@@ -38,15 +38,17 @@ class Clock:
 
 
 class LinkedPlace:
-    """As a `Place`: the files of a folder, each on a DataNode of its own."""
+    """As a `Place`: the files of a folder, each on a DataNode of its own. `datas`: what was read of them before."""
 
-    def __init__(self, folder, links):
-        self._folder, self._links = folder, links
+    def __init__(self, folder, links, datas):
+        self._folder, self._links, self._datas = folder, links, datas
         self._files = {}
 
     def open(self, path):
         if path not in self._files:
-            data = self._folder.read_bytes(path, 1 << 30)
+            if path not in self._datas:
+                self._datas[path] = self._folder.read_bytes(path, 1 << 30)
+            data = self._datas[path]
             self._files[path] = self._links.store(path, [(data, [NODES[len(self._files) % len(NODES)]])])
         return self._files[path]
 
@@ -60,12 +62,13 @@ class Striping:
     def __init__(self, tmp_path, size_bytes, *, parity=True):
         self.content = content_of(size_bytes)
         self._folder = FolderPlace(tmp_path)
+        self._datas = {}
         self._head = put_striped(self._folder, "file", self.content, parity=parity)
 
     def open(self, rates):
         links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Counters(), ReadingSettings()
         clock = Clock(links)
-        place = LinkedPlace(self._folder, links)
+        place = LinkedPlace(self._folder, links, self._datas)
         segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, max_open=64)
         for part in segments.acquire(0).parts:
             part.when_open(lambda file, error: None)
@@ -159,9 +162,9 @@ PAIRS = list(itertools.combinations(NODES[:4], 2))
 
 
 def ordinary(rates, nodes_of_blocks):
-    """A file of blocks of 8 MiB."""
+    """A file of blocks of 4 MiB."""
     links = Links(dict(zip(NODES, rates, strict=False)))
-    block = content_of(8 * MIB)
+    block = content_of(4 * MIB)
     file = links.store("/f", [(block, nodes) for nodes in nodes_of_blocks])
     settings = ReadingSettings()
     return Reader(block * len(nodes_of_blocks), links, OrdinarySource(file, settings, Counters()), settings)
