@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 _PATIENCE_S = 600
-context = multiprocessing.getcontext("forkserver")
+context = multiprocessing.get_context("forkserver")
 
 
 class Parent:
