@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FETCHED = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
 _SERVER = "org.apache.hadoop.hdfs.server"
@@ -91,6 +94,12 @@ def _java(conf: Path, name: str, *arguments: str, is_brief: bool, options: Seque
     if not options and (folder := prepared_folder()) is not None and folder.exists():
         used.append(f"-XX:SharedArchiveFile={folder / ARCHIVE}")
     return ["java", *used, "-cp", ":".join([*class_path(), str(conf)]), name, *arguments]
+
+
+def bean(address: str, name: str) -> Any:
+    """One of the beans with which a server tells its state."""
+    with urllib.request.urlopen(f"http://{address}/jmx?qry={name}", timeout=5) as answer:
+        return json.load(answer)["beans"][0]
 
 
 def write_conf(conf: Path, files: Mapping[str, Mapping[str, str]]) -> None:

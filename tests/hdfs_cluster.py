@@ -418,13 +418,14 @@ class HdfsCluster:
         raise RuntimeError(f"{what} is not ready after {_START_S} s: {self._log_ends()}")
 
     def _operational(self) -> bool:
-        state = _bean(self.namenode_http, "Hadoop:service=NameNode,name=FSNamesystemState")
+        state = hadoop.bean(self.namenode_http, "Hadoop:service=NameNode,name=FSNamesystemState")
         running = sum(_runs(process) for process in self.datanodes)
         if state["NumLiveDataNodes"] != running or state["FSState"] != "Operational":
             return False
         # One counts as live from its registration on. Its first heartbeat tells of its disk, without which it gets no
         # block, and then it reports the blocks that it has.
-        reports = _bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeActivity")["StorageBlockReportNumOps"]
+        activity = hadoop.bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeActivity")
+        reports = activity["StorageBlockReportNumOps"]
         return bool(reports >= running and all(node["capacity"] > 0 for node in self._live()))
 
     def _room(self, i: int) -> int:
@@ -433,11 +434,11 @@ class HdfsCluster:
         return int(room)
 
     def _live(self) -> list[dict[str, Any]]:
-        found = json.loads(_bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeInfo")["LiveNodes"])
+        found = json.loads(hadoop.bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeInfo")["LiveNodes"])
         return list(found.values())
 
     def _serves(self, i: int) -> bool:
-        state = _bean(self.datanode_http[i], "Hadoop:service=DataNode,name=DataNodeInfo")
+        state = hadoop.bean(self.datanode_http[i], "Hadoop:service=DataNode,name=DataNodeInfo")
         actors = json.loads(state["BPServiceActorInfo"])
         # It reports its blocks right after it has registered.
         return all(actor["ActorState"] == "RUNNING" and int(actor["LastBlockReport"]) < 60 for actor in actors)
@@ -481,11 +482,6 @@ def _prepared() -> Path | None:
     return folder
 
 
-def resume(process: subprocess.Popen[bytes]) -> None:
-    """Let a process go on that SIGSTOP has stopped."""
-    process.send_signal(signal.SIGCONT)
-
-
 def _hang(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
     # On a busy machine its threads go on for a while.
@@ -501,9 +497,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _runs(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has neither ended nor been stopped."""
     return process.poll() is None and "T" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
-
-
-def _bean(address: str, name: str) -> Any:
-    """One of the beans with which a server tells its state."""
-    with urllib.request.urlopen(f"http://{address}/jmx?qry={name}", timeout=5) as answer:
-        return json.load(answer)["beans"][0]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import hadoop
 import warm
 from bootseer.checkpoint.catalog import checkpoints
 from bootseer.checkpoint.download import get_checkpoint
@@ -35,7 +36,7 @@ from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
 from bootseer.places.place import Place
 from checkpoint.mounted_place import until
-from hdfs_cluster import HdfsCluster, _bean, needs_hdfs
+from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs
 _MOUNT_JOB = Path(__file__).parent / "mount" / "mount_job.py"
@@ -192,7 +193,7 @@ def test_a_put_waits_for_a_namenode_that_changes_nothing_yet(
 
 def _has_refused(cluster: HdfsCluster) -> bool:
     """Whether the NameNode has refused a change for its safe mode."""
-    return "SafeModeExceptionNumOps" in _bean(
+    return "SafeModeExceptionNumOps" in hadoop.bean(
         cluster.namenode_http, "Hadoop:service=NameNode,name=RpcDetailedActivityForPort*"
     )
 

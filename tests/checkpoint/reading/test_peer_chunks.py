@@ -12,13 +12,14 @@ import time
 import pytest
 from blake3 import blake3
 
+import hadoop
 from bootseer.places import open_place
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from checkpoint.peer_nodes import Node, meet
 from checkpoint.striped_files import content_of, put_striped
 from conftest_launch import BOOTSEER
-from hdfs_cluster import _bean, needs_hdfs
+from hdfs_cluster import needs_hdfs
 
 pytestmark = needs_hdfs
 MIB = 1 << 20
@@ -52,7 +53,8 @@ def nodes(cluster, tmp_path):
 def sent(cluster):
     """What the DataNodes have sent to readers so far."""
     return sum(
-        _bean(http, "Hadoop:service=DataNode,name=DataNodeActivity*")["BytesRead"] for http in cluster.datanode_http
+        hadoop.bean(http, "Hadoop:service=DataNode,name=DataNodeActivity*")["BytesRead"]
+        for http in cluster.datanode_http
     )
 
 
