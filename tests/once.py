@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import venv
@@ -53,7 +54,10 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
 def python_with_pip(folder: Path) -> None:
     """Make this folder a virtual environment with pip and nothing else: setuptools, which `venv` of Python 3.11 brings,
     is a third of its files, and each of its starts runs some of them."""
+    copy(_original_python(), folder)
 
+
+def _original_python() -> Path:
     def make(new: Path) -> None:
         venv.create(new, with_pip=True)
         for site in new.glob("lib/python3*/site-packages"):
@@ -61,33 +65,68 @@ def python_with_pip(folder: Path) -> None:
                 if not path.name.startswith("pip"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    copy(once("python", make), folder)
+    return once("python", make)
 
 
 @contextmanager
 def lent_python_with_pip(folder: Path) -> Iterator[None]:
-    """The same for one test. If nothing in it was changed, the next test of this process gets it: a copy takes 0.3 s
-    of processor time, and most tests see their changes only through a mount."""
+    """The same for one test, and then, without the changes of that test, for the next one of this process: a copy
+    takes 0.3 s of processor time, most tests see their changes only through a mount, and others install little."""
     own = (_run[0] if _run else folder.parent) / f"python-{os.getpid()}"
     try:
         own.rename(folder)
     except OSError:  # there is none, or it is on another disk
         python_with_pip(folder)
-    before = _state(folder)
+    before = python_state(folder)
     yield
     with contextlib.suppress(OSError):
-        if not own.exists() and _state(folder) == before:
+        if not own.exists():
+            undo_changes(folder, before)
             folder.rename(own)
 
 
-def _state(folder: Path) -> dict[str, tuple[int, ...]]:
+State = dict[str, tuple[int, ...]]
+
+
+def python_state(folder: Path) -> State:
+    """Everything in a folder of `python_with_pip`, for `undo_changes`."""
     found = {}
     for parent, folders, files in os.walk(folder, onerror=_raise):
         for name in (*folders, *files):
             path = f"{parent}/{name}"
             one = os.lstat(path)
-            found[path] = (one.st_ino, one.st_dev, one.st_mode, one.st_uid, one.st_size, one.st_mtime_ns)
+            size = one.st_size if not stat.S_ISDIR(one.st_mode) else 0
+            found[os.path.relpath(path, folder)] = (
+                *(one.st_ino, one.st_dev, one.st_mode, one.st_uid, one.st_gid, size, one.st_mtime_ns),
+            )
     return found
+
+
+def undo_changes(folder: Path, before: State) -> None:
+    """Make a folder of `python_with_pip` again what it was: what is new is deleted, and what was changed or deleted is
+    copied again."""
+    original, now = _original_python(), python_state(folder)
+    new = now.keys() - before.keys()
+    for name in new:
+        path = folder / name
+        if stat.S_ISDIR(now[name][2]):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    changed = [name for name in before if before[name] != now.get(name)]
+    for name in changed:  # folders come before what is in them
+        path = folder / name
+        if stat.S_ISDIR(before[name][2]):
+            path.mkdir(exist_ok=True)
+        else:
+            path.unlink(missing_ok=True)
+            shutil.copy2(original / name, path, follow_symlinks=False)
+        os.chown(path, *before[name][3:5], follow_symlinks=False)
+    for name in {*changed, *(str(Path(name).parent) for name in (*new, *changed))}:
+        if name == "." or (name in before and stat.S_ISDIR(before[name][2])):
+            shutil.copystat(original / name, folder / name)
+    after = python_state(folder)
+    assert {name: row[2:] for name, row in after.items()} == {name: row[2:] for name, row in before.items()}
 
 
 def _raise(error: OSError) -> None:

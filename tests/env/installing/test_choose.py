@@ -12,7 +12,7 @@ import pytest
 from bootseer.env.installing.choose import choose
 from bootseer.env.installing.interpreter import ask, runner
 from bootseer.env.installing.packages import installed, new_packages
-from once import copy
+from once import python_state, undo_changes
 from wheels import make_index, make_wheel
 
 pytestmark = pytest.mark.slow
@@ -41,10 +41,9 @@ def both(uv, job_env, python, tmp_path):
     def install(text: str) -> dict[str, tuple[str, ...]]:
         requirements = _requirements(tmp_path, text)
         found = {}
-        before = installed(python.folders)
+        before, state = installed(python.folders), python_state(Path(python.prefix))
         installation = _choose(requirements, job_env, python, tmp_path)
         assert [command.installer for command in installation.commands] == ["uv", "pip"], installation.why_not_uv
-        copy(Path(python.prefix), tmp_path / "kept")
         for command in installation.commands:
             _install(command, job_env, tmp_path)
             found[command.installer] = new_packages(before, installed(python.folders))
@@ -52,8 +51,7 @@ def both(uv, job_env, python, tmp_path):
                 path.name: path.read_text() for path in Path(python.folders[-1]).glob("*.py")
             }
             if command.installer == "uv":
-                shutil.rmtree(python.prefix)
-                (tmp_path / "kept").rename(python.prefix)
+                undo_changes(Path(python.prefix), state)
         return found
 
     return install
