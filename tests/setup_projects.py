@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
-import sys
+import venv
 import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.request_key import Base, KeyRequest, request_key
+from once import once
 
 SETUP = """\
 #!/bin/bash
@@ -64,14 +66,31 @@ class Project:
         return request_key(replace(self.ask, **changed))
 
 
+def _make_small_python(folder: Path) -> None:
+    venv.create(folder)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    (site / "six-1.16.0.dist-info").mkdir()
+    (site / "six-1.16.0.dist-info" / "RECORD").write_text("six.py,sha256=x,1\n")
+
+
+def _make_repository(folder: Path) -> None:
+    folder.mkdir()
+    git("init", "-q", "-b", "main", cwd=folder)
+    (folder / "setup.py").write_text("")
+    git("add", ".", cwd=folder)
+    git("commit", "-q", "-m", "one", cwd=folder)
+
+
 @pytest.fixture
 def empty(tmp_path: Path) -> Project:
-    """A job's folder with nothing in it, on this host, with this Python."""
+    """A job's folder with nothing in it, on this host, with a Python that has one distribution: a key of the Python
+    that runs the tests would be a digest of 150 records each time."""
     project = Project(tmp_path)
     project.job.mkdir()
     (tmp_path / "home").mkdir()
     project.env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
-    project.ask = KeyRequest(None, (), str(project.job), project.env, Base("host"), python=sys.executable)
+    python = str(once("small-python", _make_small_python) / "bin" / "python")
+    project.ask = KeyRequest(None, (), str(project.job), project.env, Base("host"), python=python)
     return project
 
 
@@ -79,11 +98,7 @@ def empty(tmp_path: Path) -> Project:
 def project(empty: Project) -> Project:
     """A setup with an input of each class."""
     repository = empty.root / "repository"
-    repository.mkdir()
-    git("init", "-q", "-b", "main", cwd=repository)
-    (repository / "setup.py").write_text("")
-    git("add", ".", cwd=repository)
-    git("commit", "-q", "-m", "one", cwd=repository)
+    shutil.copytree(once("repository", _make_repository), repository)
     empty.write("setup.sh", SETUP).chmod(0o755)
     empty.write("tools/lib.sh", ". tools/deeper.sh\n")
     empty.write("tools/deeper.sh", "export A=1\n")
