@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.sources.open import this_platform
+from bootseer.image.conversion.convert import convert
+from bootseer.image.reference import parse_reference
+from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts import kernel
-from bootseer.store.open import open_registry
+from bootseer.store.open import open_registry, open_store
 from bootseer.store.registry import BlobUpload
 from busybox import CONFIG, make_tree
 from oci_images import write_layout
@@ -71,7 +73,6 @@ def make_node(tmp_path: Path) -> Iterator[Node]:
     digest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
     env = {"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
     with Registry(tmp_path) as registry:
-        push(layout, registry.host, "team/box", "1")
         try:
             yield Node(tmp_path, registry, f"{registry.host}/team/box:1", digest, env)
         finally:
@@ -79,9 +80,40 @@ def make_node(tmp_path: Path) -> Iterator[Node]:
 
 
 def _make_box(folder: Path) -> None:
-    """The image as a layout, and the tree that it was made of."""
+    """The image as a layout and as what a registry stores of it, and the tree that it was made of."""
     layers = base_layers(folder / "tree")
     write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    with Registry(folder / "at") as registry:
+        push(folder / "layout", registry.host, "team/box", "1")
+    _keep_data(registry, folder)
+
+
+def _make_converted_box(folder: Path) -> None:
+    """What a registry stores of the image after it was converted into its own repository."""
+    shutil.copytree(once("box", _make_box) / "registry", folder / "at" / "registry")
+    with Registry(folder / "at") as registry:
+        convert_box(f"{registry.host}/team/box:1")
+    _keep_data(registry, folder)
+
+
+def _keep_data(registry: Registry, folder: Path) -> None:
+    (folder / "registry").mkdir(parents=True)
+    (registry.folder / "data").rename(folder / "registry" / "data")
+    shutil.rmtree(folder / "at")
+
+
+def convert_box(reference: str) -> str:
+    """Convert an image of a registry into its own repository; returns its digest."""
+    with (
+        contextlib.closing(open_source(parse_reference(reference))) as source,
+        contextlib.closing(open_store(f"oci://{reference.rpartition(':')[0]}")) as store,
+    ):
+        return convert(source, store).digest
+
+
+def have_converted(node: Node) -> None:
+    """As `convert_box` of the node's image, once for all tests: what it writes depends on the image alone."""
+    shutil.copytree(once("converted-box", _make_converted_box), node.folder, symlinks=True, dirs_exist_ok=True)
 
 
 def push(layout: Path, host: str, repository: str, tag: str) -> None:
@@ -110,6 +142,11 @@ def base_layers(tree: Path) -> list[bytes]:
     for name in ("hot", "cold"):
         (tree / name).write_bytes(rng.randbytes(LARGE_BYTES))
     return [tar(tree, ["bin", "etc", "home", "tmp"]), tar(tree, ["work", "hot", "cold"])]
+
+
+def busybox_layer() -> bytes:
+    """The first of `base_layers`."""
+    return tar(once("box", _make_box) / "tree", ["bin", "etc", "home", "tmp"])
 
 
 def tar(tree: Path, names: list[str]) -> bytes:

@@ -7,13 +7,14 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+import warm
 from bootseer.fuse.syscalls import MS_RDONLY
 from bootseer.mounts import kernel
 from busybox import without_mixed_cgroups
-from conftest_launch import BOOTSEER
 
 UID = 64321
 _FUSE, _PEOPLE = Path("/dev/fuse"), Path("/etc/passwd")
@@ -28,19 +29,20 @@ def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callabl
         os.mknod(node, stat.S_IFCHR | 0o666, _FUSE.stat().st_rdev)
         node.chmod(0o666)
 
-    def become() -> None:
-        without_mixed_cgroups()
-        open_way_to(Path(sys.base_prefix))
-        kernel.attach(kernel.clone_mount(people), _PEOPLE)
-        if fuse:
-            kernel.attach(kernel.clone_mount(node), _FUSE)
-        if covered:
-            kernel.attach(kernel.create_mount("tmpfs", [("source", "test")], attributes=MS_RDONLY), Path("/proc/irq"))
-        os.setgroups([])
-        os.setresgid(UID, UID, UID)
-        os.setresuid(UID, UID, UID)
+    return partial(_become, people, node if fuse else None, covered)
 
-    return become
+
+def _become(people: Path, fuse: Path | None, covered: bool) -> None:
+    without_mixed_cgroups()
+    open_way_to(Path(sys.base_prefix))
+    kernel.attach(kernel.clone_mount(people), _PEOPLE)
+    if fuse is not None:
+        kernel.attach(kernel.clone_mount(fuse), _FUSE)
+    if covered:
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test")], attributes=MS_RDONLY), Path("/proc/irq"))
+    os.setgroups([])
+    os.setresgid(UID, UID, UID)
+    os.setresuid(UID, UID, UID)
 
 
 def open_way_to(path: Path) -> None:
@@ -62,18 +64,19 @@ def home_of(folder: Path) -> Path:
 
 
 def run_as_plain_user(
-    folder: Path, *words: str, fuse: bool, env: dict[str, str], covered: bool = False, **options: object
+    folder: Path,
+    *words: str,
+    fuse: bool,
+    env: Mapping[str, str],
+    covered: bool = False,
+    input: str = "",  # noqa: A002 - as in `subprocess.run`
 ) -> subprocess.CompletedProcess[str]:
-    """`bootseer WORDS` as that user, to its end."""
+    """`bootseer WORDS` as that user, to its end, by the copy of a process that has imported what it takes."""
     home = home_of(folder)
-    return subprocess.run(
-        [*BOOTSEER, *words],
-        preexec_fn=as_plain_user(folder, fuse=fuse, covered=covered),
+    return warm.bootseer(
+        words,
         env={**env, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        **options,  # type: ignore[call-overload]
+        input=input,
+        become=as_plain_user(folder, fuse=fuse, covered=covered),
     )

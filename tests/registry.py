@@ -54,7 +54,7 @@ class Logged:
 
 
 class Registry:
-    """A registry that lives as long as the `with` block; what it stores lies in `folder`."""
+    """A registry that lives as long as the `with` block; what it stores lies in `folder`, and may be there before."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Registry:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Registry:
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self._tls:
             make_certificate(self.folder / "key.pem", self.certificate)
         for _ in range(5):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from image_node import Node, push, tar
+from image_node import Node, convert_box, have_converted, push, tar
 from oci_images import write_layout
 
 
@@ -19,8 +15,11 @@ def pause(node: Node) -> str:
 
 
 def convert(node: Node, reference: str = "") -> None:
-    command = [sys.executable, "-P", "-m", "bootseer", "image", "convert", reference or node.reference, "--plain-http"]
-    subprocess.run(command, env={**os.environ, **node.env}, check=True, capture_output=True)
+    """Convert an image of the registry into its own repository; without a reference, the node's."""
+    if reference:
+        convert_box(reference)
+    else:
+        have_converted(node)
 
 
 def push_small(node: Node) -> str:

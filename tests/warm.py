@@ -15,8 +15,9 @@ import resource
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
@@ -24,7 +25,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
+from bootseer.fuse.syscalls import libc
+
 _PATIENCE_S = 600
+_PR_SET_DUMPABLE = 4
 context = multiprocessing.get_context("forkserver")
 
 
@@ -32,14 +36,15 @@ class Parent:
     """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
     starts it, with that test's environment and imports."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, **env: str) -> None:
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules])
+        self._env = env
 
     def start(self, *processes: ForkServerProcess) -> None:
         with (
             # PyTorch reads how many threads it may start when it is imported.
-            mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+            mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **self._env}),
             mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
         ):
             for process in processes:
@@ -59,6 +64,9 @@ _bootseer = Parent(
     *(f"bootseer.launch.{name}" for name in ("run", "session", "supervise")),
     *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
+    *(f"bootseer.env.capturing.{name}" for name in ("capture", "effects", "leftovers", "overlay", "watch")),
+    *("bootseer.env.snapshot.oracle", "in_capture", "plain_user", "store_doubles"),
+    PYTHONPATH=str(Path(__file__).parent),
 )
 _service = Parent(
     *("bootseer.cli.main", "bootseer.cli.serve", "bootseer.service.app", "bootseer.cli.pattern"),
@@ -68,18 +76,50 @@ _service = Parent(
 
 
 def bootseer(
-    words: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float = _PATIENCE_S
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout: float = _PATIENCE_S,
+    input: str = "",  # noqa: A002 - as in `subprocess.run`
+    become: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m bootseer` with these words, to its end and that of all who have its output."""
+    """`python -m bootseer` with these words, to its end and that of all who have its output.
+
+    `become` is called first in the new process, which must be able to import it.
+    """
+    return _ended(_bootseer_main, words, env=env, cwd=cwd, timeout=timeout, input=input, become=become)
+
+
+def job(
+    script: Path,
+    *,
+    input: str,  # noqa: A002
+    env: Mapping[str, str],
+    timeout: float = _PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT` with this input, to its end; the script uses what captures and snapshots import."""
+    return _ended(_job_main, [str(script)], env=env, cwd=Path.cwd(), timeout=timeout, input=input, become=None)
+
+
+def _ended(
+    main: Callable[[list[str]], None],
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout: float,
+    input: str,  # noqa: A002
+    become: Callable[[], None] | None,
+) -> subprocess.CompletedProcess[str]:
     pipes = [Pipe(duplex=False) for _ in range(2)]
-    process = context.Process(
-        target=_bootseer_main, args=(list(words), dict(env), str(cwd), *(writer for _, writer in pipes))
-    )
+    writers = [writer for _, writer in pipes]
+    process = context.Process(target=_copy_main, args=(main, list(words), dict(env), str(cwd), input, become, *writers))
     with ThreadPoolExecutor(2) as threads:
         try:
             (_service if words[0] == "serve" else _bootseer).start(process)
         finally:
-            for _, writer in pipes:
+            for writer in writers:
                 writer.close()
         outputs = [threads.submit(_all_of, reader) for reader, _ in pipes]
         try:
@@ -98,11 +138,24 @@ def _all_of(reader: Connection) -> str:
         return file.read()
 
 
-def _bootseer_main(words: list[str], environment: dict[str, str], cwd: str, *outputs: Connection) -> None:
+def _copy_main(
+    main: Callable[[list[str]], None],
+    words: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    text: str,
+    become: Callable[[], None] | None,
+    *outputs: Connection,
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
     os.chdir(cwd)
+    if text:
+        with tempfile.TemporaryFile() as given:
+            given.write(text.encode())
+            given.seek(0)
+            os.dup2(given.fileno(), 0)
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()
@@ -112,8 +165,20 @@ def _bootseer_main(words: list[str], environment: dict[str, str], cwd: str, *out
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(
         io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
     )
+    if become is not None:
+        become()
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: /proc/self belongs to the new user
+    main(words)
+
+
+def _bootseer_main(words: list[str]) -> None:
     sys.argv = ["bootseer", *words]
     runpy.run_module("bootseer", run_name="__main__", alter_sys=True)
+
+
+def _job_main(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def run(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,9 @@ from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from busybox import CONFIG
-from image_node import base_layers, unmount_below
+from image_node import busybox_layer, unmount_below
 from oci_images import (
+    digest_of,
     directory,
     fifo,
     file,
@@ -32,6 +36,7 @@ from oci_images import (
     whiteout,
     write_layout,
 )
+from once import once
 
 UPPER = [
     layer(
@@ -66,17 +71,24 @@ UPPER = [
 ]
 
 
+def _make(folder: Path, layers: Sequence[bytes]) -> None:
+    write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    reference = parse_reference(f"oci:{folder}/layout:1")
+    with closing(open_source(reference)) as source, closing(open_store(str(folder / "store"))) as store:
+        convert(source, store)
+    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+
+
 class Image:
-    """One image, converted into a store that everybody may read."""
+    """One image, converted into a store that everybody may read: once for all tests, which copy it."""
 
     def __init__(self, folder: Path, layers: Sequence[bytes]) -> None:
         self.folder = folder
-        write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+        name = "image-" + digest_of(b"".join(layers)).removeprefix("sha256:")
+        shutil.copytree(once(name, partial(_make, layers=layers)), folder, dirs_exist_ok=True)
         self.reference = f"oci:{folder}/layout:1"
         self.store = str(folder / "store")
-        with closing(open_source(parse_reference(self.reference))) as source, closing(open_store(self.store)) as store:
-            self.digest = convert(source, store).digest
-        subprocess.run(["chmod", "-R", "a+rX", folder / "store", folder / "layout"], check=True)
+        self.digest = json.loads((folder / "layout" / "index.json").read_text())["manifests"][0]["digest"]
 
     def request(self, **changes: object) -> Request:
         reference = parse_reference(self.reference)
@@ -91,8 +103,8 @@ class Image:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Iterator[Image]:
-    with made_image([base_layers(tmp_path / "tree")[0], *UPPER]) as image:
+def image() -> Iterator[Image]:
+    with made_image([busybox_layer(), *UPPER]) as image:
         yield image
 
 
@@ -109,4 +121,9 @@ def made_image(layers: Sequence[bytes]) -> Iterator[Image]:
         yield Image(folder, layers)
     finally:
         unmount_below(folder)
-        shutil.rmtree(folder)
+        deadline = time.monotonic() + 120
+        while (
+            folder.exists()
+        ):  # where other mount namespaces have copies, daemons end, and fill their cache, for a while
+            assert time.monotonic() < deadline, f"{folder} cannot be deleted"
+            shutil.rmtree(folder, ignore_errors=True)

@@ -21,17 +21,15 @@ from bootseer.artifact.hotsets import HotSets
 from bootseer.artifact.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
-from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_recorded
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
 from bootseer.mounts import kernel
 from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
-from image_node import LARGE_BYTES, Node
+from image_node import LARGE_BYTES, Node, convert_box, have_converted
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Mount = Callable[..., MountedImage]
@@ -39,9 +37,7 @@ Mount = Callable[..., MountedImage]
 
 @pytest.fixture
 def converted(node: Node) -> Node:
-    reference = parse_reference(node.reference)
-    with closing(open_source(reference)) as source, closing(open_store(store_of(node))) as store:
-        convert(source, store)
+    have_converted(node)
     return node
 
 
@@ -105,8 +101,7 @@ def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
 
     # Nobody has converted it: that is done here, and then all of it is on this node.
     mount_image(request(node, store=None), node.folder / "converted", show=show).close()
-    with closing(open_source(parse_reference(node.reference))) as source, closing(open_store(store_of(node))) as store:
-        convert(source, store)
+    convert_box(node.reference)
     pulled = request(node, loading="pull", cache=node.folder / "other-cache")
     mount_image(pulled, node.folder / "pulled", show=show).close()
     converting, fetching = (f"converting {node.reference}", "bytes"), (f"fetching {node.reference}", "blocks")

@@ -23,7 +23,7 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts.method import Facts
 from bootseer.store.open import open_store
-from image_node import Node, push
+from image_node import Node, convert_box, have_converted, push
 from oci_images import file, layer, write_docker_archive, write_layout
 from signing_keys import make_key, trust
 
@@ -53,7 +53,7 @@ def evil(node: Node) -> str:
     layout = node.folder / "evil"
     write_layout(layout, [EVIL], architecture=this_platform().architecture, Cmd=["/evil"])
     push(layout, node.registry.host, "team/box", "evil")
-    return converted(f"{node.registry.host}/team/box:evil", store_of(node))
+    return convert_box(f"{node.registry.host}/team/box:evil")
 
 
 def document(uri: str, digest: str) -> dict[str, Any]:
@@ -97,7 +97,7 @@ FORGERIES: dict[str, Forge] = {
 def test_a_pinned_image_is_not_exchanged_for_another_one(node: Node, evil: str, kind: str) -> None:
     """`images/sha256-B` says what `images/sha256-A` says: who asks for B must not run A."""
     uri = store_of(node)
-    assert converted(node.reference, uri) == node.digest
+    have_converted(node)
     forge(uri, node.digest, FORGERIES[kind](document(uri, node.digest), document(uri, evil)))
     for reference in (node.digest, f"{node.reference}@{node.digest}"):
         with pytest.raises(CorruptError, match=node.digest):
@@ -107,7 +107,7 @@ def test_a_pinned_image_is_not_exchanged_for_another_one(node: Node, evil: str, 
 
 def test_what_this_node_kept_of_an_image_is_compared_too(node: Node, evil: str) -> None:
     uri = store_of(node)
-    converted(node.reference, uri)
+    have_converted(node)
     good = document(uri, node.digest)
     mount_image(request(node, node.digest), node.folder / "mnt").close()
     forge(f"{node.cache}/images", node.digest, document(uri, evil))
@@ -189,7 +189,7 @@ class TestSigned:
         assert look(cache=node.folder / "other")
 
     def test_an_image_without_a_signature_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
-        converted(node.reference, store_of(node))
+        have_converted(node)
         for reference in (node.reference, f"oci:{node.folder}/layout:1"):
             with pytest.raises(SignatureError, match=rf"{document_name(node.digest)} is not signed; .*--sign KEY"):
                 look(reference)
@@ -210,7 +210,7 @@ class TestSigned:
 
     def test_an_image_that_is_pinned_in_its_registry_is_pulled(self, node: Node, look: Callable[..., bool]) -> None:
         """All that comes is compared with the digest that the user named."""
-        converted(node.reference, store_of(node))
+        have_converted(node)
         pinned = f"{node.reference}@{node.digest}"
         assert look(pinned)
         before = len(node.requests("/blobs/"))
@@ -273,7 +273,7 @@ class TestSigned:
     ) -> None:
         """Layers are converted once for all images: who forges what a store remembers of one gets it signed."""
         uri = store_of(node)
-        converted(node.reference, uri)
+        have_converted(node)
         with closing(open_store(uri)) as store:
             names = [stored.name for stored in store.list("layers/")]
             bad = json.dumps({"schema": "bootseer.layer/1", "file": document(uri, evil)["layers"][0]["file"]}).encode()

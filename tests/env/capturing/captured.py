@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
 from in_capture import JOB_ENV
 
 DEADLINE_S = 600.0
@@ -83,11 +84,15 @@ class Machine:
         return job
 
     def capture(self, script: str, way: str = "overlay", **more: Any) -> Ended:
-        job = self.begin(script, way, **more)
-        try:
-            output, error = job.communicate(timeout=DEADLINE_S)
-        finally:
-            job.kill()
-            job.wait()
-        assert job.returncode == 0, error
-        return Ended(json.loads(output), error)
+        if "become" in more:
+            job = self.begin(script, way, **more)
+            try:
+                output, error = job.communicate(timeout=DEADLINE_S)
+            finally:
+                job.kill()
+                job.wait()
+            ended = subprocess.CompletedProcess(str(JOB), job.returncode, output, error)
+        else:
+            ended = warm.job(JOB, input=f"{json.dumps(self.spec(script, way, **more))}\n", env=JOB_ENV)
+        assert ended.returncode == 0, ended.stderr
+        return Ended(json.loads(ended.stdout), ended.stderr)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -147,7 +148,8 @@ def test_hard_links_sparse_files_owners_and_attributes_are_kept(machine: Machine
     ended = machine.capture(
         f"ln first second; mkdir {NEW}; cd {NEW}; echo 1 > a; ln a b; truncate -s 1G hole; chown 33:34 a; chmod 4755 b;"
         "cp /bin/true prog; setcap cap_net_bind_service+ep prog;"
-        'python3 -c \'import os; os.setxattr("a", "user.note", b"1")\'; mkfifo pipe; mknod null c 1 3 || true',
+        f'{sys.executable} -c \'import os; os.setxattr("a", "user.note", b"1")\';'
+        "mkfifo pipe; mknod null c 1 3 || true",
         way,
     )
     assert ended.said["code"] == 0, ended.error
@@ -175,9 +177,8 @@ def test_access_lists_are_changes(machine: Machine) -> None:
             (0x20, 4, 0xFFFFFFFF),
         )
     )
-    ended = machine.capture(
-        f'python3 -c \'import os; os.setxattr("file", "system.posix_acl_access", bytes.fromhex("{entries.hex()}"))\''
-    )
+    code = f'import os; os.setxattr("file", "system.posix_acl_access", bytes.fromhex("{entries.hex()}"))'
+    ended = machine.capture(f"{sys.executable} -c '{code}'")
     assert ended.said["code"] == 0, ended.error
     assert "system.posix_acl_access" in ended.below("/srv/")["file"]["xattrs"]
 
@@ -189,7 +190,7 @@ def test_excluded_paths_are_left_out_and_told(machine: Machine, way: str) -> Non
         "echo h > .ssh/known_hosts; echo t > .netrc; echo x > .bash_history; echo 12 > app/run.pid;"
         ": > app/build.lock; echo lock > app/uv.lock; : > app/node_modules/m/package.lock;"
         "echo m > .cache/huggingface/hub/model; echo t > .cache/huggingface/token; echo i > /etc/machine-id;"
-        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"app/socket\")'",
+        f"{sys.executable} -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"app/socket\")'",
         way,
     )
     assert set(ended.below("/home/user/")) == {

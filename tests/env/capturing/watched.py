@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import warm
 from env.capturing.captured import DEADLINE_S, Machine
 from in_capture import JOB_ENV
 
@@ -23,16 +24,20 @@ def look_at(
     scratch.mkdir(mode=0o1777, exist_ok=True)
     spec = machine.spec(script, way, **more)
     spec["binds"]["/var/tmp"] = str(scratch)
-    ended = subprocess.run(
-        [sys.executable, str(_JOB)],
-        input=json.dumps(spec) + "\n",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        preexec_fn=become,
-        check=False,
-        env=JOB_ENV,
-    )
+    text = json.dumps(spec) + "\n"
+    if become is None:
+        ended = warm.job(_JOB, input=text, env=JOB_ENV)
+    else:
+        ended = subprocess.run(
+            [sys.executable, str(_JOB)],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            preexec_fn=become,
+            check=False,
+            env=JOB_ENV,
+        )
     assert ended.returncode == 0, ended.stderr
     said: dict[str, Any] = json.loads(ended.stdout)
     said["error"] = ended.stderr

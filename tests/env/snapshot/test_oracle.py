@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.env.snapshot.oracle import pinned
 from in_capture import JOB_ENV
 from once import compiled_secret_rules, lent_python_with_pip
@@ -44,15 +43,7 @@ def ask(tmp_path):
             "moved": {str(source): str(target) for source, target in (moved or {}).items()},
         }
         (tmp_path / "oracle").mkdir()
-        done = subprocess.run(
-            [sys.executable, JOB],
-            input=json.dumps(spec),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            env=JOB_ENV,
-        )
+        done = warm.job(JOB, input=json.dumps(spec), env=JOB_ENV)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
