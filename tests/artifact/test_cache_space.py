@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.artifact.cache_space import CacheSpace
 from bootseer.cache.cache import Cache
 from cached import BLOCK, content, index_of, put
-from image_node import Node
+from image_node import Node, have_converted
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
-Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -34,13 +34,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(run: Run, node: Node, disk: Path) -> Start:
+def start(env: dict[str, str], node: Node, disk: Path) -> Start:
     """`start(loading)`: a container that reads the large files and tells their sums, with its cache on the disk."""
-    assert run("image", "convert", node.reference, more=node.env).returncode == 0
+    have_converted(node)
 
     def call(loading: str) -> subprocess.CompletedProcess[str]:
         words = ["image", "run", "--loading", loading, "--entrypoint", "none", node.reference, "--"]
-        return run(*words, "sh", "-c", "cat /hot /cold | wc -c", more={**node.env, "BOOTSEER_CACHE": str(disk)})
+        words += ["sh", "-c", "cat /hot /cold | wc -c"]
+        return warm.bootseer(words, env={**env, **node.env, "BOOTSEER_CACHE": str(disk)}, cwd=node.folder)
 
     return call
 
