@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,14 +88,6 @@ def _make_box(folder: Path) -> None:
     _keep_data(registry, folder)
 
 
-def _make_converted_box(folder: Path) -> None:
-    """What a registry stores of the image after it was converted into its own repository."""
-    shutil.copytree(once("box", _make_box) / "registry", folder / "at" / "registry")
-    with Registry(folder / "at") as registry:
-        convert_box(f"{registry.host}/team/box:1")
-    _keep_data(registry, folder)
-
-
 def _keep_data(registry: Registry, folder: Path) -> None:
     (folder / "registry").mkdir(parents=True)
     (registry.folder / "data").rename(folder / "registry" / "data")
@@ -112,8 +104,20 @@ def convert_box(reference: str) -> str:
 
 
 def have_converted(node: Node) -> None:
-    """As `convert_box` of the node's image, once for all tests: what it writes depends on the image alone."""
-    shutil.copytree(once("converted-box", _make_converted_box), node.folder, symlinks=True, dirs_exist_ok=True)
+    """As `convert_box` of the node's image."""
+    have_in_registry(node, "converted-box", lambda registry: convert_box(f"{registry.host}/team/box:1"))
+
+
+def have_in_registry(node: Node, name: str, work: Callable[[Registry], object]) -> None:
+    """As `work(node.registry)`, once for all tests: for what depends on the node's image alone."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(once("box", _make_box) / "registry", folder / "at" / "registry")
+        with Registry(folder / "at") as registry:
+            work(registry)
+        _keep_data(registry, folder)
+
+    shutil.copytree(once(name, make), node.folder, dirs_exist_ok=True)
 
 
 def push(layout: Path, host: str, repository: str, tag: str) -> None:

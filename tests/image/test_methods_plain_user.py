@@ -6,12 +6,14 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import methods
 from bootseer.mounts.method import MountMethod
@@ -40,6 +42,8 @@ def plain(image: Image) -> Iterator[Plain]:
     home = home_of(image.folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER_")}
     env.update(BOOTSEER_RUNTIME=str(home / "runtime"), BOOTSEER_CACHE=str(home / "cache"), BOOTSEER_STORE=image.store)
+    # So that the doctor asks no `python3` of pyenv, whose start takes 0.3 s of processor time.
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
 
     def call(*words: str, fuse: bool, **options: object) -> subprocess.CompletedProcess[str]:
         return run_as_plain_user(image.folder, *words, fuse=fuse, env=env, **options)
@@ -60,15 +64,8 @@ def test_a_container_of_a_plain_user_sees_what_root_s_sees(
 ) -> None:
     words = run_of(image, "sh", "-c", LIST)
     env = {"BOOTSEER_RUNTIME": str(image.folder / "runtime"), "BOOTSEER_CACHE": str(image.folder / "cache")}
-    of_root = subprocess.run(
-        [*BOOTSEER, *words],
-        env={**os.environ, **env, "BOOTSEER_STORE": image.store},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=180,
-    )
-    assert of_root.stderr == ""
+    of_root = warm.bootseer(words, env={**os.environ, **env, "BOOTSEER_STORE": image.store}, cwd=image.folder)
+    assert (of_root.returncode, of_root.stderr) == (0, "")
     assert of_root.stdout.count("\n") > 600
     ran = plain(*words, fuse=fuse)
     assert ran.returncode == 0, ran.stderr

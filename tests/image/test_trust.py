@@ -23,8 +23,10 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts.method import Facts
 from bootseer.store.open import open_store
-from image_node import Node, convert_box, have_converted, push
+from image_node import Node, convert_box, have_converted, have_in_registry, push
 from oci_images import file, layer, write_docker_archive, write_layout
+from once import once
+from registry import Registry
 from signing_keys import make_key, trust
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -51,9 +53,14 @@ def converted(reference: str, uri: str, *keys: Path) -> str:
 def evil(node: Node) -> str:
     """The digest of another image, converted into the same repository."""
     layout = node.folder / "evil"
-    write_layout(layout, [EVIL], architecture=this_platform().architecture, Cmd=["/evil"])
-    push(layout, node.registry.host, "team/box", "evil")
-    return convert_box(f"{node.registry.host}/team/box:evil")
+    digest = write_layout(layout, [EVIL], architecture=this_platform().architecture, Cmd=["/evil"])
+
+    def push_and_convert(registry: Registry) -> None:
+        push(layout, registry.host, "team/box", "evil")
+        assert convert_box(f"{registry.host}/team/box:evil") == digest
+
+    have_in_registry(node, "evil-box", push_and_convert)
+    return digest
 
 
 def document(uri: str, digest: str) -> dict[str, Any]:
@@ -134,12 +141,17 @@ def test_images_without_a_manifest_are_compared_with_their_digest(node: Node, ev
             mount_image(request(node, digest, store=uri, cache=node.folder / "new"), node.folder / "mnt")
 
 
+def _make_key(folder: Path) -> None:
+    folder.mkdir()
+    make_key(folder / "key")
+
+
 class TestSigned:
     """`--require-signature`: what is in a store is mounted if a trusted key has signed it, and not otherwise."""
 
     @pytest.fixture
-    def key(self, node: Node) -> Path:
-        return make_key(node.folder / "key")
+    def key(self) -> Path:
+        return once("signing-key", _make_key) / "key"
 
     @pytest.fixture
     def strict(self, node: Node, key: Path) -> Signatures:
@@ -163,14 +175,14 @@ class TestSigned:
         return mount
 
     def test_a_signed_image_is_mounted_by_all(self, node: Node, key: Path, look: Callable[..., bool]) -> None:
-        signed(node, key)
+        have_signed(node, key)
         assert look()
         assert look(cache=node.folder / "other")
         assert look(cache=node.folder / "third", signatures=UNSIGNED)
         assert look(node.digest, cache=node.folder / "other")
 
     def test_it_starts_again_without_its_store(self, node: Node, key: Path, look: Callable[..., bool]) -> None:
-        signed(node, key)
+        have_signed(node, key)
         assert look()
         put(store_of(node), document_name(node.digest), b"gone")
         assert look()
@@ -178,7 +190,7 @@ class TestSigned:
     def test_what_this_node_kept_is_verified_for_the_keys_of_today(
         self, node: Node, key: Path, look: Callable[..., bool]
     ) -> None:
-        signed(node, key)
+        have_signed(node, key)
         assert look()
         other = make_key(node.folder / "new-key")
         changed = Signatures(trusted=trust(node.folder / "changed", other))
@@ -224,7 +236,7 @@ class TestSigned:
     ) -> None:
         """The one thing that a digest does not tell: manifest, configuration and diff ids are those of the image."""
         uri = store_of(node)
-        signed(node, key)
+        have_signed(node, key)
         good = document(uri, node.digest)
         files = [part["file"] for part in document(uri, evil)["layers"]]
         forged = {**good, "layers": [{**part, "file": files[0]} for part in good["layers"]]}
@@ -251,7 +263,7 @@ class TestSigned:
     ) -> None:
         """Both are signed; only their names are exchanged."""
         uri = store_of(node)
-        signed(node, key)
+        have_signed(node, key)
         converted(f"{node.registry.host}/team/box:evil", uri, key)
         with closing(open_store(uri)) as store:
             data = read_all(store, document_name(evil), 1 << 20)
@@ -263,7 +275,7 @@ class TestSigned:
     def test_a_cut_or_huge_envelope_is_refused(
         self, node: Node, key: Path, look: Callable[..., bool], data: bytes
     ) -> None:
-        signed(node, key)
+        have_signed(node, key)
         put(store_of(node), document_name(node.digest), data)
         with pytest.raises(PermanentError, match="sha256-"):
             look(node.digest)
@@ -287,7 +299,7 @@ class TestSigned:
     ) -> None:
         """Where nothing can be mounted, trees are kept: under the name of what is in them, not of what was asked."""
         uri = store_of(node)
-        signed(node, key)
+        have_signed(node, key)
         with closing(open_store(uri)) as store:
             good = read_all(store, document_name(node.digest), 1 << 20)
         value = document(uri, node.digest)
@@ -306,3 +318,13 @@ class TestSigned:
 
 def signed(node: Node, *keys: Path) -> None:
     assert converted(node.reference, store_of(node), *keys) == node.digest
+
+
+def have_signed(node: Node, key: Path) -> None:
+    """As `signed` with the key of all tests."""
+
+    def work(registry: Registry) -> None:
+        reference = f"{registry.host}/team/box:1"
+        assert converted(reference, f"oci://{reference.rpartition(':')[0]}", key) == node.digest
+
+    have_in_registry(node, "signed-box", work)

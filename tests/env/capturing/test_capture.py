@@ -19,7 +19,7 @@ from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.layers import mount_overlay
 from env.capturing.captured import DEADLINE_S, Machine
 from in_capture import run_in
-from once import python_with_pip
+from once import lent_python_with_pip
 from plain_user import UID, as_plain_user
 
 pytestmark = pytest.mark.root
@@ -50,11 +50,12 @@ def wheel(folder: Path, version: str, modules: dict[str, str]) -> Path:
 def test_a_capture_finds_what_pip_installs_replaces_and_removes(machine: Machine, way: str) -> None:
     old = wheel(machine.folder, "1.0", {"__init__.py": "def main(): print('one')", "gone.py": "x = 1", "same.py": ""})
     new = wheel(machine.folder, "2.0", {"__init__.py": "def main(): print('two')", "more.py": "y = 2", "same.py": ""})
-    python_with_pip(machine.work / "env")
     install = ["-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-index"]
-    subprocess.run([machine.work / "env/bin/python", *install, old], check=True)
-
-    ended = machine.capture(f"/srv/env/bin/python {' '.join(install)} {new}", way)
+    with lent_python_with_pip(machine.work / "env"):
+        subprocess.run([machine.work / "env/bin/python", *install, old], check=True)
+        ended = machine.capture(f"/srv/env/bin/python {' '.join(install)} {new}", way)
+        # The machine itself is as it was.
+        assert subprocess.run([machine.work / "env/bin/thing"], capture_output=True, check=True).stdout == b"one\n"
 
     assert ended.said["code"] == 0, ended.error
     place = next(path for path in ended.changes if path.endswith("/thing-2.0.dist-info")).rpartition("/")[0]
@@ -65,8 +66,6 @@ def test_a_capture_finds_what_pip_installs_replaces_and_removes(machine: Machine
     assert actions["thing/data/table.txt"] == "modified"
     assert actions["thing-1.0.dist-info"] == "deleted"
     assert ended.changes["/srv/env/bin/thing"]["mode"] & 0o111
-    # The machine itself is as it was.
-    assert subprocess.run([machine.work / "env/bin/thing"], capture_output=True, check=True).stdout == b"one\n"
 
 
 @BOTH

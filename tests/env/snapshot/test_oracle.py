@@ -31,14 +31,20 @@ def ask(tmp_path):
     env |= {"HOME": "/srv", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     install = f"/srv/venv/bin/python -m pip install --no-index --find-links {tmp_path}/wheels -q app"
 
-    def call(more: str = "", between: dict[Path, str] | None = None, moved: dict[Path, Path] | None = None) -> dict:
+    def call(
+        more: str = "",
+        *,
+        setup: str = install,
+        between: dict[Path, str] | None = None,
+        moved: dict[Path, Path] | None = None,
+    ) -> dict:
         spec = {
             "folder": str(tmp_path / "oracle"),
             "work": str(work),
             "python": "/srv/venv/bin/python",
             "env": env,
             "rules": str(compiled_secret_rules()),
-            "setup": f"{install}; cd /srv; {more}",
+            "setup": f"{setup}; cd /srv; {more}",
             "between": {str(path): text for path, text in (between or {}).items()},
             "moved": {str(source): str(target) for source, target in (moved or {}).items()},
         }
@@ -70,14 +76,14 @@ def test_another_content_under_the_same_version_is_found(ask, tmp_path):
 
 def test_forged_files_and_setups_that_never_do_the_same_are_found(ask, tmp_path):
     setup = "echo made > file; echo $$ > own; touch own-$$"
-    said = ask(setup, between={tmp_path / "oracle" / "tree" / "srv" / "file": "forged\n"})
+    said = ask(setup, setup="true", between={tmp_path / "oracle" / "tree" / "srv" / "file": "forged\n"})
     assert said["differences"].pop("/srv/file") == "other content"
     assert said["differences"].pop("/srv/own") == "other content"
     assert sorted(said["differences"].values()) == ["only in the fresh installation", "only in the snapshot"]
 
 
 def test_a_setup_that_fails_now_is_an_error(ask, tmp_path):
-    said = ask(f"test ! -e {tmp_path}/gone", between={tmp_path / "gone": ""})
+    said = ask(f"test ! -e {tmp_path}/gone", setup="true", between={tmp_path / "gone": ""})
     assert said["error"] == "the fresh installation failed with exit code 1; there is nothing to compare with"
 
 
