@@ -80,14 +80,16 @@ class Containerd:
         command = [sys.executable, "-P", *self.program, "-v", "snapshotter", "--socket", str(self.socket)]
         command += ["--root", str(self.snapshots), "--plain-http", *self.options]
         self._start("snapshotter", command)
-        self.wait(lambda: self.call(self.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b""))
+        self.wait(
+            self.socket, lambda: self.call(self.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
+        )
 
     def start_containerd(self) -> None:
         self.folder.joinpath("config.toml").write_text(
             _CONFIG.format(root=self.folder, socket=self.socket, pause=self.pause, snapshotter=self.snapshotter)
         )
         self._start("containerd", ["containerd", "-c", str(self.folder / "config.toml")])
-        self.wait(lambda: self.cri("Version"))
+        self.wait(self.folder / "containerd.sock", lambda: self.cri("Version"))
 
     def _start(self, name: str, command: list[str]) -> None:
         passed = [] if self.passed is None or name != "snapshotter" else [self.passed.fileno()]
@@ -104,13 +106,16 @@ class Containerd:
         process.send_signal(number)
         process.wait(60)
 
-    def wait(self, works: Any) -> None:
+    def wait(self, place: Path, works: Any) -> None:
+        """Until it works. Whether there is a listener at the socket is asked first: a call of gRPC takes far longer."""
         until = time.monotonic() + _WAIT_S
         while True:
             try:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(str(place))
                 works()
                 return
-            except grpc.RpcError as error:
+            except (OSError, grpc.RpcError) as error:
                 dead = [name for name, process in self.running.items() if process.poll() is not None]
                 if dead or time.monotonic() > until:
                     raise AssertionError(f"{dead or error}: {self.logs()}") from error
