@@ -147,7 +147,11 @@ def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[li
         with contextlib.closing(cache.open(index)) as file:
             reader = ErofsReader(file.read)
             extents = [
-                (inode.place * _BLOCK, inode.size if inode.tail_at is None else inode.size // _BLOCK * _BLOCK, path)
+                (
+                    inode.first_block * _BLOCK,
+                    inode.size if inode.tail_at is None else inode.size // _BLOCK * _BLOCK,
+                    path,
+                )
                 for path, inode in ((os.fsdecode(name), inode) for name, inode in reader.walk())
                 if stat.S_ISREG(inode.mode)
             ]

@@ -57,7 +57,7 @@ def add_file(writer: ErofsWriter, attributes: Attributes, content: bytes) -> int
     """A regular file without a name yet."""
     writer.write(content)
     extent = writer.end_file()
-    return writer.tree.add(attributes, size=extent.size, place=extent.block)
+    return writer.tree.add(attributes, size=extent.size, first_block=extent.block)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ def _image() -> bytes:
     writer.write(b"content" * 1000)
     extent = writer.end_file()
     plain = Attributes(stat.S_IFREG | 0o644, xattrs={b"user.a": b"1", b"trusted.b": b"22"})
-    tree.link(ROOT, b"file", tree.add(plain, size=extent.size, place=extent.block))
+    tree.link(ROOT, b"file", tree.add(plain, size=extent.size, first_block=extent.block))
     tree.link(ROOT, b"link", tree.add(Attributes(stat.S_IFLNK | 0o777), target=b"file"))
     directory = tree.add(Attributes(stat.S_IFDIR | 0o755))
     tree.link(ROOT, b"directory", directory)

@@ -36,7 +36,7 @@ def _fill(writer: ErofsWriter, folder: int, content: Content, opaque: frozenset[
             writer.write(node)
             extent = writer.end_file()
             attributes = Attributes(stat.S_IFREG | 0o640, 7, 8, 1_700_000_000_123_456_789, xattrs={b"user.k": b"v"})
-            tree.link(folder, name, tree.add(attributes, size=extent.size, place=extent.block))
+            tree.link(folder, name, tree.add(attributes, size=extent.size, first_block=extent.block))
         elif isinstance(node, str):
             tree.link(folder, name, tree.add(Attributes(stat.S_IFLNK | 0o777), target=node.encode()))
         else:

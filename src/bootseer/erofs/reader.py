@@ -50,7 +50,7 @@ class Inode:
     gid: int
     mtime_ns: int
     rdev: tuple[int, int]
-    place: int
+    first_block: int
     """First block of the content, without an inline tail."""
     tail_at: int | None
     """Byte offset of the inline tail, the content's last partial block; None if the content has none."""
@@ -97,7 +97,7 @@ class ErofsReader:
         """The inode with this number (nid)."""
         at = self._meta + number * SLOT
         fields = INODE.unpack(self._read(at, INODE.size))
-        form, xattr_count, mode, _, size, place, _, uid, gid, seconds, nanoseconds, nlink = fields
+        form, xattr_count, mode, _, size, first_block, _, uid, gid, seconds, nanoseconds, nlink = fields
         data_layout = form >> 1
         if not form & EXTENDED or data_layout not in (FLAT_PLAIN, FLAT_INLINE) or not known_mode(mode):
             raise CorruptError(f"EROFS image: inode {number} is malformed")
@@ -107,7 +107,7 @@ class ErofsReader:
         area = xattr_bytes(xattr_count)
         tail_at = at + INODE.size + area if data_layout == FLAT_INLINE else None
         if not device:
-            self._check_content(number, size, place, tail_at)
+            self._check_content(number, size, first_block, tail_at)
         return Inode(
             number,
             mode,
@@ -116,8 +116,8 @@ class ErofsReader:
             uid,
             gid,
             seconds * 1_000_000_000 + nanoseconds,
-            decode_rdev(place) if device else (0, 0),
-            place,
+            decode_rdev(first_block) if device else (0, 0),
+            first_block,
             tail_at,
             at + INODE.size,
             area,
@@ -144,7 +144,7 @@ class ErofsReader:
         length = max(0, min(length, inode.size - offset))
         inline_from = inode.size if inode.tail_at is None else inode.size - inode.size % BLOCK
         plain = max(0, min(length, inline_from - offset))
-        data = self._read(inode.place * BLOCK + offset, plain) if plain else b""
+        data = self._read(inode.first_block * BLOCK + offset, plain) if plain else b""
         if length > plain and inode.tail_at is not None:
             data += self._read(inode.tail_at + offset + plain - inline_from, length - plain)
         return data
@@ -208,10 +208,10 @@ class ErofsReader:
             raise CorruptError(f"EROFS image: the types of inode {number} and of its directory entry differ")
         return inode
 
-    def _check_content(self, number: int, size: int, place: int, tail_at: int | None) -> None:
+    def _check_content(self, number: int, size: int, first_block: int, tail_at: int | None) -> None:
         plain = size if tail_at is None else size - size % BLOCK
         tail = size - plain
-        if plain and (place < 1 or place * BLOCK + plain > self._size):
+        if plain and (first_block < 1 or first_block * BLOCK + plain > self._size):
             raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
         if tail and tail_at is not None and tail_at % BLOCK + tail > BLOCK:
             raise CorruptError(f"EROFS image: the inline tail of inode {number} crosses a block")

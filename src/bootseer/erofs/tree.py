@@ -38,7 +38,7 @@ class Tree:
         self.seconds = array("q")
         self.nanoseconds = array("I")
         self.sizes = array("Q")
-        self.places = array("I")  # first block of a file, or device number
+        self.first_blocks = array("I")  # first block of a file, or device number
         self.xattrs: dict[int, bytes] = {}  # encoded; only of inodes with attributes
         self.targets: dict[int, bytes] = {}  # of symbolic links
         self._children: dict[int, dict[bytes, int]] = {}
@@ -48,7 +48,7 @@ class Tree:
         """The number of inodes added, including those without a name."""
         return len(self.modes)
 
-    def add(self, attributes: Attributes, *, size: int = 0, place: int = 0, target: bytes = b"") -> int:
+    def add(self, attributes: Attributes, *, size: int = 0, first_block: int = 0, target: bytes = b"") -> int:
         """Add an inode without a name; returns its number. `size` (bytes) and `place` (first block) are for regular
         files, `target` is for symbolic links.
 
@@ -61,11 +61,11 @@ class Tree:
             raise PermanentError(f"a symbolic link's target of {len(target)} bytes: Linux allows 1 to {MAX_TARGET}")
         area = encode_xattrs(attributes.xattrs)
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-            place = encode_rdev(*attributes.rdev)
+            first_block = encode_rdev(*attributes.rdev)
         number = len(self.modes)
         self.modes.append(mode)
         self.sizes.append(len(target) or size)
-        self.places.append(place)
+        self.first_blocks.append(first_block)
         for column in (self.uids, self.gids, self.seconds, self.nanoseconds):
             column.append(0)
         self._set_times_and_owner(number, attributes)
@@ -96,7 +96,7 @@ class Tree:
             self.uids[inode],
             self.gids[inode],
             self.seconds[inode] * _NS + self.nanoseconds[inode],
-            decode_rdev(self.places[inode]) if device else (0, 0),
+            decode_rdev(self.first_blocks[inode]) if device else (0, 0),
             decode_xattrs(self.xattrs.get(inode, b"")),
         )
 

@@ -242,7 +242,8 @@ class Layout:
         mode = tree.modes[inode]
         area = tree.xattrs.get(inode, b"")
         tail = self._content(inode)[-1] if inode in self._tails else b""
-        place = self._first_blocks.get(inode, 0) if stat.S_ISDIR(mode) or stat.S_ISLNK(mode) else tree.places[inode]
+        is_metadata = stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
+        first_block = self._first_blocks.get(inode, 0) if is_metadata else tree.first_blocks[inode]
         nid = self._nids[inode]
         record = INODE.pack(
             EXTENDED | (FLAT_INLINE if tail else FLAT_PLAIN) << 1,
@@ -250,7 +251,7 @@ class Layout:
             mode,
             0,
             tree.sizes[inode],
-            place,
+            first_block,
             (nid + 1) & 0xFFFFFFFF,  # i_ino, the inode number for 32-bit stat
             tree.uids[inode],
             tree.gids[inode],

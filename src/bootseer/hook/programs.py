@@ -39,14 +39,14 @@ _WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 def parse(argv: Sequence[str]) -> tuple[list[str], str, list[str]] | None:
     """The flags of a Python command line, its program (`train.py`, `-m torch.distributed.run`), and the words from the
     program on. None for a command line without a file or module, or with flags other than `-u`."""
-    words = list(argv[1:])
+    rest = list(argv[1:])
     flags = []
-    while words and words[0] in _FLAGS:
-        flags.append(words.pop(0))
-    if len(words) > 1 and words[0] == "-m":
-        return flags, f"-m {words[1]}", words
-    if words and not words[0].startswith("-"):
-        return flags, os.path.basename(words[0]), words
+    while rest and rest[0] in _FLAGS:
+        flags.append(rest.pop(0))
+    if len(rest) > 1 and rest[0] == "-m":
+        return flags, f"-m {rest[1]}", rest
+    if rest and not rest[0].startswith("-"):
+        return flags, os.path.basename(rest[0]), rest
     return None
 
 
@@ -157,11 +157,11 @@ class Recorder:
                 if not os.path.exists(target):
                     self._write(target, launcher, *own)
 
-    def _write(self, target: str, launcher: str, flags: Sequence[str], program: str, words: Sequence[str]) -> None:
+    def _write(self, target: str, launcher: str, flags: Sequence[str], program: str, rest: Sequence[str]) -> None:
         import json
 
-        is_module = words[0] == "-m"
-        main = sys.modules["__main__"].__file__ if is_module else os.path.join(self._begun_in, words[0])
+        is_module = rest[0] == "-m"
+        main = sys.modules["__main__"].__file__ if is_module else os.path.join(self._begun_in, rest[0])
         main = os.path.realpath(main or "")
         begun = _environment("/proc/self")
         set_above = {os.fsdecode(name): os.fsdecode(value) for name, value in begun.items() - self._above.items()}

@@ -195,14 +195,14 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
 def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
     """Set the state that a starting interpreter has. Returns the function that runs the program. Raises `ValueError`
     and `OSError`."""
-    words = [os.fsdecode(word) for word in request["words"]]
+    argv = [os.fsdecode(word) for word in request["argv"]]
     env: dict[bytes, bytes] = dict(request["env"])
-    parsed = programs.parse(words)
+    parsed = programs.parse(argv)
     if parsed is None:
         raise ValueError("neither a file nor a module")
     flags, _, rest = parsed
     with contextlib.suppress(Exception):
-        _set_command_line([os.fsencode(word) for word in words], env)
+        _set_command_line([os.fsencode(word) for word in argv], env)
         if "comm" in request:
             libc.prctl(_PR_SET_NAME, ctypes.c_char_p(request["comm"]), 0, 0, 0)
     for name in os.environb.keys() - env.keys():
@@ -216,7 +216,7 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = values
-    sys.orig_argv[:] = words
+    sys.orig_argv[:] = argv
     _streams(unbuffered="-u" in flags or bool(env.get(b"PYTHONUNBUFFERED")))
     _reseed(imports)
     if rest[0] == "-m":
@@ -290,9 +290,9 @@ class _Map(ctypes.Structure):
     ]
 
 
-def _set_command_line(words: Sequence[bytes], env: dict[bytes, bytes]) -> None:
+def _set_command_line(argv: Sequence[bytes], env: dict[bytes, bytes]) -> None:
     """Set the content of `/proc/PID/cmdline` and `environ` as exec would. Needs no privileges."""
-    arguments = b"".join(word + b"\0" for word in words)
+    arguments = b"".join(word + b"\0" for word in argv)
     text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = ctypes.create_string_buffer(text, len(text))
     with open("/proc/self/stat", "rb") as file:

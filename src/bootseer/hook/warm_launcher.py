@@ -107,16 +107,16 @@ class WarmLauncher:
             parsed = None
             with contextlib.suppress(Exception):
                 if os.getpid() == self._pid and len(args) == _NUM_ARGUMENTS and args[0][0] is not None:
-                    words = [os.fsdecode(word) for word in args[0]]
-                    if words[0] == sys.executable and args[1][0] == os.fsencode(sys.executable):
-                        parsed = programs.parse(words)
+                    argv = [os.fsdecode(word) for word in args[0]]
+                    if argv[0] == sys.executable and args[1][0] == os.fsencode(sys.executable):
+                        parsed = programs.parse(argv)
             if parsed is None or parsed[1] != self._program:
                 return original(*args)
             began_s = time.monotonic()
             refusal: Mapping[str, Any] = {}
             try:
                 with self._lock:
-                    pid, facts = self._ask(args, words, parsed[0])
+                    pid, facts = self._ask(args, argv, parsed[0])
             except RefusedError as refused:
                 reason, refusal = str(refused), refused.facts
             except Exception as error:  # no failure here may prevent the start of the program
@@ -129,7 +129,7 @@ class WarmLauncher:
 
         return fork_exec
 
-    def _ask(self, args: Sequence[Any], words: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    def _ask(self, args: Sequence[Any], argv: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
         """Request a process; returns its id, and the warm parent's figures. Raises `RefusedError` and `OSError`."""
         import marshal
         import select
@@ -140,7 +140,7 @@ class WarmLauncher:
         if list(flags) != self._flags:
             raise RefusedError(f"other flags of Python: {' '.join(flags) or 'none'}")
         with contextlib.ExitStack() as opened:
-            request, fds = _request(args, words)
+            request, fds = _request(args, argv)
             folder = os.open(args[4] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, folder)
             text = os.memfd_create("bootseer-request", os.MFD_CLOEXEC)
@@ -201,7 +201,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return pid
 
 
-def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
+def _request(args: Sequence[Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
     """The request for arguments of `_posixsubprocess.fork_exec`, and the descriptors to pass with it. Raises
     `RefusedError`."""
     _, _, close_fds, keep, _, env_list, stdin, _, _, stdout, _, stderr, _, errors, _, session = args[:16]
@@ -217,7 +217,7 @@ def _request(args: Sequence[Any], words: Sequence[str]) -> tuple[dict[str, Any],
         raise RefusedError("the launcher passes too many open files on")
     env = os.environb if env_list is None else dict(item.partition(b"=")[::2] for item in env_list)
     request = {
-        "words": list(words),
+        "argv": list(argv),
         "env": dict(env),
         "places": list(wanted),
         "session": bool(session),

@@ -40,7 +40,7 @@ def begin(folder: str, launcher: str, known: Mapping[str, Any], started_ns: int)
     """Execute the warm parent's program in this process. Does not return; raises `OSError`."""
     with open("/proc/self/comm", "rb") as file:
         comm = file.read().rstrip(b"\n")
-    request = {"words": list(sys.orig_argv), "env": dict(os.environb), "comm": comm, "started_ns": started_ns}
+    request = {"argv": list(sys.orig_argv), "env": dict(os.environb), "comm": comm, "started_ns": started_ns}
     with open(os.memfd_create("bootseer-request", 0), "wb") as out:
         marshal.dump(request, out)
         out.flush()
@@ -94,7 +94,7 @@ def _become(imports: Any, request: dict[str, Any], kept: list[int]) -> Callable[
         os.dup2(number, target)
     program = warm_child.interpreter(imports, request, launches=False)
     with open("/proc/self/cmdline", "rb") as file:
-        if file.read() != b"".join(os.fsencode(word) + b"\0" for word in request["words"]):
+        if file.read() != b"".join(os.fsencode(word) + b"\0" for word in request["argv"]):
             raise OSError("the kernel does not allow a process to change its command line")
     for number in kept:
         os.close(number)
@@ -126,4 +126,4 @@ def _execute_without(
     for target, number in zip((1, 2), kept, strict=True):
         os.dup2(number, target)
     env = {name: value for name, value in request["env"].items() if name != os.fsencode(programs.VARIABLE)}
-    os.execve(sys.executable, request["words"], env)
+    os.execve(sys.executable, request["argv"], env)

@@ -250,9 +250,9 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     name = programs.differing_variable(set(imports.reads), imports.variables, env)
     if name:
         return _variable_differs(imports, name)
-    words = programs.parse([os.fsdecode(word) for word in request["words"]])
-    is_module = words is not None and words[2][0] == "-m"
-    main = known["main"] if words is None or is_module else os.path.realpath(os.path.join(folder, words[2][0]))
+    parsed = programs.parse([os.fsdecode(word) for word in request["argv"]])
+    is_module = parsed is not None and parsed[2][0] == "-m"
+    main = known["main"] if parsed is None or is_module else os.path.realpath(os.path.join(folder, parsed[2][0]))
     if not main.endswith(".py") or not os.path.isfile(main):
         return "the program is not a Python file"
     digest, sets = programs.import_lines(main, folder if is_module else os.path.dirname(main))
@@ -273,7 +273,7 @@ def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str
     name = programs.differing_variable(set(imports.reads) - set(known["native"]), own, theirs)
     if name:
         return _variable_differs(imports, name)
-    parsed = programs.parse(request["words"])
+    parsed = programs.parse(request["argv"])
     if parsed is None:
         return "the launcher is not a Python file or module"
     if parsed[2][0] == "-m":
@@ -365,10 +365,10 @@ class Server:
     """Answers requests of one launcher and, after its end, of the `bootseer run --restarts` that restarts it."""
 
     def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
-        """Finish `imports`. `began` has the launcher's command line (`words`) and process name (`comm`)."""
+        """Finish `imports`. `began` has the launcher's command line (`argv`) and process name (`comm`)."""
         self._end, self._run, self._known = end, run, imports.known
         self._launcher = os.getppid()
-        self._began = {name: began[name] for name in ("words", "comm")}
+        self._began = {name: began[name] for name in ("argv", "comm")}
         self._reason, self._module = "", ""
         self._imports: Imports | None = None
         self._cloner: warm_child.Cloner | None = None
@@ -474,7 +474,7 @@ def serve(number: int, folder: str, launcher: str) -> Any:
         os._exit(1)
     above = os.getppid()
     began = {
-        "words": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
+        "argv": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
         "comm": os.fsencode(_read(f"/proc/{above}/comm").strip()),
     }
     return Server(end, run, Imports(programs.read_known(folder).get(launcher, {})), began).serve()

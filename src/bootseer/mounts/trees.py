@@ -171,7 +171,7 @@ class ErofsTree:
             raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
             raise CorruptError(f"{self._file.name}: inode {found.number} has inline data, which is not supported")
-        at = found.place * BLOCK + offset
+        at = found.first_block * BLOCK + offset
         return start_read(self._source, self._file.number, at, length, reply, self._on_error)
 
     def _load_folders(self) -> None:
@@ -179,7 +179,7 @@ class ErofsTree:
         while pending:
             folder = self._reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
-            for at in range(folder.place * BLOCK, (folder.place + blocks) * BLOCK, BLOCK):
+            for at in range(folder.first_block * BLOCK, (folder.first_block + blocks) * BLOCK, BLOCK):
                 self._folders[at] = bytes(self._source.read_blocking(self._file.number, at, BLOCK))
             if len(self._folders) * BLOCK > _MAX_METADATA:
                 raise PermanentError(f"{self._file.name}: more than {_MAX_METADATA >> 20} MiB of folders")

@@ -70,7 +70,7 @@ class SnapshotTree:
         attributes = Attributes(
             item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
         )
-        inode = self._tree.add(attributes, size=extent.size, place=extent.block, target=item.target)
+        inode = self._tree.add(attributes, size=extent.size, first_block=extent.block, target=item.target)
         self.link(item, inode)
         if item.kind == "directory":
             self._directories[item.raw] = inode

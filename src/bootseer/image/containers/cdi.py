@@ -42,9 +42,9 @@ class Edits:
         self.groups.extend(item for item in _list(edits.get("additionalGids")) if isinstance(item, int) and item > 0)
 
 
-def gpu_names(words: str) -> list[str]:
+def gpu_names(text: str) -> list[str]:
     """The CDI names for `--gpus all` or `--gpus 0,1`; full CDI names are kept. Raises `UsageError`."""
-    names = [word.strip() for word in words.split(",") if word.strip()]
+    names = [word.strip() for word in text.split(",") if word.strip()]
     if not names:
         raise UsageError("--gpus names no GPU", hint="--gpus all, or --gpus 0,1")
     return [name if "=" in name else f"{NVIDIA}={name}" for name in names]

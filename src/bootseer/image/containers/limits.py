@@ -96,18 +96,18 @@ def rlimits_of(limits: Limits) -> list[dict[str, object]]:
     return found
 
 
-def parse_ulimit(words: str) -> tuple[str, int, int]:
+def parse_ulimit(text: str) -> tuple[str, int, int]:
     """`NAME=SOFT[:HARD]`. Raises `UsageError` also for a limit that this process may not set."""
-    match = re.fullmatch(r"([a-z]+)=(-1|unlimited|\d{1,19})(?::(-1|unlimited|\d{1,19}))?", words)
+    match = re.fullmatch(r"([a-z]+)=(-1|unlimited|\d{1,19})(?::(-1|unlimited|\d{1,19}))?", text)
     if match is None or match[1] not in _RLIMITS:
         known = ", ".join(sorted(_RLIMITS))
-        raise UsageError(f"--ulimit {words!r} is not NAME=SOFT[:HARD]", hint=f"nofile=65536:65536; names: {known}")
+        raise UsageError(f"--ulimit {text!r} is not NAME=SOFT[:HARD]", hint=f"nofile=65536:65536; names: {known}")
     soft, hard = (
-        -1 if text in ("-1", "unlimited") else min(int(text), (1 << 63) - 1)
-        for text in (match[2], match[3] or match[2])
+        -1 if limit in ("-1", "unlimited") else min(int(limit), (1 << 63) - 1)
+        for limit in (match[2], match[3] or match[2])
     )
     if hard != -1 and (soft == -1 or soft > hard):
-        raise UsageError(f"--ulimit {words!r}: the soft limit is above the hard one", hint="give SOFT:HARD")
+        raise UsageError(f"--ulimit {text!r}: the soft limit is above the hard one", hint="give SOFT:HARD")
     number = _RLIMITS[match[1]]
     now = resource.getrlimit(number)
     if now[1] != -1 and (hard == -1 or hard > now[1]):
@@ -116,22 +116,22 @@ def parse_ulimit(words: str) -> tuple[str, int, int]:
             resource.setrlimit(number, now)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"--ulimit {words!r}: the hard limit here is {now[1]}, and this user may not raise it",
+                f"--ulimit {text!r}: the hard limit here is {now[1]}, and this user may not raise it",
                 hint=f"--ulimit {match[1]}={now[1]}, or raise it where bootseer is started",
             ) from error
     return match[1], soft % (1 << 64), hard % (1 << 64)
 
 
-def parse_tmpfs(words: str) -> tuple[str, tuple[str, ...]]:
+def parse_tmpfs(text: str) -> tuple[str, tuple[str, ...]]:
     """`TARGET[:OPTION,...]`. Raises `UsageError`."""
-    target, _, rest = words.partition(":")
+    target, _, rest = text.partition(":")
     options = tuple(rest.split(",")) if rest else ()
     if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):
-        raise UsageError(f"--tmpfs {words!r} is not an absolute path", hint="for example --tmpfs /scratch:size=8g")
+        raise UsageError(f"--tmpfs {text!r} is not an absolute path", hint="for example --tmpfs /scratch:size=8g")
     for option in options:
         if not _TMPFS_OPTION.fullmatch(option):
             known = "size=8g, mode=1777, uid=N, gid=N, nr_inodes=N, ro, exec, suid"
-            raise UsageError(f"--tmpfs {words!r}: unknown option {option!r}", hint=f"options: {known}")
+            raise UsageError(f"--tmpfs {text!r}: unknown option {option!r}", hint=f"options: {known}")
     usual = ("nosuid", "nodev", "noexec")
     return target, (*(word for word in usual if word.removeprefix("no") not in options), *options)
 

@@ -62,7 +62,7 @@ class Process:
     user: User
 
 
-def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host_env: Mapping[str, str]) -> Process:
+def process_of(image: Mapping[str, Any], options: ProcessOptions, root: Path, host_env: Mapping[str, str]) -> Process:
     """The process for an image configuration (the OCI JSON) whose tree is mounted at `root`.
 
     Raises `UsageError` if there is no command or a name is unknown, `CorruptError` for an invalid configuration.
@@ -70,29 +70,29 @@ def process_of(image: Mapping[str, Any], words: ProcessOptions, root: Path, host
     config = image.get("config") or {}
     if not isinstance(config, dict):
         raise CorruptError("invalid image configuration: config is not an object")
-    user = resolve_user(root, words.user if words.user is not None else _text(config, "User"), words.groups)
-    cwd = words.workdir or _text(config, "WorkingDir") or "/"
+    user = resolve_user(root, options.user if options.user is not None else _text(config, "User"), options.groups)
+    cwd = options.workdir or _text(config, "WorkingDir") or "/"
     if not cwd.startswith("/"):
         raise UsageError(f"working directory {cwd!r} is not absolute", hint="give --workdir a path that begins with /")
-    return Process(_args(config, words), _env(config, words, user, host_env), cwd, user)
+    return Process(_args(config, options), _env(config, options, user, host_env), cwd, user)
 
 
-def _args(config: Mapping[str, Any], words: ProcessOptions) -> tuple[str, ...]:
-    if words.entrypoint is None:
+def _args(config: Mapping[str, Any], options: ProcessOptions) -> tuple[str, ...]:
+    if options.entrypoint is None:
         # As in docker and podman: a command replaces Cmd, an entry point replaces both.
-        args = (*_list(config, "Entrypoint"), *(words.command or _list(config, "Cmd")))
+        args = (*_list(config, "Entrypoint"), *(options.command or _list(config, "Cmd")))
     else:
-        args = (*([words.entrypoint] if words.entrypoint else []), *words.command)
+        args = (*([options.entrypoint] if options.entrypoint else []), *options.command)
     if not args:
         raise UsageError("the image has no default command", hint="give one after --")
     return args
 
 
-def _env(config: Mapping[str, Any], words: ProcessOptions, user: User, host_env: Mapping[str, str]) -> dict[str, str]:
+def _env(config: Mapping[str, Any], options: ProcessOptions, user: User, host_env: Mapping[str, str]) -> dict[str, str]:
     env = {"PATH": _PATH}
     env.update(item.partition("=")[::2] for item in _list(config, "Env") if "=" in item)
     env.update(passed_variables(host_env))
-    for word in words.env:
+    for word in options.env:
         name, sign, value = word.partition("=")
         if not name:
             raise UsageError(f"{word!r}: a variable without a name", hint="give NAME=VALUE, or NAME")
@@ -101,9 +101,9 @@ def _env(config: Mapping[str, Any], words: ProcessOptions, user: User, host_env:
         elif name in host_env:
             env[name] = host_env[name]
     env.setdefault("HOME", user.home)
-    for name in words.unset:
+    for name in options.unset:
         env.pop(name, None)
-    for name, value in words.prepend.items():
+    for name, value in options.prepend.items():
         env[name] = f"{value}:{env[name]}" if env.get(name) else value
     return env
 

@@ -40,15 +40,15 @@ class Bind:
     read_only: bool = False
 
 
-def parse_bind(words: str) -> Bind:
+def parse_bind(text: str) -> Bind:
     """`SOURCE:TARGET[:ro]`. Raises `UsageError` for another form or a source that does not exist."""
-    source, *rest = words.split(":")
+    source, *rest = text.split(":")
     target, mode = rest[0] if rest else "", rest[1] if len(rest) > 1 else "rw"
     if not source or not target.startswith("/") or mode not in ("ro", "rw") or len(rest) > 2:
-        raise UsageError(f"--mount {words!r} is not SOURCE:TARGET[:ro]", hint="for example --mount /data:/data:ro")
+        raise UsageError(f"--mount {text!r} is not SOURCE:TARGET[:ro]", hint="for example --mount /data:/data:ro")
     path = Path(source).absolute()
     if not path.exists():
-        raise UsageError(f"--mount {words!r}: there is no {path}", hint="name a file or folder of this machine")
+        raise UsageError(f"--mount {text!r}: there is no {path}", hint="name a file or folder of this machine")
     return Bind(str(path), target, mode == "ro")
 
 

@@ -166,7 +166,7 @@ class LayerTree:
             inode = self._tree.add(
                 attributes_of(member),
                 size=extent.size,
-                place=extent.block,
+                first_block=extent.block,
                 target=member.link if member.kind == stat.S_IFLNK else b"",
             )
             self._put(self._parent(names), names[-1], inode)
@@ -216,7 +216,7 @@ class LayerTree:
             extent = self._writer.end_file()
         elif stat.S_ISLNK(attributes.mode):
             target = below.target()
-        return self._tree.add(attributes, size=extent.size, place=extent.block, target=target)
+        return self._tree.add(attributes, size=extent.size, first_block=extent.block, target=target)
 
     def _hide(self, directory: list[bytes], name: bytes) -> None:
         if name in {b"", b".", b".."}:

@@ -91,7 +91,7 @@ def _write_image(path: Path) -> None:
         writer = ErofsWriter(file)
         writer.write(b"content")
         extent = writer.end_file()
-        inode = writer.tree.add(Attributes(0o100_644), size=extent.size, place=extent.block)
+        inode = writer.tree.add(Attributes(0o100_644), size=extent.size, first_block=extent.block)
         writer.tree.link(0, b"file", inode)
         head = writer.finish()
         file.seek(0)

@@ -50,29 +50,29 @@ class ResolvedImage:
 
 
 def resolve_image(
-    wanted: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress
+    request: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress
 ) -> ResolvedImage:
     """Find the converted image, or convert it on this node. Raises `UsageError` if it is missing or `fallback` forbids
     a conversion, `SignatureError` if a required signature is missing, and the errors of the source and the store."""
-    metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
-    local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
+    metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
+    local_uri = str(own_folder(converted_folder(request.cache), make=False))
     reason = ""
     with stage("resolve"):
         try:
-            document, uri = _document(wanted, metadata, local_uri)
+            document, uri = _document(request, metadata, local_uri)
         except SignatureError as error:
             document, uri, reason = None, "", str(error)
     if document is None:
-        _check_may_pull(wanted, reason or f"{wanted.reference} is not converted, so it has no signature")
-        reason = reason or f"{wanted.reference} is not converted"
-        if wanted.fallback != "convert":
-            how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
+        _check_may_pull(request, reason or f"{request.reference} is not converted, so it has no signature")
+        reason = reason or f"{request.reference} is not converted"
+        if request.fallback != "convert":
+            how = f"{request.reference} {request.store or 'DST'}{' --plain-http' if request.plain_http else ''}"
             raise UsageError(reason, hint=f"bootseer image convert {how}")
         with stage("fallback") as facts:
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")
-            document, uri = _convert_here(wanted, local_uri, show), local_uri
-    store = open_store(uri, plain_http=wanted.plain_http)
+            document, uri = _convert_here(request, local_uri, show), local_uri
+    store = open_store(uri, plain_http=request.plain_http)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that occurs twice in the stack is mounted once, at its upper position.
@@ -82,57 +82,57 @@ def resolve_image(
     )
 
 
-def converted_digest(catalog: Catalog[ImageDocument], wanted: Request, say: Say) -> str:
+def converted_digest(catalog: Catalog[ImageDocument], request: Request, say: Say) -> str:
     """The digest of an image that is converted in `catalog` or on this node. Raises `UsageError` if it is not."""
-    digest = wanted.reference.digest
+    digest = request.reference.digest
     if digest and catalog.look(digest).kind != "none":
         return digest
-    metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
-    local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
-    document, _ = _document(wanted, metadata, local_uri)
+    metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
+    local_uri = str(own_folder(converted_folder(request.cache), make=False))
+    document, _ = _document(request, metadata, local_uri)
     if document is None:
-        raise UsageError(f"{wanted.reference} is not converted", hint="name it by its digest: sha256:...", exit_code=1)
+        raise UsageError(f"{request.reference} is not converted", hint="name it by its digest: sha256:...", exit_code=1)
     return document.digest
 
 
-def _document(wanted: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
+def _document(request: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
     """The document and the URI of its store; None and an empty URI if the image is not converted."""
-    reference = wanted.reference
+    reference = request.reference
     if reference.kind is SourceKind.FOLDER:  # its digest is known only after it is converted
         return None, ""
-    with _LazySource(wanted) as opener:
+    with _LazySource(request) as opener:
         if reference.kind is not SourceKind.REGISTRY:
             digest = reference.digest or opener.source().digest
-            found = _find_converted(wanted, metadata, local_uri, digest)
+            found = _find_converted(request, metadata, local_uri, digest)
         else:
-            named = metadata.digest_of(reference, lambda: _ask_registry(wanted))
-            digest = metadata.platform_image(named, wanted.platform) or named
-            found = _find_converted(wanted, metadata, local_uri, digest)
+            named = metadata.digest_of(reference, lambda: _ask_registry(request))
+            digest = metadata.platform_image(named, request.platform) or named
+            found = _find_converted(request, metadata, local_uri, digest)
             if found is None and digest == named:
                 # The digest may be an index's, and this platform's image has another one.
                 digest = opener.source().digest
                 if digest != named:
-                    metadata.remember_platform_image(named, wanted.platform, digest)
-                    found = _find_converted(wanted, metadata, local_uri, digest)
+                    metadata.remember_platform_image(named, request.platform, digest)
+                    found = _find_converted(request, metadata, local_uri, digest)
     if found is None and reference.kind is SourceKind.CONVERTED:
         raise UsageError(f"{reference}: not found", hint="name the source image, or the store with --store")
     return found or (None, "")
 
 
-def _check_may_pull(wanted: Request, reason: str) -> None:
+def _check_may_pull(request: Request, reason: str) -> None:
     """Raise `SignatureError` if signatures are required and no digest verifies the source's data."""
-    reference = wanted.reference
-    if wanted.signatures.trusted and not (reference.kind is SourceKind.REGISTRY and reference.digest):
+    reference = request.reference
+    if request.signatures.trusted and not (reference.kind is SourceKind.REGISTRY and reference.digest):
         raise SignatureError(
             f"{reason}; signatures are required: sign it with bootseer image convert --sign KEY, or name it by its "
             "digest in a registry (NAME@sha256:...), to pull and convert it here"
         )
 
 
-def _ask_registry(wanted: Request) -> str:
+def _ask_registry(request: Request) -> str:
     """The name's current digest in the registry."""
-    reference = wanted.reference
-    with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
+    reference = request.reference
+    with closing(open_registry(reference.host, reference.repository, plain_http=request.plain_http)) as registry:
         try:
             return retrying(
                 lambda left_s: registry.manifest_digest(reference.version, timeout_s=left_s), deadline_s=_ASK_S
@@ -142,46 +142,46 @@ def _ask_registry(wanted: Request) -> str:
 
 
 def _find_converted(
-    wanted: Request, metadata: Metadata, local_uri: str, digest: str
+    request: Request, metadata: Metadata, local_uri: str, digest: str
 ) -> tuple[ImageDocument, str] | None:
     """The document and its store's URI: from this node's own conversions, else from the image's store."""
     with contextlib.suppress(BootseerError):  # an unreadable conversion is repeated
         # Documents converted here are unsigned. They are trusted for a digest that the user named, because the
         # conversion verified it; for a tag only if no signature is required.
-        if Path(local_uri).is_dir() and (wanted.reference.digest or not wanted.signatures.trusted):
+        if Path(local_uri).is_dir() and (request.reference.digest or not request.signatures.trusted):
             return read_document(FileStore(Path(local_uri)), digest), local_uri
-    if wanted.store is None:
+    if request.store is None:
         return None
-    with closing(open_store(wanted.store, plain_http=wanted.plain_http)) as store, contextlib.suppress(NotFoundError):
-        return metadata.document(digest, store, wanted.signatures), wanted.store
+    with closing(open_store(request.store, plain_http=request.plain_http)) as store, contextlib.suppress(NotFoundError):
+        return metadata.document(digest, store, request.signatures), request.store
     return None
 
 
-def _convert_here(wanted: Request, local_uri: str, show: Show) -> ImageDocument:
+def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
     from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
 
     with (
-        _LazySource(wanted) as opener,
+        _LazySource(request) as opener,
         closing(open_store(local_uri)) as store,
-        show(f"converting {wanted.reference}", "bytes") as on_progress,
+        show(f"converting {request.reference}", "bytes") as on_progress,
     ):
-        options = ConvertOptions(limits=LayerLimits(**wanted.layer_limits))
+        options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
         return convert(opener.source(), store, progress=all_layers(opener.source(), on_progress), options=options)
 
 
 class _LazySource:
     """Opens the image's source on first use and closes it at the end."""
 
-    def __init__(self, wanted: Request) -> None:
-        self._wanted = wanted
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._source: ImageSource | None = None
 
     def source(self) -> ImageSource:
         if self._source is None:
-            wanted = self._wanted
-            self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)
+            request = self._request
+            self._source = open_source(request.reference, platform=request.platform, plain_http=request.plain_http)
         return self._source
 
     def __enter__(self) -> _LazySource:
