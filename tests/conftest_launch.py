@@ -45,7 +45,8 @@ def run_copy(env: dict[str, str], tmp_path: Path) -> Run:
 
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         more = more or {}
-        if kwargs.keys() - {"cwd", "timeout"} or any(name.startswith(_OF_THE_INTERPRETER) for name in more):
+        of_python = any(name.startswith(_OF_THE_INTERPRETER) for name in more)
+        if of_python or kwargs.keys() - {"cwd", "timeout", "input", "become"}:
             return anew(*words, more=more, **kwargs)
         return warm.bootseer(words, env={**env, **more}, **{"cwd": tmp_path, **kwargs})
 

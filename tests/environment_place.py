@@ -25,7 +25,7 @@ from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below
-from once import compiled_secret_rules, lent_python_with_pip
+from once import compiled_secret_rules, copy, lent_python_with_pip
 from wheels import make_wheel
 
 DEADLINE_S = 600.0
@@ -42,6 +42,7 @@ class Place:
     cache: str = "cache"
     """Another name is another node."""
     more: dict[str, str] = field(default_factory=dict)
+    begun: list[warm.Started] = field(default_factory=list)
 
     @property
     def project(self) -> Path:
@@ -88,7 +89,7 @@ class Place:
         }
 
     def bootseer(self, *words: str, more: Mapping[str, str] | None = None, is_new: bool = False) -> Ran:
-        """By the copy of a process that has imported what it takes, with `is_new` by a start of Python, as `begin`."""
+        """By the copy of a process that has imported what it takes, with `is_new` by a start of Python."""
         env = {**self.env, **(more or {})}
         if not is_new:
             return warm.bootseer(words, env=env, cwd=self.project)
@@ -104,16 +105,11 @@ class Place:
         assert "an error of BootSeer" not in ran.stderr, ran.stderr
         return ran
 
-    def begin(self, *words: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*BOOTSEER, "run", "-q", *words],
-            env={**self.env, **(more or {})},
-            cwd=self.project,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    def begin(self, *words: str, more: Mapping[str, str] | None = None) -> warm.Started:
+        """In a session of its own."""
+        env = {**self.env, **(more or {})}
+        self.begun.append(warm.Started(["run", "-q", *words], env=env, cwd=self.project, become=_new_session))
+        return self.begun[-1]
 
     def write(self, name: str, text: str) -> str:
         """A file of the project."""
@@ -121,6 +117,14 @@ class Place:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return name
+
+    def keep_rules(self) -> None:
+        """Have a copy of the compiled rules for secrets here, for runs to which the one of all tests is closed: each
+        would compile them, which takes 4 s of processor time."""
+        rules = self.root / "rules"
+        if not rules.exists():
+            copy(compiled_secret_rules(), rules)
+        self.more["KF_RULE_CACHE_DIR"] = str(rules)
 
     def counting_script(self, text: str = "", name: str = "setup.sh") -> str:
         """A setup script that says outside of every capture that it ran."""
@@ -186,7 +190,11 @@ def made_place() -> Iterator[Place]:
             make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
             make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
             make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])
-            yield place
+            try:
+                yield place
+            finally:
+                for started in place.begun:
+                    started.close()
             unmount_below(root)
     finally:
         unmount_below(root)
@@ -194,7 +202,11 @@ def made_place() -> Iterator[Place]:
         shutil.rmtree(Path("/run", root.name), ignore_errors=True)
 
 
-def end(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> str:
+def _new_session() -> None:
+    os.setsid()
+
+
+def end(process: warm.Started, number: int = signal.SIGKILL) -> str:
     """End a run that was begun; returns what it said."""
     process.send_signal(number)
     return process.communicate(timeout=DEADLINE_S)[1]

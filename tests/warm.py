@@ -23,6 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from bootseer.fuse.syscalls import libc
@@ -36,19 +37,26 @@ class Parent:
     """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
     starts it, with that test's environment and imports."""
 
-    def __init__(self, *modules: str, **env: str) -> None:
+    def __init__(self, *modules: str, **env: str | Callable[[], Path]) -> None:
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules])
         self._env = env
 
     def start(self, *processes: ForkServerProcess) -> None:
+        given = {name: str(value() if callable(value) else value) for name, value in self._env.items()}
         with (
             # PyTorch reads how many threads it may start when it is imported.
-            mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **self._env}),
+            mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **given}),
             mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
         ):
             for process in processes:
                 process.start()
+
+
+def _secret_rules() -> Path:
+    from once import compiled_secret_rules  # which copies need not import
+
+    return compiled_secret_rules()
 
 
 TORCH = Parent("torch.distributed.checkpoint", "torch.distributed.tensor", "bootseer.checkpoint.dcp")
@@ -65,14 +73,66 @@ _bootseer = Parent(
     *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
     *(f"bootseer.env.capturing.{name}" for name in ("capture", "effects", "leftovers", "overlay", "watch")),
-    *("bootseer.env.snapshot.oracle", "in_capture", "plain_user", "store_doubles"),
+    *("bootseer.launch.image.environment", "bootseer.image.conversion.convert", "bootseer.store.registry"),
+    *("bootseer.env.snapshot.oracle", "in_capture", "plain_user", "read_secret_rules", "store_doubles"),
     PYTHONPATH=str(Path(__file__).parent),
+    KF_RULE_CACHE_DIR=_secret_rules,
 )
 _service = Parent(
     *("bootseer.cli.main", "bootseer.cli.serve", "bootseer.service.app", "bootseer.cli.pattern"),
     *("alembic.command", "alembic.script", "sqlalchemy.dialects.sqlite"),
     *("concurrent.futures.thread", "runpy", "unittest.mock"),
 )
+
+
+class Started:
+    """A copy that runs, of which this can be had as of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        input: str = "",  # noqa: A002
+        become: Callable[[], None] | None = None,
+        main: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        """`python -m bootseer` with these words, or `main` with them."""
+        pipes = [Pipe(duplex=False) for _ in range(2)]
+        writers = [writer for _, writer in pipes]
+        self._words = [*words]
+        self._process = context.Process(
+            target=_copy_main, args=(main or _bootseer_main, self._words, dict(env), str(cwd), input, become, *writers)
+        )
+        try:
+            (_service if words[0] == "serve" else _bootseer).start(self._process)
+        finally:
+            for writer in writers:
+                writer.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+        threads = ThreadPoolExecutor(2)
+        self._outputs = [threads.submit(_all_of, reader) for reader, _ in pipes]
+        threads.shutdown(wait=False)
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = _PATIENCE_S) -> tuple[str, str]:
+        """Wait for its end and that of all who have its output."""
+        if not wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(self._words, timeout)
+        self._process.join()
+        self.returncode = self._process.exitcode
+        out, err = (output.result() for output in self._outputs)
+        return out, err
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 def bootseer(
@@ -103,34 +163,15 @@ def job(
 
 
 def _ended(
-    main: Callable[[list[str]], None],
-    words: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    cwd: Path,
-    timeout: float,
-    input: str,  # noqa: A002
-    become: Callable[[], None] | None,
+    main: Callable[[list[str]], None], words: Sequence[str], *, timeout: float, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    pipes = [Pipe(duplex=False) for _ in range(2)]
-    writers = [writer for _, writer in pipes]
-    process = context.Process(target=_copy_main, args=(main, list(words), dict(env), str(cwd), input, become, *writers))
-    with ThreadPoolExecutor(2) as threads:
-        try:
-            (_service if words[0] == "serve" else _bootseer).start(process)
-        finally:
-            for writer in writers:
-                writer.close()
-        outputs = [threads.submit(_all_of, reader) for reader, _ in pipes]
-        try:
-            if not wait([process.sentinel], timeout):
-                raise subprocess.TimeoutExpired(words, timeout)
-            process.join()
-            return subprocess.CompletedProcess(words, process.exitcode, *(output.result() for output in outputs))
-        finally:
-            process.kill()
-            process.join()
-            process.close()
+    started = Started(words, main=main, **options)
+    try:
+        output = started.communicate(timeout)
+        assert started.returncode is not None
+        return subprocess.CompletedProcess(words, started.returncode, *output)
+    finally:
+        started.close()
 
 
 def _all_of(reader: Connection) -> str:

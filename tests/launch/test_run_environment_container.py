@@ -69,6 +69,7 @@ def in_container(place: Place) -> Callable[[], None]:
 
 
 def run(place: Place, *words: str) -> Ran:
+    place.keep_rules()
     drop = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
     ran = subprocess.run(
         [*drop, *BOOTSEER, "run", "-q", *words],

@@ -281,6 +281,7 @@ def user_s(place: Place) -> Iterator[Callable[..., subprocess.CompletedProcess[s
             check=False,
         )
 
+    place.keep_rules()
     for path, folders, files in os.walk(place.root):
         for name in ("", *folders, *files):
             os.chown(Path(path, name), 65534, 65534, follow_symlinks=False)

@@ -22,7 +22,7 @@ from bootseer.mounts.state import Runtime
 from bootseer.trace.event import Event
 from busybox import running
 from conftest_launch import BOOTSEER
-from image_node import Node
+from image_node import Node, have_converted
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -36,9 +36,14 @@ def env(env: dict[str, str], node: Node) -> dict[str, str]:
 
 
 @pytest.fixture
-def image(run: Run, node: Node) -> str:
+def run(run_copy: Run) -> Run:
+    return run_copy
+
+
+@pytest.fixture
+def image(node: Node) -> str:
     """The reference of an image that is converted."""
-    assert run("image", "convert", node.reference).returncode == 0
+    have_converted(node)
     return node.reference
 
 

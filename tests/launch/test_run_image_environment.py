@@ -32,6 +32,11 @@ export GREETING=hello
 
 
 @pytest.fixture
+def run(run_copy: Run) -> Run:
+    return run_copy
+
+
+@pytest.fixture
 def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]]) -> Callable[..., Any]:
     """`job(words)`: run in the image with the setup; what was printed, and what was said of the environment."""
     project = tmp_path / "project"
@@ -45,7 +50,7 @@ def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]])
     ) -> Any:
         ran = run(
             "run", "-q", "--image", node.reference, "--setup", setup, *words,
-            more={**node.env, **store, **(more or {})}, cwd=project, timeout=120, **kwargs,
+            more={**node.env, **store, **(more or {})}, cwd=project, timeout=300, **kwargs,
         )  # fmt: skip
         assert ran.returncode == code, ran.stderr
         assert "Traceback" not in ran.stderr
@@ -139,7 +144,7 @@ def test_what_a_setup_reads_in_a_mount_and_the_key_does_not_know_makes_it_untrus
     unknown.write_text("one\n")
     (tmp_path / "project" / "hidden.sh").write_text('cat words; cat "/da""ta/wo""rds" > /words\n')
     words = ("--runtime", runtime, "--mount", f"{tmp_path}/data:/data:ro", "--", "cat", "/words")
-    become = {"setup": "hidden.sh", "preexec_fn": without_mixed_cgroups if runtime == "crun" else None}
+    become = {"setup": "hidden.sh", "become": without_mixed_cgroups if runtime == "crun" else None}
     ran, start = job(*words, **become)
     assert (ran.stdout, start["mode"], start["trust"]) == ("one\n", "captured", "untrusted")
     assert f"the setup read files that its key does not cover: {unknown};" in ran.stderr

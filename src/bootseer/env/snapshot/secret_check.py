@@ -78,7 +78,9 @@ class SecretCheck:
         self._counting = threading.Lock()
         self._exclusions = exclusions
         began = time.monotonic()
-        self._scanner = _scanner(tuple(rules), cache)
+        # Compiling the rules takes seconds, once for each node.
+        folder = None if os.environ.get("KF_RULE_CACHE_DIR") else cache
+        self._scanner = _scanner(tuple(rules), is_cached=cache is not None, folder=folder)
         _log.info("rules of the secret check were ready after %.2f s", time.monotonic() - began)
         self._published: Mapping[str, tuple[int, str]] = {}
         self._copies: dict[str, str] = {}
@@ -217,15 +219,13 @@ def _record_digest(data: bytes) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def _scanner(rules: tuple[str, ...], cache: Path | None) -> Scanner:
+def _scanner(rules: tuple[str, ...], *, is_cached: bool, folder: Path | None) -> Scanner:
     try:
         from kingfisher_sdk import Rules, Scanner
     except ImportError as error:
         raise PermanentError(f"the secret scanner is not available: {error}") from error
     try:
-        # Compiling the rules takes seconds, once for each node.
-        place = None if os.environ.get("KF_RULE_CACHE_DIR") else cache
-        known = Rules(rules, cache=cache is not None, cache_dir=place)
+        known = Rules(rules, cache=is_cached, cache_dir=folder)
         return Scanner(known, base64=False, redact=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"the rules for secrets cannot be used: {error}", hint="see --env-secret-rules") from error
