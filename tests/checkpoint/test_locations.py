@@ -10,6 +10,8 @@ import pytest
 
 from bootseer.checkpoint.locations import close_all, is_uri, resolve, split
 from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.places import open_place
+from bootseer.store.open import open_store
 from checkpoint_process import own_file_systems
 
 __all__ = ["own_file_systems"]
@@ -46,6 +48,15 @@ def test_other_addresses_are_refused(uri: str) -> None:
     with pytest.raises(UsageError, match="no place for checkpoints"):
         split(uri)
     assert not is_uri(uri)
+
+
+@pytest.mark.parametrize("uri", ["hdfs://nn:8020/jobs/step-1", "S3://bucket/step-1", "viewfs:///a", "file:///a"])
+def test_an_address_that_a_path_has_made_is_not_a_local_folder(uri: str) -> None:
+    path = Path(uri)  # which makes one slash of two
+    for refuse in (resolve, split, open_place, open_store):
+        with pytest.raises(UsageError, match="// is missing"):
+            refuse(os.fspath(path))
+    assert split(f"./{path}")[0] == "file:///"
 
 
 def test_what_is_opened_is_named_as_users_would(tmp_path: Path) -> None:

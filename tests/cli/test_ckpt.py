@@ -282,7 +282,8 @@ def test_an_address_is_a_folder_and_a_name(uri: str, folder: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "uri", ["hdfs://nn", "hdfs:/nn/a", "file:a/b", "hdfs://nn/", "hdfs:///", "", "/", "file:///", "hdfs://nn/.."]
+    "uri",
+    ["hdfs://nn", "hdfs:/nn/a", "s3:/b/a", "file:a/b", "hdfs://nn/", "hdfs:///", "", "/", "file:///", "hdfs://nn/.."],
 )
 def test_an_address_without_a_name_is_refused(uri: str) -> None:
     with pytest.raises(UsageError):

@@ -27,7 +27,7 @@ from bootseer.errors import BootseerError, IsFolderError, PermanentError, UsageE
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
-from bootseer.places import BUCKETS, HDFS, open_place
+from bootseer.places import BUCKETS, HDFS, check_slashes, open_place
 from bootseer.places.place import Place
 
 _LOG = logger(__name__)
@@ -173,6 +173,7 @@ def is_uri(uri: str) -> bool:
 
 def split(uri: str) -> tuple[str, str]:
     """Split an address into the root of the file system and the path below it."""
+    check_slashes(uri)
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return FOLDERS, str(Path(uri).absolute())

@@ -28,8 +28,11 @@ _TICK_S = 0.5
 
 def split(uri: str) -> tuple[str, str]:
     """The address of the folder that contains a file or checkpoint, and its name there. Raises `UsageError`."""
+    from bootseer.places import check_slashes
+
+    check_slashes(uri)
     scheme, separator, rest = uri.partition("://")
-    if not separator and uri and not uri.startswith(("hdfs:", "viewfs:", "file:")):
+    if not separator and uri:
         from pathlib import Path
 
         scheme, rest = "file", str(Path(uri).absolute())

@@ -6,6 +6,7 @@ The adapters of HDFS and of buckets are imported when they are needed: they want
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from bootseer.errors import UsageError
@@ -17,6 +18,14 @@ BUCKETS = ("s3", "gs", "az")
 """Schemes of object storage."""
 HDFS = ("hdfs", "viewfs")
 """Schemes of HDFS; the mount table of Hadoop's configuration says what is behind an address of the second."""
+_ONE_SLASH = re.compile(r"(hdfs|viewfs|s3|gs|az|oci|file):(?!//)", re.IGNORECASE)
+
+
+def check_slashes(uri: str) -> None:
+    """Raise `UsageError` for an address with one slash, such as `pathlib.Path` makes: as a path it would name a local
+    folder, and what is saved there is lost with the node."""
+    if _ONE_SLASH.match(uri):
+        raise UsageError(f"{uri!r} is not a place: // is missing", hint="pass a str: pathlib.Path turns // into /")
 
 
 def open_place(uri: str) -> Place:
@@ -26,8 +35,8 @@ def open_place(uri: str) -> Place:
     Raises `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
-    # hdfs:/dir is not meant to be a local folder of this name.
-    if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "viewfs:", "file:"))):
+    check_slashes(uri)
+    if not uri or "\0" in uri:
         raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
     if any(name.startswith(RESERVED_PREFIXES) for name in names):
