@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,22 @@ def test_removing_a_file_removes_its_parts_after_it_is_hidden(files: Files, root
     assert everything(root) == set()
     with pytest.raises(IsFolderError):
         files.remove("job")
+
+
+def test_parts_stay_while_a_copy_that_another_program_has_made_names_them(
+    files: Files, root: Path, content: bytes
+) -> None:
+    head = put_striped(files.place, "job/best", content, stripes=2)
+    parts = set(part_paths("job/best", head))
+    for name in ("copy", "last", "other"):
+        shutil.copy(root / "job/best", root / "job" / name)
+    files.remove("job/best")
+    files.rename("job/other", "job/copy")
+    files.place.write_bytes("job/plain", b"x")
+    files.rename("job/plain", "job/copy")
+    assert everything(root) == {"job/copy", "job/last", *parts}
+    files.remove("job/last")
+    assert everything(root) == {"job/copy"}
 
 
 def test_renaming_in_a_folder_replaces_and_leaves_no_parts(files: Files, root: Path, content: bytes) -> None:

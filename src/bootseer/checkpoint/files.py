@@ -28,6 +28,7 @@ from bootseer.checkpoint.head import (
     part_path,
     parts_folder,
     peek,
+    peek_id,
 )
 from bootseer.checkpoint.layout import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.errors import (
@@ -47,7 +48,7 @@ GONE = ".gone"
 """Suffix of hidden names that are being deleted: any process may continue the deletion."""
 _AT_ONCE = 16
 """Concurrent small requests: enough to hide the round trips of 10,000 files."""
-_MAX_SIZES = 1 << 17
+_MAX_PEEKED = 1 << 17
 
 
 class OtherFolderError(PermanentError):
@@ -88,8 +89,8 @@ class Files:
         self.place = place
         self._within = f"{within}/" if within else ""
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[tuple[str, str], int | None] = OrderedDict()
-        """Sizes from heads, by path and version; None for files that only have a head's length."""
+        self._peeked: OrderedDict[tuple[str, str], tuple[int | None, str | None]] = OrderedDict()
+        """Sizes and ids from heads, by path and version; None for files that only have a head's length."""
         self._policies = FolderPolicies(place)
 
     def stat(self, path: str) -> FileInfo:
@@ -207,9 +208,18 @@ class Files:
         self._policies.set(path, policy)
 
     def drop_parts(self, path: str, head: Head | None) -> None:
-        """Remove the parts of a striped file that was removed or replaced, if they exist."""
-        if head is not None:
-            with contextlib.suppress(NotFoundError):
+        """Remove the parts of a striped file that was removed or replaced, if they exist. They stay while another head
+        in the folder names them: other programs copy a file as its head alone (`cp`, `hdfs dfs -cp`), or link to it."""
+        if head is None:
+            return
+        with contextlib.suppress(NotFoundError):
+            others = [entry for entry in self.place.list(folder_of(path)) if maybe_head(entry)]
+            self._peek_all(others)
+            try:
+                is_named = any(self._has_id(entry, head.id) for entry in others)
+            except (AccessError, CorruptError):
+                return  # one that cannot be read could name them
+            if not is_named:
                 self.place.delete(parts_folder(path, head.id), recursive=True)
 
     def _check_visible(self, path: str) -> None:
@@ -227,28 +237,37 @@ class Files:
         return FileInfo(entry, size_bytes, is_striped=True)
 
     def _size(self, entry: Entry) -> int | None:
-        key = (entry.path, entry.version)
-        with self._lock:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
-                return self._sizes[key]
         try:
-            size_bytes = peek(self.place.read_first(entry.path, PEEK_BYTES))
+            return self._peek(entry)[0]
         except AccessError:
             return None  # a folder with an unreadable file can still be listed
+
+    def _has_id(self, entry: Entry, head_id: str) -> bool:
+        with contextlib.suppress(NotFoundError):  # removed meanwhile
+            return self._peek(entry)[1] == head_id
+        return False
+
+    def _peek(self, entry: Entry) -> tuple[int | None, str | None]:
+        key = (entry.path, entry.version)
         with self._lock:
-            self._sizes[key] = size_bytes
-            if len(self._sizes) > _MAX_SIZES:
-                self._sizes.popitem(last=False)
-        return size_bytes
+            if key in self._peeked:
+                self._peeked.move_to_end(key)
+                return self._peeked[key]
+        first = self.place.read_first(entry.path, PEEK_BYTES)
+        peeked = peek(first), peek_id(first)
+        with self._lock:
+            self._peeked[key] = peeked
+            if len(self._peeked) > _MAX_PEEKED:
+                self._peeked.popitem(last=False)
+        return peeked
 
     def _peek_all(self, entries: Iterable[Entry]) -> None:
-        """Read the sizes from many heads concurrently; failed ones are read again one by one."""
+        """Peek into many heads concurrently; failed ones are read again one by one."""
         with self._lock:
-            unknown = [entry for entry in entries if (entry.path, entry.version) not in self._sizes]
+            unknown = [entry for entry in entries if (entry.path, entry.version) not in self._peeked]
         if len(unknown) > 1:
             with Tasks("bootseer-peek", min(_AT_ONCE, len(unknown))) as threads:
-                for future in [threads.submit(self._size, entry) for entry in unknown]:
+                for future in [threads.submit(self._peek, entry) for entry in unknown]:
                     future.exception()
 
     def _head(self, entry: Entry) -> Head | None:
