@@ -91,7 +91,7 @@ def become(
     """
     started_ns = time.monotonic_ns()
     try:
-        text = printed()
+        output = captured_output()
         answer = _kernel(request, answer, fds, launcher, successor)
         program = interpreter(imports, request, launches=successor is not None)
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
@@ -102,7 +102,7 @@ def become(
             answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     answer.close()
-    show(text)
+    write_output(output)
     mark(started_ns)
     return program
 
@@ -115,8 +115,8 @@ def mark(started_ns: int) -> None:
             hook.begin(started_ns)
 
 
-def printed() -> list[bytes]:
-    """The imports' output on stdout and stderr (see `warm_parent.keep_printed`)."""
+def captured_output() -> list[bytes]:
+    """The imports' output on stdout and stderr (see `warm_parent.capture_output`)."""
     found = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
@@ -125,7 +125,7 @@ def printed() -> list[bytes]:
     return found
 
 
-def show(texts: Sequence[bytes]) -> None:
+def write_output(texts: Sequence[bytes]) -> None:
     """Write the imports' output to the program's stdout and stderr."""
     for number, text in zip((1, 2), texts, strict=True):
         with contextlib.suppress(OSError):

@@ -61,7 +61,7 @@ def lead(number: int, folder: str, launcher: str) -> Any:
     pid, began_ns = 0, time.monotonic_ns()
     try:
         known = programs.read_known(folder)[launcher]
-        warm_parent.keep_printed()
+        warm_parent.capture_output()
         imports = warm_parent.Imports(known)
         imports.load([_SHARED])
         reason = warm_parent.unfit()
@@ -89,7 +89,7 @@ def lead(number: int, folder: str, launcher: str) -> Any:
 def _become(imports: Any, request: dict[str, Any], kept: list[int]) -> Callable[[], None]:
     from bootseer.hook import warm_child
 
-    text = warm_child.printed()
+    output = warm_child.captured_output()
     for target, number in zip((1, 2), kept, strict=True):
         os.dup2(number, target)
     program = warm_child.interpreter(imports, request, launches=False)
@@ -98,7 +98,7 @@ def _become(imports: Any, request: dict[str, Any], kept: list[int]) -> Callable[
             raise OSError("the kernel does not allow a process to change its command line")
     for number in kept:
         os.close(number)
-    warm_child.show(text)
+    warm_child.write_output(output)
     return program
 
 

@@ -30,7 +30,7 @@ import weakref
 from typing import Any
 
 from bootseer.hook import programs, warm_child, watch
-from bootseer.hook.warm_reads import Watched, note_draws
+from bootseer.hook.warm_reads import RecordingEnviron, record_draws
 
 _IDLE_S = 1800.0
 """After this time without a request, the warm parent ends and frees its memory."""
@@ -70,16 +70,16 @@ class Imports:
         """Import these modules. Raises `UnfitError`."""
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
-        self._note_generators()
-        os.environ.__class__ = Watched
-        end_of_draws = note_draws(self._drawn)
+        self._record_generators()
+        os.environ.__class__ = RecordingEnviron
+        stop_recording = record_draws(self._drawn)
         gc.disable()  # imports create hardly any garbage
         try:
             self._import(names)
         finally:
             gc.enable()
-            end_of_draws()
-            os.environ.__class__ = Watched.__base__
+            stop_recording()
+            os.environ.__class__ = RecordingEnviron.__base__
             random.Random.seed = self._seed  # type: ignore[method-assign]
         # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
         # their pages: 0.5 s of processor time for each rank of the demo.
@@ -93,23 +93,23 @@ class Imports:
     def finish(self) -> None:
         """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
         self.load(self.known["modules"])
-        self.reads = dict(Watched.reads)
+        self.reads = dict(RecordingEnviron.reads)
         self._check(self.known)
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
-    def _note_generators(self) -> None:
+    def _record_generators(self) -> None:
         """Collect the random generators that imports create without a seed, because each copy must reseed them."""
         self._seed = seed = random.Random.seed
         found = self.unseeded
 
-        def noting(self: random.Random, a: Any = None, version: int = 2) -> None:
+        def record(self: random.Random, a: Any = None, version: int = 2) -> None:
             found[:] = [one for one in found if one() is not self]
             if a is None:
                 found.append(weakref.ref(self))
             seed(self, a, version)
 
-        setattr(random.Random, "seed", noting)  # noqa: B010 - mypy takes it for a mistake
+        setattr(random.Random, "seed", record)  # noqa: B010 - mypy takes it for a mistake
 
     def _import(self, names: list[str]) -> None:
         for name in names:
@@ -126,8 +126,8 @@ class Imports:
                 importlib.import_module(name)
             except Exception:  # noqa: S112 - the program's own import raises it, too, or finds the module elsewhere
                 continue
-            if "*" in Watched.reads:
-                raise UnfitError(f"{Watched.reads['*']}, which {name} imports, reads all variables", first)
+            if "*" in RecordingEnviron.reads:
+                raise UnfitError(f"{RecordingEnviron.reads['*']}, which {name} imports, reads all variables", first)
             if self._drawn:
                 raise UnfitError(f"the import of {name} draws random bytes, in {self._drawn[0]}", first)
             for what, value in _state().items():
@@ -225,13 +225,13 @@ def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], la
     """The first difference between a copy of this process and a fresh process started in this folder; empty if none."""
     return (
         unfit()
-        or _rights_differ(request, launcher)
+        or _privileges_differ(request, launcher)
         or _program_differs(imports, known, request, folder)
         or _files_differ(imports)
     )
 
 
-def _rights_differ(request: dict[str, Any], launcher: int) -> str:
+def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     """Changes that the launcher made to its own process since its start and that copies cannot get."""
     ours, theirs = _status("self"), _status(launcher)
     changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
@@ -332,8 +332,8 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     return end, run
 
 
-def keep_printed() -> None:
-    """Redirect the imports' output to memory; each copy prints it (`warm_child.show`)."""
+def capture_output() -> None:
+    """Redirect the imports' output to memory; each copy prints it (`warm_child.write_output`)."""
     for target in (1, 2):
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
@@ -469,7 +469,7 @@ def serve(number: int, folder: str, launcher: str) -> Any:
     program."""
     try:
         end, run = prepare(number)
-        keep_printed()
+        capture_output()
     except (UnfitError, OSError):
         os._exit(1)
     above = os.getppid()

@@ -18,11 +18,11 @@ _STANDARD = ("random", "secrets", "uuid")
 _HARMLESS = ("multiprocessing.process", "transformers.utils.hub", "torch.distributed._composable.contract")
 """Modules whose random bytes need no check. The first two draw a key and a session id, which each copy renews
 (`warm_child`), the last draws attribute names, which are only used within the process."""
-_NOT_NOTED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
+_IGNORED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
 """Our own span ids, and extension modules, which have no frame (each copy reseeds numpy's generator)."""
 
 
-class Watched(type(os.environ)):  # type: ignore[misc]
+class RecordingEnviron(type(os.environ)):  # type: ignore[misc]
     """The environment; records which variables are read, and by which module."""
 
     reads: dict[str, str] = {}  # noqa: RUF012 - there is only one environment
@@ -47,7 +47,7 @@ class Watched(type(os.environ)):  # type: ignore[misc]
         return super().__iter__()
 
 
-def note_draws(drawn: list[str]) -> Callable[[], None]:
+def record_draws(drawn: list[str]) -> Callable[[], None]:
     """Append to `drawn` the modules that draw random bytes from the kernel, until the returned function is called.
 
     All copies would share what such a module made of them, such as a session id or a key. Extension modules are not
@@ -55,12 +55,12 @@ def note_draws(drawn: list[str]) -> Callable[[], None]:
     """
     urandom = os.urandom
 
-    def noting(size: int, /) -> bytes:
+    def record(size: int, /) -> bytes:
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") in _STANDARD:
             frame = frame.f_back
         name = str(frame.f_globals.get("__name__", "")) if frame is not None else ""
-        if name not in _HARMLESS and not name.startswith(_NOT_NOTED):
+        if name not in _HARMLESS and not name.startswith(_IGNORED):
             drawn.append(name)
         return urandom(size)
 
@@ -68,6 +68,6 @@ def note_draws(drawn: list[str]) -> Callable[[], None]:
         os.urandom = urandom
         setattr(random, "_urandom", urandom)  # noqa: B010 - mypy does not know it
 
-    os.urandom = noting
-    setattr(random, "_urandom", noting)  # noqa: B010 - mypy does not know it
+    os.urandom = record
+    setattr(random, "_urandom", record)  # noqa: B010 - mypy does not know it
     return end

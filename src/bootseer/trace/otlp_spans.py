@@ -40,15 +40,15 @@ def trace_id(event: Event) -> int:
     """The W3C trace id, never 0. If it is invalid, all events of an attempt share one derived from its name."""
     if _TRACE.fullmatch(event.trace):
         return int(event.trace, 16)
-    return _made_id(f"{event.job}\0{event.attempt}", 16)
+    return _derived_id(f"{event.job}\0{event.attempt}", 16)
 
 
 def span_id(text: str) -> int:
     """The span id, never 0. Equal invalid texts give equal ids, so that parents are still found."""
-    return int(text, 16) if _SPAN.fullmatch(text) else _made_id(text, 8)
+    return int(text, 16) if _SPAN.fullmatch(text) else _derived_id(text, 8)
 
 
-def _made_id(text: str, num_bytes: int) -> int:
+def _derived_id(text: str, num_bytes: int) -> int:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:num_bytes], "big") or 1
 
