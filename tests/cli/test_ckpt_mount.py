@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,24 +12,25 @@ from typing import Any
 
 import pytest
 
+from conftest_launch import Run
+
 pytestmark = pytest.mark.fuse
 
 Ckpt = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def ckpt(tmp_path: Path) -> Iterator[Ckpt]:
+def ckpt(tmp_path: Path, run: Run) -> Iterator[Ckpt]:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
-    env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
+    env = {"BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
     (tmp_path / "place").mkdir()
 
-    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "bootseer", "ckpt", *map(str, words)]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, check=False)
+    def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        return run("ckpt", *map(str, words), more=env)
 
-    yield run
-    run("umount", "--force", tmp_path / "m")
+    yield call
+    call("umount", "--force", tmp_path / "m")
 
 
 def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> None:
@@ -53,19 +53,19 @@ def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> No
     assert (tmp_path / "place/f").read_bytes() == b"x"
 
 
-def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(
-    tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(tmp_path: Path, ckpt: Ckpt, run: Run) -> None:
     (tmp_path / "core-site.xml").write_text(
         "<configuration><property><name>fs.defaultFS</name><value>hdfs://me:hidden@nn</value></property>"
         "<property>\n<name>fs.s3a.secret.key</name> <value>hidden</value></property></configuration>"
     )
     assert ckpt("mount", tmp_path / "place", tmp_path / "m").returncode == 0
-    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    monkeypatch.setenv("BOOTSEER_API_TOKEN", "hidden")
-    monkeypatch.setenv("BOOTSEER_RUNTIME", str(tmp_path / "run"))
-    doctor = [sys.executable, "-m", "bootseer", "doctor", "--bundle", str(tmp_path / "b.tar.gz")]
-    assert subprocess.run(doctor, check=False, capture_output=True, timeout=120).returncode == 0
+    doctor = ("doctor", "--bundle", str(tmp_path / "b.tar.gz"))
+    env = {
+        "HADOOP_CONF_DIR": str(tmp_path),
+        "BOOTSEER_API_TOKEN": "hidden",
+        "BOOTSEER_RUNTIME": str(tmp_path / "run"),
+    }
+    assert run(*doctor, more=env).returncode == 0
     with tarfile.open(tmp_path / "b.tar.gz") as bundle:
         texts = {entry.name.removeprefix("bootseer-bundle/"): bundle.extractfile(entry).read() for entry in bundle}  # type: ignore[union-attr]
     assert b"hidden" not in b"".join(texts.values())
@@ -74,7 +74,7 @@ def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(
     (row,) = json.loads(texts["checkpoints/mounts.json"])
     assert (row["health"], row["unpublished"]) == ("mounted", [])
     assert b"BootSeer" in texts[f"checkpoints/{row['id']}/log"]
-    again = subprocess.run(doctor, check=False, capture_output=True, text=True, timeout=120)
+    again = run(*doctor, more=env)
     assert (again.returncode, "File exists" in again.stderr) == (2, True)
 
 

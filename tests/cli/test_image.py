@@ -23,7 +23,7 @@ from bootseer.errors import UsageError
 from bootseer.mounts import kernel
 from conftest_launch import BOOTSEER
 from fault_proxy import Fault, FaultProxy
-from image_node import Node
+from image_node import Node, have_converted
 
 needs_mounts = [pytest.mark.root, pytest.mark.fuse]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -40,6 +40,11 @@ def bootseer(run: Run, node: Node) -> Run:
         return ran
 
     return call
+
+
+@pytest.fixture
+def converted(node: Node) -> None:
+    have_converted(node)
 
 
 def as_json(ran: subprocess.CompletedProcess[str], schema: str) -> Any:
@@ -104,8 +109,8 @@ def test_convert_inspect_mount_list_and_umount(bootseer: Run, node: Node) -> Non
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_a_mount_whose_daemon_died_is_told_and_can_be_taken_away(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--loading", "lazy")
     (row,) = json.loads(bootseer("image", "list", "--json").stdout)["mounts"]
@@ -120,8 +125,8 @@ def test_a_mount_whose_daemon_died_is_told_and_can_be_taken_away(bootseer: Run, 
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--rw")
     (target / "new").write_text("x")
@@ -131,8 +136,8 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--loading", "lazy", "--workload", "w")
     hashlib.sha256((target / "hot").read_bytes())
@@ -152,8 +157,8 @@ def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: N
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_the_cache_is_shown_verified_and_pruned(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     bootseer("image", "run", node.reference, "--loading", "pull", "--", "true")
     shown = as_json(bootseer("cache", "show", "--json"), "bootseer.cache/1")
     assert len(shown["files"]) == 2
@@ -270,8 +275,8 @@ def test_every_verb_has_help_for_itself_and_for_each_option(name: str, command: 
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_a_mount_in_use_tells_how_to_find_who_uses_it(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target))
     with (target / "hot").open("rb"):
@@ -295,8 +300,8 @@ def test_a_layer_beyond_a_limit_names_the_option_that_helps(bootseer: Run, node:
 @pytest.mark.root
 @pytest.mark.fuse
 @pytest.mark.parametrize("loading", ["lazy", "pull"])
+@pytest.mark.usefixtures("converted")
 def test_a_registry_that_does_not_give_its_blobs_is_named_once(bootseer: Run, node: Node, loading: str) -> None:
-    bootseer("image", "convert", node.reference)
     with FaultProxy(node.registry.host) as proxy:
         proxy.plan = lambda request: Fault(status=403) if "range" in request.headers else None
         reference = node.reference.replace(node.registry.host, proxy.host)
@@ -308,8 +313,8 @@ def test_a_registry_that_does_not_give_its_blobs_is_named_once(bootseer: Run, no
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_reads_that_fail_while_the_command_runs_are_told_with_their_cause(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     gone = node.folder / "gone"
     with FaultProxy(node.registry.host) as proxy:
         proxy.plan = lambda request: Fault(status=403) if gone.exists() else None
@@ -333,8 +338,8 @@ def test_reads_that_fail_while_the_command_runs_are_told_with_their_cause(bootse
 
 @pytest.mark.root
 @pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_a_registry_that_is_down_is_missed_once(bootseer: Run, node: Node) -> None:
-    bootseer("image", "convert", node.reference)
     words = ("image", "run", "--loading", "lazy", "--entrypoint", "none", node.reference, "--", "true")
     bootseer(*words)
     node.registry.__exit__(None, None, None)
