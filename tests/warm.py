@@ -67,7 +67,7 @@ CHECKPOINTS = Parent(
     *("concurrent.futures.thread", "runpy", "unittest.mock"),  # which this module imports
 )
 _bootseer = Parent(
-    *(f"bootseer.cli.{name}" for name in ("main", "report", "image", "env", "ckpt", "simulate", "fleet")),
+    *(f"bootseer.cli.{name}" for name in ("main", "report", "image", "env", "ckpt", "simulate", "fleet", "agent")),
     *("bootseer.report.render.terminal", "bootseer.report.render.html", "bootseer.places.objects"),
     *(f"bootseer.launch.{name}" for name in ("run", "session", "supervise")),
     *(f"bootseer.launch.environment.{name}" for name in ("start", "setup", "capture", "publish", "restore")),

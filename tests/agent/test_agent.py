@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from bootseer.agent.agent import request_status
 from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, TransientError
@@ -47,6 +48,7 @@ def start(env: dict[str, str], tmp_path: Path) -> Iterator[Start]:
         until = time.monotonic() + _DEADLINE_S
         while agents[-1].poll() is None and not status(env).stdout:
             assert time.monotonic() < until
+            time.sleep(0.05)
         return agents[-1]
 
     yield run
@@ -55,9 +57,12 @@ def start(env: dict[str, str], tmp_path: Path) -> Iterator[Start]:
         agent.communicate(timeout=_DEADLINE_S)
 
 
+def ended(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return warm.bootseer(("agent", *words), env=env, cwd=Path.cwd())
+
+
 def status(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bootseer", "agent", "status", "--json"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    return ended(env, "status", "--json")
 
 
 def said(env: dict[str, str]) -> dict[str, object]:
@@ -84,6 +89,7 @@ def test_it_keeps_the_cache_within_its_limit_and_says_so(env: dict[str, str], st
     until = time.monotonic() + _DEADLINE_S
     while said(env)["cache"]["files"]:  # type: ignore[index]
         assert time.monotonic() < until
+        time.sleep(0.05)
     assert int(str(said(env)["freed_bytes"])) > 0
     metrics = get(port, "/metrics")
     assert get(port, "/healthz") == (200, "ok\n")
@@ -111,16 +117,10 @@ def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(
     env: dict[str, str], start: Start, tmp_path: Path
 ) -> None:
     first = start()
-    second = subprocess.run(
-        [sys.executable, "-m", "bootseer", "agent", "run"],
-        env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
-    )  # fmt: skip
+    second = ended(env, "run")
     assert second.returncode == 2
     assert "an agent runs already" in second.stderr
-    elsewhere = subprocess.run(
-        [sys.executable, "-m", "bootseer", "agent", "run"], env={**env, "BOOTSEER_RUNTIME": str(tmp_path / "other")},
-        capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
-    )  # fmt: skip
+    elsewhere = ended({**env, "BOOTSEER_RUNTIME": str(tmp_path / "other")}, "run")
     assert elsewhere.returncode == 2
     assert f"an agent with another runtime folder cleans up {env['BOOTSEER_CACHE']}" in elsewhere.stderr
     assert said(env)["pid"] == first.pid
@@ -187,14 +187,14 @@ def test_the_agent_sends_spools_of_all_jobs_and_says_how_that_goes(start, env, t
     until = time.monotonic() + _DEADLINE_S
     while not said(env)["service"]["problem"]:
         assert time.monotonic() < until
+        time.sleep(0.05)
     assert said(env)["problem"] == ""
 
 
 def test_a_socket_that_cannot_be_made_or_used_is_one_line(start: Start, env: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "run" / "agent"
     path.mkdir(parents=True, mode=0o700)
-    command = [sys.executable, "-m", "bootseer", "agent", "run"]
-    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    refused = ended(env, "run")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
     assert f"{path}: cannot create the socket" in refused.stderr
     path.rmdir()
