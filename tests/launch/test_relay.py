@@ -49,6 +49,21 @@ def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.C
     assert "seen and could not be recorded: no space left" in capfd.readouterr().err
 
 
+def test_output_that_a_slow_reader_has_not_taken_yet_is_waited_for() -> None:
+    read, write = os.pipe()
+    between = Relay(write, re.compile(b"none"), lambda: None)
+    command = os.dup(between.write)
+    between.start()
+    output = b"x" * 120_000  # more than one pipe holds
+    with os.fdopen(command, "wb", buffering=0) as pipe:
+        pipe.write(output)
+    ended = threading.Thread(target=lambda: (between.finish(time.monotonic()), os.close(write)), daemon=True)
+    ended.start()
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == output
+    ended.join(60)
+
+
 def test_of_a_long_line_the_end_is_searched() -> None:
     found: list[bool] = []
     output = b"begin " + b"x" * 100_000 + b" end\n"

@@ -81,6 +81,19 @@ def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -
     return [Node(tmp_path, env, name, *words) for name in ("a", "b")]
 
 
+def test_jobs_with_names_that_look_alike_have_services_of_their_own(run, tmp_path: Path) -> None:
+    """As of a sweep: Slurm's names are longer than a file's, and only their ends differ."""
+    words = ["--node", "n", "--num-nodes", "2", "--peers", str(tmp_path / "meet"), "--peers-interface", "lo"]
+    show = f"ls {tmp_path}/runtime/peers {tmp_path}/meet/peers | grep -v -e : -e lock"
+    more = {"BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
+    shown = [
+        run("run", "-q", "--job", job, *words, "--", "sh", "-c", show, more=more).stdout.split()
+        for job in (f"{'x' * 100}-1", f"{'x' * 100}-2")
+    ]
+    assert all(shown)
+    assert not set(shown[0]) & set(shown[1])
+
+
 @pytest.mark.parametrize("nodes", [[], ["--peers-tls"]], indirect=True)
 def test_two_nodes_meet_and_leave_nothing(nodes: list[Node], env: dict[str, str], tmp_path: Path) -> None:
     services = [node.meet() for node in nodes]

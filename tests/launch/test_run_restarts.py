@@ -38,7 +38,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def started(env: dict[str, str], *words: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*BOOTSEER, "run", *words], env=env, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([*BOOTSEER, "run", *words], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_a_killed_command_starts_again_and_its_events_say_which_start_it_is(run: Run, events: Events) -> None:
@@ -97,6 +97,17 @@ def test_what_the_command_left_is_ended_before_its_next_start(run: Run) -> None:
     assert ran.returncode == 0, ran.stderr
     assert (ran.stdout.splitlines()[0], ran.stdout.splitlines()[-1]) == ("0", "0")
     assert running("sleep 600.77") == []
+
+
+def test_other_runs_of_the_same_job_are_left_alone(env: dict[str, str], run: Run) -> None:
+    """`srun` starts one for each rank; their trace is the same."""
+    with started(env, "-q", "--job", "one", "--restarts", "1", "--", "sh", "-c", "echo up; read _") as beside:
+        assert beside.stdout is not None
+        assert beside.stdout.readline() == "up\n"
+        ran = run("run", "-q", "--job", "one", "--attempt", "0", "--restarts", "1", "--", "false")
+        out, err = beside.communicate("\n", timeout=LIMIT_S)
+    assert ran.returncode == 1
+    assert (beside.returncode, out, err) == (0, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import subprocess
+
 import pytest
 
 from bootseer.trace.event import decode
-from conftest_launch import stages
+from conftest_launch import BOOTSEER, stages
 from otlp_collector import collector
 
 
@@ -37,6 +42,20 @@ def test_a_command_that_ends_before_the_exporter_is_imported_is_exported_too(run
         words = ["run", "--trace-to", f"otlp={server.url}", "--", "true"]
         assert run(*words, more={"PYTHONPATH": str(tmp_path)}).returncode == 0
         assert set(server.spans()) == {"run", "command"}
+
+
+@pytest.mark.slow
+def test_what_sends_the_last_events_holds_no_file_of_the_caller_open(env, tmp_path):
+    """A lock of the batch script, or a pipe whose end another program waits for."""
+    read, write = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as silent, os.fdopen(read, "rb") as pipe:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        words = [*BOOTSEER, "run", "-q", "--trace-to", f"service={url}", "--", "true"]
+        done = subprocess.run(words, env=env, cwd=tmp_path, pass_fds=[write], capture_output=True, check=False)
+        os.close(write)
+        assert done.returncode == 0
+        assert select.select([pipe], [], [], 15)[0], "the sender lives for up to 30 s"
+        assert pipe.read() == b""
 
 
 SLOW_IMPORT = """

@@ -92,11 +92,14 @@ def test_a_command_that_cannot_be_executed_is_126(run, tmp_path):
     assert run("run", "--", str(tmp_path / "data")).returncode == 126
 
 
-def test_a_script_without_interpreter_line_runs_as_in_a_shell(run, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
+def test_a_script_without_interpreter_line_runs_as_in_a_shell(run, tmp_path, more):
     script = tmp_path / "plain script"
     script.write_text('echo "$1"\n')
     script.chmod(0o755)
-    assert run("run", "--", str(script), "hello").stdout == "hello\n"
+    found = more | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for name in (str(script), script.name):
+        assert run("run", "--", name, "hello", more=found).stdout == "hello\n"
 
 
 @pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
@@ -249,10 +252,13 @@ def _on_a_terminal(env: dict[str, str], words: list[str], keys: bytes, ready: by
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
 
 
-def test_the_terminal_stays_the_commands(env):
+@pytest.mark.parametrize(
+    "front", [[], pytest.param(["/usr/bin/unshare", "-pf"], marks=pytest.mark.root)], ids=["plain", "pid namespace"]
+)
+def test_the_terminal_stays_the_commands(env, front):
     code = "import os,sys; print([os.isatty(n) for n in (0,1,2)]); print('ready', flush=True); print('<'+input()+'>')"
     status, output = _on_a_terminal(
-        env, [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", code], b"typed\n", b"ready"
+        env, [*front, *BOOTSEER, "run", "-q", "--", sys.executable, "-c", code], b"typed\n", b"ready"
     )
     assert status == 0
     assert b"[True, True, True]" in output

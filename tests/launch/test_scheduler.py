@@ -105,6 +105,7 @@ def test_a_pod_that_may_read_itself_learns_when_it_was_made(api, tmp_path):
     pods["/api/v1/namespaces/train/pods/moe-0"] = pod()
     found = told(env)
     assert found == (1795197266 * NS_PER_S, 1795197270 * NS_PER_S, "kubernetes api", "kubernetes")
+    assert told(env | {"POD_UID": ""}) == found
     # The node's own word of when it saw the pod is finer.
     (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(20)}"\n')
     found = told(env | {"BOOTSEER_PODINFO": str(tmp_path)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_command_that_is_not_there_is_told_as_ever() -> None:
     with pytest.raises(supervise.StartError, match="command not found") as raised:
         supervise.spawn(["no-such-program"], dict(os.environ), own_group=True, enter=lambda: None)
     assert raised.value.code == supervise.NOT_FOUND
+
+
+def test_a_process_with_thousands_of_descriptors_starts_its_command() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    taken = [null, *(os.dup(null) for _ in range(1024))]
+    try:
+        assert run(["sh", "-c", "exit 7"]) == 7
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_fuse

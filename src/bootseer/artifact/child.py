@@ -61,10 +61,11 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
 
 def _read_to_end(answer: int, deadline_s: float) -> bytes:
     """What the child writes until it ends."""
-    result, end = b"", time.monotonic() + deadline_s
+    result, end, poll = b"", time.monotonic() + deadline_s, select.poll()
+    poll.register(answer, select.POLLIN)
     with os.fdopen(answer, "rb", buffering=0) as pipe:
         while len(result) < _MAX_BYTES:
-            if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not poll.poll(1000 * max(0.0, end - time.monotonic())):
                 raise TransientError(f"the child process that accesses the store has no result after {deadline_s:g} s")
             piece = pipe.read(_PIECE_BYTES)
             if not piece:

@@ -156,7 +156,9 @@ class WarmLauncher:
                 raise RefusedError("the warm parent has ended") from error
             finally:
                 theirs.close()
-            if not select.select([ours], [], [], _READY_S)[0]:
+            poll = select.poll()
+            poll.register(ours, select.POLLIN)
+            if not poll.poll(1000 * _READY_S):
                 self.retire()
                 raise RefusedError(f"the warm parent did not answer within {_READY_S:.0f} s")
             answer = ours.recv(65536)

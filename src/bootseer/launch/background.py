@@ -81,7 +81,9 @@ class Background:
         """Read from the pipe; whether there was anything, end of file included."""
         if not self._is_open:
             return False
-        if not select.select([self._pipe], [], [], timeout_s)[0]:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        if not poll.poll(1000 * timeout_s):
             return False
         piece = os.read(self._pipe, _MAX_LINE)
         if not piece:

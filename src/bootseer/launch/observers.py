@@ -155,10 +155,21 @@ class Shipping:
             self._done.wait(_LAST_S if link is not None and link.last_s is not None else 0)
         else:
             words = [sys.executable, "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
-            to_null = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+            # A lock or a pipe of the caller that it held open would make others wait for it.
+            inherited = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - numbers, not paths
+            to_null = [
+                (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0)
+                for number in sorted({0, 1, 2, *filter(_is_inheritable, inherited)})
+            ]
             with reporting_errors("the last events wait in the spool"):
                 os.posix_spawn(sys.executable, [*words, self._folder], dict(self._env), file_actions=to_null,
                                setsid=True, setsigmask=[])  # fmt: skip
+
+
+def _is_inheritable(number: int) -> bool:
+    with suppress(OSError):  # the one that the list was read from
+        return os.get_inheritable(number)
+    return False
 
 
 _LAST_S = 1.0

@@ -29,6 +29,7 @@ from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
 from bootseer.peers.readiness import READY, Readiness
 from bootseer.trace.event import INSTANT
 from bootseer.trace.sinks import safe_name
+from bootseer.trace.spools import folder_name
 from bootseer.trace.tracer import TRAINING_BEGAN
 
 _LOG = logger(__name__)
@@ -85,7 +86,7 @@ class PeersStart:
         identity = self._session.tracer.identity
         if identity.num_nodes == 1 and self._options.source == "auto":
             return {}
-        name = safe_name(f"{identity.job}.{identity.attempt}.{identity.node}")
+        name = folder_name(f"{identity.job}.{identity.attempt}.{identity.node}")
         try:
             # Several processes of one node may run this, as started by `srun`: one of them serves for all.
             path, lock = _claim_folder(self._options.runtime / "peers", name)
@@ -193,7 +194,7 @@ class PeersStart:
         source = open_source(
             options.source,
             self._env,
-            attempt=rendezvous_name(safe_name(identity.job), identity.attempt),
+            attempt=rendezvous_name(folder_name(identity.job), identity.attempt),
             name=safe_name(identity.node),
             rack=safe_name(identity.topology) if identity.topology else "",
             interface_names=options.interfaces,

@@ -20,12 +20,13 @@ import time
 import tty
 from collections.abc import Callable
 
-from bootseer.launch.supervise import say
+from bootseer.launch.supervise import ENDING, say
 
 _READ_BYTES = 1 << 16
 _KEEP_BYTES = 1 << 12
 """A line is searched once its newline has come; of a longer line only this many last bytes are."""
 _SLOW_S = 0.5
+_POLL_S = 0.05
 
 
 class Relay:
@@ -36,6 +37,7 @@ class Relay:
         self._pattern: re.Pattern[bytes] | None = pattern
         self._on_found = on_found
         self._terminal = os.isatty(target)
+        self._is_writing = False
         if self._terminal:
             self._read, self.write = pty.openpty()
             tty.setraw(self.write)  # the real terminal does the line editing
@@ -58,9 +60,21 @@ class Relay:
         self._thread.start()
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until everything is forwarded, at most until `deadline_s` of the monotonic clock: a daemon may keep the
-        pipe open."""
-        self._thread.join(max(deadline_s - time.monotonic(), 0))
+        """Wait until everything is forwarded, or a signal asks for the end.
+
+        A daemon may keep the pipe open: from `deadline_s` of the monotonic clock on, only output that a slow reader has
+        not taken yet is waited for.
+        """
+        while self._thread.is_alive() and (time.monotonic() < deadline_s or self._is_behind()):
+            if ENDING.intersection(signal.sigpending()):
+                return
+            self._thread.join(_POLL_S)
+
+    def _is_behind(self) -> bool:
+        """Whether output of the command is not forwarded yet."""
+        with contextlib.suppress(OSError):
+            return self._is_writing or fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4) != b"\0" * 4
+        return False
 
     def _forward(self) -> None:
         line = b""
@@ -71,7 +85,10 @@ class Relay:
                 data = b""
             if not data:
                 return
-            if not self._write(data):
+            self._is_writing = True
+            is_open = self._write(data)
+            self._is_writing = False
+            if not is_open:
                 self._terminal = False
                 os.close(self._read)  # the command's next write gets EPIPE, as it would without the relay
                 return

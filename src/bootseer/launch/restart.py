@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STAGE = "restart"
 KIND = "BOOTSEER_KIND"
+_RUN = "BOOTSEER_RUN_ID"
+"""Marks the processes of one run; job, attempt and trace are also those of the job's other runs on the node."""
 _PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 """Exit codes after which a restart is useless: success, wrong arguments (argparse and shells), no such program."""
 _SIGNALLED = 128
@@ -58,6 +60,7 @@ class Restarts:
         self._session = session
         self._renew = renew
         self._num_restarts = self._restart_number = 0
+        self._run_id = os.urandom(8).hex()
         self._orphans: set[int] = set()
         self._warm = None
         if warm and session is not None and renew is None:  # a container's processes end with its first one
@@ -68,8 +71,8 @@ class Restarts:
             self._restart_number = session.tracer.identity.restart
 
     def tag_environment(self, env: dict[str, str]) -> None:
-        """Set the variable by which the command's processes are found."""
-        env[RESTART] = str(self._restart_number)
+        """Set the variables by which the command's processes are found."""
+        env.update({RESTART: str(self._restart_number), _RUN: self._run_id})
 
     def prepare(self, code: int, signals: Sequence[int], env: dict[str, str]) -> int | None:
         """Prepare a restart, updating its environment `env`, and return None; or the exit code if there is none.
@@ -89,7 +92,7 @@ class Restarts:
         self._num_restarts += 1
         wait = f" in {self._delay_s:g} s" if self._delay_s else ""
         say(f"{how}; starting it again{wait} (restart {self._num_restarts} of {self._max_restarts})")
-        left = self._end_processes(env)
+        left = self._end_processes()
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         if info := signal.sigtimedwait(awaited, self._delay_s):
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
@@ -127,12 +130,9 @@ class Restarts:
         if self._warm is not None:
             self._warm.close()
 
-    def _end_processes(self, env: Mapping[str, str]) -> int:
+    def _end_processes(self) -> int:
         """End processes that the command left running, which would hold devices and ports; returns their number."""
-        parent = traceparent.parse(env.get(traceparent.VARIABLE, ""))
-        if parent is None:  # without events the processes have no mark
-            return 0
-        marks = (f"{RESTART}={self._restart_number}".encode(), f"{traceparent.VARIABLE}=00-{parent.trace}-".encode())
+        marks = {f"{RESTART}={self._restart_number}".encode(), f"{_RUN}={self._run_id}".encode()}
         found: set[int] = set()
         begun_s = time.monotonic()
         kept = self._warm.pids() if self._warm is not None else set()
@@ -153,14 +153,13 @@ class Restarts:
         return len(found)
 
 
-def _processes_with(marks: tuple[bytes, bytes]) -> set[int]:
-    """Processes whose environment has the variable `marks[0]`, and one that begins with `marks[1]`."""
+def _processes_with(variables: set[bytes]) -> set[int]:
+    """Processes whose environment has all these variables with these values."""
     found = set()
     for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of names
         if name.isdecimal() and int(name) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
-                data = b"\0" + file.read()
-                if b"\0" + marks[0] + b"\0" in data and b"\0" + marks[1] in data:
+                if variables <= set(file.read().split(b"\0")):
                     found.add(int(name))
     return found
 

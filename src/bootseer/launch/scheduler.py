@@ -156,7 +156,7 @@ def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
             answer = link.getresponse()
             log(__name__, "the pod's times: the API server answers %d", answer.status)
             pod = json.loads(answer.read(_MAX_POD)) if answer.status == HTTPStatus.OK else {}
-        if pod.get("metadata", {}).get("uid") != env.get("POD_UID", pod.get("metadata", {}).get("uid")):
+        if env.get("POD_UID") and env["POD_UID"] != pod.get("metadata", {}).get("uid"):
             return None, None
         status = pod.get("status", {})
         if any(each["restartCount"] for each in status.get("containerStatuses", ())):

@@ -154,7 +154,7 @@ class Session:
             env.get("SLURM_JOB_ID")
             or env.get("BOOTSEER_SUBMITTED")
             or env.get("KUBERNETES_SERVICE_HOST")
-            or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
+            or os.path.isdir(env.get("BOOTSEER_PODINFO") or PODINFO)
         )
         if self.otlp is None and self.service is None and not scheduled and not self._extra_observers:
             return
@@ -175,7 +175,11 @@ class Session:
         from bootseer.launch import scheduler
 
         # PID 1 reaps all children, and would take the exit status of a program that runs beside the command.
-        found = scheduler.times({"BOOTSEER_PODINFO": PODINFO, **env}, ended, may_run_programs=os.getpid() != 1)
+        found = scheduler.times(
+            {**env, "BOOTSEER_PODINFO": env.get("BOOTSEER_PODINFO") or PODINFO},
+            ended,
+            may_run_programs=os.getpid() != 1,
+        )
         began_ns = self.began_ns
         log(__name__, "the scheduler's times: %s", found)
         if found.submitted_ns and found.submitted_ns <= began_ns:

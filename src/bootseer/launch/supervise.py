@@ -114,7 +114,7 @@ def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
         signal.signal(number, signal.SIG_DFL)
     # exec resets Python's handler of SIGINT; an ignored SIGINT stays ignored.
     try:
-        os.execvpe(command[0], list(command), dict(env))
+        _exec(command, env)
     except OSError as error:
         problem = StartError(command[0], error)
         say(str(problem))
@@ -136,15 +136,13 @@ def spawn(
     must have one thread: `posix_spawn` cannot set a parent death signal.
     """
     parent = os.getpid()
-    # Group 0 makes the command the leader of a new group.
-    group = 0 if own_group else os.getpgrp()
     try:
         answer, report = _pipe()
         with os.fdopen(answer, "rb") as file:
             try:
                 pid = os.fork()
                 if pid == 0:
-                    _exec_command(command, env, parent, group, {1: stdout, 2: stderr}, report, enter)
+                    _exec_command(command, env, parent, own_group, {1: stdout, 2: stderr}, report, enter)
             finally:
                 os.close(report)
             failed = _read_start_error(file.fileno())
@@ -160,8 +158,9 @@ def spawn(
 
 def _read_start_error(answer: int) -> bytes:
     """The child's report of why the command could not start; empty once exec has closed the pipe."""
-    output, until = b"", time.monotonic() + _START_S
-    while select.select([answer], [], [], max(0.0, until - time.monotonic()))[0]:
+    output, until, poll = b"", time.monotonic() + _START_S, select.poll()  # `select` knows no descriptor above 1023
+    poll.register(answer, select.POLLIN)
+    while poll.poll(1000 * max(0.0, until - time.monotonic())):
         piece = os.read(answer, 1 << 16)
         if not piece:
             return output
@@ -190,14 +189,15 @@ def _exec_command(
     command: Sequence[str],
     env: Mapping[str, str],
     parent: int,
-    group: int,
+    own_group: bool,
     streams: Mapping[int, int | None],
     report: int,
     enter: Callable[[], None] | None,
 ) -> NoReturn:
     """In the child: exec the command, or report the error number and exit."""
     try:
-        os.setpgid(0, group)
+        if own_group:
+            os.setpgid(0, 0)
         for target, stream in streams.items():
             if stream is not None:
                 os.dup2(stream, target)
@@ -209,16 +209,24 @@ def _exec_command(
             if number in _PYTHON_IGNORES or callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        try:
-            os.execvpe(command[0], list(command), dict(env))
-        except OSError as error:
-            if error.errno == errno.ENOEXEC:  # a script without an interpreter line: run by sh, as shells do
-                os.execve("/bin/sh", ["/bin/sh", *command], dict(env))
-            raise
+        _exec(command, env)
     except OSError as error:
         os.write(report, b"%d" % (error.errno or errno.EINVAL))
     finally:
         os._exit(NOT_FOUND)
+
+
+def _exec(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Exec the command as shells do: a script without an interpreter line is run by sh. Raises `OSError`."""
+    try:
+        os.execvpe(command[0], list(command), dict(env))
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise
+    import shutil  # rarely needed, and its import costs every job
+
+    script = shutil.which(command[0], path=env.get("PATH")) or command[0]
+    os.execve("/bin/sh", ["/bin/sh", script, *command[1:]], dict(env))
 
 
 def _call_enter(enter: Callable[[], None], report: int) -> None:
@@ -293,6 +301,8 @@ def wait(
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if own_group:
                 os.killpg(pid, info.si_signo)
+                if info.si_signo in ENDING:  # a command that reads the terminal in the background is stopped
+                    os.killpg(pid, signal.SIGCONT)
             else:
                 os.kill(pid, info.si_signo)
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
