@@ -59,7 +59,10 @@ def _secret_rules() -> Path:
     return compiled_secret_rules()
 
 
-TORCH = Parent("torch.distributed.checkpoint", "torch.distributed.tensor", "bootseer.checkpoint.dcp")
+TORCH = Parent(
+    *("torch.distributed.checkpoint", "torch.distributed.tensor", "bootseer.checkpoint.dcp"),
+    "torch._dynamo",  # a rank imports it when it distributes its first tensor: 0.7 s of processor time
+)
 CHECKPOINTS = Parent(
     *(f"bootseer.checkpoint.{name}" for name in ("mount.mounted", "publish", "reading.reading")),
     *("bootseer.checkpoint.writing.writing", "bootseer.places.folder", "bootseer.places.hdfs", "bootseer.hdfs.client"),
