@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import zstandard
-from sqlalchemy import func, insert, select
+from sqlalchemy import func, insert, select, text
 
 from bootseer.errors import TransientError
 from bootseer.service import schema
@@ -27,6 +27,7 @@ from bootseer.store.open import open_store
 from bootseer.trace.event import Malformed, decode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
+from store_doubles import Fault, FaultyStore
 
 _PATIENCE_S = 300.0
 
@@ -220,6 +221,35 @@ def test_a_start_that_is_over_is_forgotten_and_told_anew_when_it_goes_on(place: 
     more = [line.replace(b"node-0003", b"node-0009") for line in of[last][:5]]
     assert told(more) == (5, False, 5), "another node"
     deriver._raw.store.close()
+
+
+def test_lines_that_cannot_be_read_for_a_moment_are_analysed_soon(place: Place) -> None:
+    """Also those of another attempt meanwhile, and those after a row that cannot be written."""
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    inner, broken = deriver._raw.store, place.batches
+    deriver._raw.store = FaultyStore(inner, lambda request: Fault(status=503 if request.name in names else 0))
+    names: set[str] = set()
+    lines = Fleet(3).lines()
+    place.put(lines[: len(lines) // 2])
+    deriver.start()
+    try:
+        until(lambda: deriver.is_idle() and place.rows(schema.start), "nothing was derived")
+        place.put(Fleet(2, attempt=1).lines(), attempt=1)
+        place.put(lines[len(lines) // 2 :])
+        names.add(broken[-1][0])
+        deriver.wake()
+        until(lambda: len(place.rows(schema.start)) == 2, "the other attempt was not derived")
+        assert not deriver.is_idle()
+        with place.database.write() as connection:
+            connection.execute(text("ALTER TABLE live RENAME TO away"))
+        names.clear()
+        until(lambda: deriver.problem, "no row was written")
+        with place.database.write() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO live"))
+        until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
+        assert {row.attempt: json.loads(row.moment)["over"] for row in place.rows(schema.live)}[0]
+    finally:
+        deriver.close()
 
 
 def test_the_quick_reader_says_what_the_format_says() -> None:

@@ -31,7 +31,7 @@ from msgspec import Meta
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.logs import logger
 from bootseer.report.analysis.live import Live, Moment
 from bootseer.service import schema
@@ -157,6 +157,8 @@ class _State:
     """Objects that `live` has processed."""
     over: tuple[int, frozenset[str]] | None = None
     """The restart that is over, and its nodes: `live` was then emptied to save its megabytes."""
+    is_unwritten: bool = False
+    """Whether `live` has events that its row in the database does not show."""
     is_changed: bool = True
     """Whether batches have arrived since the last analysis began."""
     arrived_s: float = 0.0
@@ -165,6 +167,8 @@ class _State:
     running: _Worker | None = None
     began_s: float = 0.0
     failures: int = 0
+    problem: str = ""
+    """Why its lines could not be read the last time."""
     closes_ns: int | None = None
     claimed_s: float = float("-inf")
 
@@ -286,30 +290,39 @@ class Deriver:
             if not self._claim(attempt):
                 continue
             state = self._state(attempt)
-            if self._update_live(attempt, state, names):
+            if not state.names.issuperset(names):
                 state.is_changed, state.arrived_s = True, time.monotonic()
+            self._update_live(attempt, state, names)
 
     def _update_live(self, attempt: Attempt, state: _State, names: Sequence[str]) -> bool:
-        """Update the live state with those of the objects that are new. Returns whether there were any."""
+        """Update the live state with those of the objects that are new. Returns whether all could be read. If not, or
+        if the row cannot be written, the next call tries again."""
         new = [name for name in names if name not in state.names]
-        if not new:
-            return False
-        state.names.update(new)
-        events = self._events(attempt, new)
-        if state.over is not None:
-            restart, nodes = state.over
-            if all(event.restart <= restart and event.node in nodes for event in events):
-                return True
-            state.over, events = None, self._events(attempt, sorted(state.names))
-        state.live.feed(events)
+        if new:
+            try:
+                events, over = self._events(attempt, new), state.over
+                if over and not all(event.restart <= over[0] and event.node in over[1] for event in events):
+                    events, state.over = self._events(attempt, sorted(state.names.union(new))), None
+            except TransientError as error:  # perhaps of this object only: the other attempts go on
+                if state.problem != str(error):
+                    _LOG.warning("%r, attempt %d waits: %s", *attempt, error)
+                state.problem = str(error)
+                return False
+            state.names.update(new)
+            if state.over is None:
+                state.live.feed(events)
+                state.is_unwritten = True
+        if not state.is_unwritten:
+            return True
         moment = state.live.moment(time.time_ns())
-        if moment.over:
-            state.over = moment.restart, state.live.nodes()
-            state.live = Live(attempt.job, attempt.attempt, None)
         with self._database.write() as connection:
             where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
             values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}
             connection.execute(update(schema.live).where(where).values(values))
+        state.is_unwritten = False
+        if moment.over:
+            state.over = moment.restart, state.live.nodes()
+            state.live = Live(attempt.job, attempt.attempt, None)
         self._on_moment(moment)
         return True
 
@@ -320,7 +333,7 @@ class Deriver:
                 continue
             try:
                 lines = self._raw.read(name)
-            except (NotFoundError, CorruptError) as error:
+            except PermanentError as error:
                 _LOG.warning("%s", error)
                 continue
             for line in lines.split(b"\n"):
@@ -376,13 +389,15 @@ class Deriver:
                         batch.c.job == attempt.job, batch.c.attempt == attempt.attempt
                     )
                 ).all()
-            state.is_changed = False
             if not batches:
+                state.is_changed = False
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
             # The worker marks all these batches as done, so the live state must include them first.
-            self._update_live(attempt, state, [name for name, _ in work])
+            if not self._update_live(attempt, state, [name for name, _ in work]):
+                continue
             state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
+            state.is_changed = False  # only now: after an error above, the next round tries again
 
     def _collect(self) -> None:
         for attempt, state in self._states.items():
@@ -408,8 +423,8 @@ class Deriver:
             elif what != "killed":
                 state.failures += 1
                 if state.failures >= _TRIES:
-                    state.is_changed = False
                     self._give_up(attempt)
+                    state.is_changed = False
 
     def _give_up(self, attempt: Attempt) -> None:
         batch = schema.batch
