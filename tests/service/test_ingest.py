@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from bootseer.service import ingest, schema
+from bootseer.service.database import Database
 from bootseer.service.upkeep import gaps_after
 from bootseer.trace.event import decode
 from fleet import Fleet
+from registry import free_port
 from running_service import RunningService, running_service
 
 
@@ -119,6 +122,23 @@ def test_a_gap_in_a_senders_sequence_is_noted_until_it_is_filled(service):
         service.post("/v1/lines", lines(attempt=sequence), x_bootseer_sender="n0", x_bootseer_sequence=str(sequence))
         service.batches({0: 1, 3: 2, 1: 3}[sequence])
     assert [(row.from_sequence, row.to_sequence) for row in service.rows(schema.sender_gap)] == [(2, 2)]
+
+
+def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
+    monkeypatch.setattr(ingest, "_MAX_ROWS", 1)
+    database = Database(f"postgresql://bootseer@127.0.0.1:{free_port()}/none")
+    registrar = ingest._Registrar(database, lambda: None)
+    registrar.start()
+    until = time.monotonic() + 3 * ingest._GATHER_S
+    while time.monotonic() < until:
+        registrar.add([{"raw_key": "x"}], None)
+    assert registrar._queue.full()
+    closing = threading.Thread(target=registrar.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not registrar._thread.is_alive()
+    database.close()
 
 
 @given(st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=8))

@@ -388,6 +388,7 @@ class _Registrar:
         self._last: OrderedDict[str, int] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
         self._oldest: float | None = None
+        self._closing = threading.Event()
 
     @property
     def lag_s(self) -> float:
@@ -402,7 +403,9 @@ class _Registrar:
             self._queue.put_nowait((rows, sent))
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # the database is unreachable, and the thread ends without it
+            self._queue.put_nowait(None)
         self._thread.join(10)
 
     def _run(self) -> None:
@@ -411,8 +414,9 @@ class _Registrar:
             rows: list[dict[str, Any]] = []
             sent: dict[str, set[int]] = {}
             over = self._gather(rows, sent)
-            while (rows or sent) and not self._written(rows, sent) and not over:
-                time.sleep(1)
+            while (rows or sent) and not self._written(rows, sent):
+                if self._closing.wait(1):  # `upkeep.reconcile` of the next service creates the rows
+                    return
             self._oldest = None
 
     def _gather(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
