@@ -100,8 +100,7 @@ class EndedJobs:
                     _stop(job)
 
     def clean_up(self) -> None:
-        """Drop expired jobs, and close the files of jobs without requests since the last call, so that the cache may
-        evict them."""
+        """Drop expired jobs. Close files of jobs without requests since the last call, so that they can be evicted."""
         now = time.monotonic()
         with self._lock:
             for secret, job in list(self._jobs.items()):

@@ -15,8 +15,7 @@ from typing import NamedTuple, Protocol
 Data = bytes | bytearray | memoryview
 
 Reply = Callable[[Data | int], None]
-"""Answers one read, with exactly the requested bytes or an error number. Callable from any thread; later calls have no
-effect."""
+"""Answers one read: the requested bytes or an error number. Callable from any thread; only the first call counts."""
 
 Cancel = Callable[[], None]
 """Cancels a read whose result is not needed any more."""

@@ -126,8 +126,7 @@ def entry_out(of: Attributes | None) -> bytes:
 
 
 def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
-    """The entries from number `start` on that fit into `room` bytes. The offset of an entry is its successor's
-    number."""
+    """The entries from number `start` on that fit into `room` bytes. An entry's offset is its successor's number."""
     out = bytearray()
     for number in range(start, len(entries)):
         packed = dirent(entries[number], number)

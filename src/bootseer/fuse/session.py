@@ -45,8 +45,7 @@ _MAX_ERRNO = 511
 """The kernel rejects answers with larger error numbers, and the caller would keep waiting."""
 _IDLE_THREADS = 8
 READ_AHEAD_KIB = 8 * 1024
-"""The kernel's read-ahead for a sequential reader of a file system: eight requests, so that several servers work for
-one reader."""
+"""The kernel's read-ahead for a sequential reader: eight requests, so that several servers work for one reader."""
 _BODY = protocol.IN_HEADER.size
 
 
@@ -199,8 +198,7 @@ class Session:
             ) from error
 
     def start(self) -> None:
-        """Start to answer requests, and to fail late ones. If no thread can be started, unmounts and raises
-        `TransientError`."""
+        """Start to answer requests, and to fail late ones. Without a thread, unmounts and raises `TransientError`."""
         if not self._start_thread():
             self._stop()
             attach.detach(self.target, lazy=True)
@@ -208,8 +206,7 @@ class Session:
         threading.Thread(target=self._check_pending, name=f"fuse late {self.target.name}", daemon=True).start()
 
     def close(self, *, force: bool = False) -> None:
-        """Unmount. Raises `TransientError` while files are in use, unless `force`, with which their users get
-        errors."""
+        """Unmount. Raises `TransientError` while files are in use; with `force`, their users get errors instead."""
         if not self._ended.is_set():
             try:
                 attach.detach(self.target, force=force)

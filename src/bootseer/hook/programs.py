@@ -22,8 +22,7 @@ MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
 AGAIN = "\0bootseer-restart-"
-"""Prefix of the abstract socket address of `bootseer run --restarts`, to which warm parents connect; its process id
-follows."""
+"""Abstract socket address of `bootseer run --restarts`, for warm parents, without the process id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import|import\s+([\w., ]+))", re.MULTILINE)

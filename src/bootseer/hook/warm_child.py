@@ -34,8 +34,7 @@ _CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
 libc = ctypes.PyDLL(None, use_errno=True)  # calls hold the GIL, as a fork must
 libc.syscall.restype = ctypes.c_long
 _keep: list[Any] = []
-"""Prevents garbage collection of the memory that the kernel reads for `/proc/PID/cmdline`, and of the former
-`__main__`."""
+"""Keeps the memory that the kernel reads for `/proc/PID/cmdline`, and the former `__main__`, from being freed."""
 
 
 class Cloner:
@@ -176,8 +175,7 @@ def _kernel(
 
 
 def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
-    """Move each descriptor to its number in the program, and close all others except `kept`, whose new numbers are
-    returned."""
+    """Move descriptors to their numbers in the program. Close all others but `kept`; returns the numbers of `kept`."""
     import fcntl
 
     high = max([*wanted, *wanted.values(), *kept], default=2) + 1
@@ -193,8 +191,7 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
 
 
 def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
-    """Set the state that a starting interpreter has. Returns the function that runs the program. Raises `ValueError`
-    and `OSError`."""
+    """Set the state of a starting interpreter; returns what runs the program. Raises `ValueError` and `OSError`."""
     argv = [os.fsdecode(word) for word in request["argv"]]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(argv)
@@ -253,8 +250,7 @@ def _reseed(imports: Imports) -> None:
 
 
 def _streams(*, unbuffered: bool) -> None:
-    """Reinitialize the standard streams as a starting Python does. The objects stay the same: imports may refer to
-    them."""
+    """Reinitialize the standard streams as a starting Python, but not as new objects: imports may refer to them."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)

@@ -191,8 +191,7 @@ class WarmLauncher:
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Start a program with all signals blocked, so that none ends the warm parent, or a copy before its signal handling
-    is set up."""
+    """Start a program with all signals blocked: none must end it, or a copy of it that is not set up yet."""
     pid = os.fork()  # `posix_spawn` cannot block the two signals that the C library reserves
     if pid == 0:
         try:
@@ -204,8 +203,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _request(args: Sequence[Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
-    """The request for arguments of `_posixsubprocess.fork_exec`, and the descriptors to pass with it. Raises
-    `RefusedError`."""
+    """The request for arguments of `_posixsubprocess.fork_exec`, and descriptors to send. Raises `RefusedError`."""
     _, _, close_fds, keep, _, env_list, stdin, _, _, stdout, _, stderr, _, errors, _, session = args[:16]
     group, gid, gids, uid, umask, before = args[16:22]
     if before is not None or (gid, gids, uid) != (None, None, None):

@@ -382,8 +382,7 @@ class Server:
             self._reason = f"{type(error).__name__}: {error}"
 
     def serve(self) -> Any:
-        """Answer until launcher and `bootseer run` have ended. Returns only in copies, with the function that runs
-        their program."""
+        """Answer until launcher and `bootseer run` end. Returns only in copies: the function for their program."""
         ends = [end for end in (self._end, self._run) if end is not None]
         while ready := select.select(ends, [], [], _IDLE_S if self._run is None else None)[0]:
             data, fds, *_ = socket.recv_fds(ready[0], 64, 253)
@@ -465,8 +464,7 @@ class Server:
 
 
 def serve(number: int, folder: str, launcher: str) -> Any:
-    """Import, then answer requests until the launcher ends. Returns only in copies, with the function that runs their
-    program."""
+    """Import, then answer until the launcher ends. Returns only in copies: the function that runs their program."""
     try:
         end, run = prepare(number)
         capture_output()

@@ -32,8 +32,7 @@ class BlockReader:
         self._lock = threading.Lock()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes. Raises `CorruptError` for a range outside the file or damaged data, and the store's
-        errors."""
+        """Exactly `length` bytes. Raises `CorruptError` (damaged, or outside the file) and the store's errors."""
         if offset < 0 or length < 0 or offset + length > self._index.size_bytes:
             raise CorruptError(f"{self._store.uri}: bytes {offset} to {offset + length} lie outside their file")
         size = self._index.block_size

@@ -36,8 +36,7 @@ from bootseer.store.store import Store
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
 _SILENT_S = 3600.0
-"""A conversion whose lease was not renewed for this long counts as dead. Generous, because it compares the clocks of
-two nodes."""
+"""Age of a lease after which its conversion counts as dead. Generous, because it compares two nodes' clocks."""
 
 
 def _check_digest(digest: str) -> None:

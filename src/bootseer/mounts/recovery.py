@@ -87,8 +87,7 @@ def _serve(
 
 
 def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | None) -> tuple[int | None, int, bool]:
-    """Wait for the child to end. Returns the FUSE descriptor, if any, the wait status, and whether a stop was
-    requested."""
+    """Wait for the child's end: the FUSE descriptor, if any, the wait status, and whether a stop was requested."""
     stop_requested = False
     handle = os.pidfd_open(child)
     watched: list[int | socket.socket] = [handle, link, wake]

@@ -136,8 +136,7 @@ def stage_name(text: str) -> str:
 
 
 def encode(event: Event) -> bytes:
-    """One line with its newline, at most `MAX_LINE_BYTES` long. Long attributes are truncated, which `attrs_cut`
-    records."""
+    """One line with its newline, at most `MAX_LINE_BYTES`. `attrs_cut` records that long attributes were truncated."""
     try:
         line = _encode(event, event.attrs)
     except (RecursionError, ValueError):  # unknown keys are nested too deeply; the short form drops them

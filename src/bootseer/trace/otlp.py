@@ -93,8 +93,7 @@ class OtlpExporter:
             self._enqueue(self._pairing.feed(events))
 
     def close(self, deadline_s: float = CLOSE_S) -> bool:
-        """Export open spans as truncated, and end within `deadline_s` seconds; returns whether all spans were
-        delivered."""
+        """Export open spans as truncated and end within `deadline_s`; returns whether all spans were delivered."""
         if not self._closing:
             self._closing = True
             self._enqueue(self._pairing.finish())

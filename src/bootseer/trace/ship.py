@@ -243,8 +243,7 @@ class Shipper:
         self._pending: list[_Part] = []
 
     def step(self) -> bool:
-        """Send one batch, if there is one and no pause is in force. Returns whether it was sent; then there may be
-        more. Never raises."""
+        """Send a batch, if there is one and no pause; returns whether it was sent (there may be more). Never raises."""
         if time.monotonic() < self._link.not_before or not self._acquire():
             return False
         try:
@@ -326,8 +325,7 @@ class Shipper:
             self._sender, self._sequence, self._files, self._pending = sender, sequence, files, pending
 
     def _save(self) -> None:
-        """Write the positions in place: a rename would change the folder's mtime, which identifies the latest
-        attempt."""
+        """Write in place: a rename would change the folder's mtime, which identifies the latest attempt."""
         if self._positions < 0:
             return
         state = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,

@@ -201,8 +201,7 @@ class _Stage:
             self._span.attrs.update(attrs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function or coroutine function. A generator function is returned unchanged, because calling it does
-        no work."""
+        """Wrap a function or coroutine function. A generator function is returned unchanged: its call does no work."""
         flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # avoids importing `inspect`
         if flags & _COROUTINE:
             return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))

@@ -103,8 +103,7 @@ def _watch_imports() -> None:
             warm_launcher.start(warm, started_ns)
 
     def is_launcher() -> bool:
-        """Whether this program is recorded as a launcher. Searches the text, because parsing it would cost all programs
-        time."""
+        """Whether this program is recorded as a launcher: a text search, because parsing would delay all programs."""
         try:
             with open(os.path.join(warm, "warm.json"), encoding="utf-8") as file:
                 text = file.read()

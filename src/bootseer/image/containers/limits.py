@@ -86,8 +86,7 @@ def _bounding() -> int:
 
 
 def rlimits_of(limits: Limits) -> list[dict[str, object]]:
-    """All limits of the process: the user's, else our own. Ours are explicit, because runc raises that of open files
-    for itself."""
+    """All limits: the user's, else our own, which must be explicit: runc raises its own limit of open files."""
     named = {name: (soft, hard) for name, soft, hard in limits.rlimits}
     found = []
     for name, number in sorted(_RLIMITS.items()):
@@ -225,8 +224,7 @@ def _settings(controller: str, version: int, value: float) -> dict[str, str]:
 
 
 def _own_cgroup(controller: str) -> tuple[Path, int]:
-    """The folder of our own cgroup, with the controller enabled for children, and its version. Raises `OSError` and
-    `ValueError`."""
+    """Our cgroup's folder, with the controller enabled for children, and version. Raises `OSError`, `ValueError`."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1

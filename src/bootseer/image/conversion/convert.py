@@ -36,8 +36,7 @@ from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
 Progress = Callable[[int, int, int], None]
-"""Called with a layer's number (from 0, bottom first), its source bytes done, and in all (0: unknown). Called from
-several threads."""
+"""Called by any thread with a layer's number (0 is the lowest), its source bytes done, and in all (0: unknown)."""
 _MAX_JOBS = 4
 _LEAVE_S = 5.0
 """How long to wait for cancelled layers: each ends at its next piece of data, or at its source's deadline."""

@@ -33,8 +33,7 @@ class LayerLimits:
     """Limit of all files' sizes, holes included, and of the tar stream. 0: 64 GiB or 200 times the compressed size,
     whichever is larger. Source code compresses 5 times, logs 20 times, empty database files up to 200 times."""
     members: int = 4_000_000
-    """Number of files and directories. Each takes about 400 bytes of memory, 600 while queued. Large training images
-    have 500,000."""
+    """Number of files and directories, of 400 to 600 bytes of memory each. Large training images have 500,000."""
     text_bytes: int = 512 << 20
     """Size of all names, link targets and extended attributes, which are held in memory."""
 

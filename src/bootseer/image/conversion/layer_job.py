@@ -70,8 +70,7 @@ class LayerJob:
     """Called with the number of source bytes done. Raises `CancelledError` after the conversion was cancelled."""
 
     def run(self) -> ConvertedLayer:
-        """The converted layer, found or newly made. Raises `CorruptError`, `PermanentError`, `CancelledError` and the
-        store's errors."""
+        """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and the store's errors."""
         found = self._find("")
         questions: Questions = ()
         if found is not None and not isinstance(found, ConvertedLayer):

@@ -133,8 +133,7 @@ def lock_state(state: Path) -> Iterator[None]:
 
 class _WebhookHandler(BaseHTTPRequestHandler):
     timeout = _CALL_S
-    """Seconds. Calls are answered one at a time, and a stalled one delays the others this long. Polling does not
-    depend on them."""
+    """Seconds. A stalled call delays other calls this long: one is answered at a time. Polling goes on."""
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")

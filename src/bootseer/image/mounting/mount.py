@@ -192,8 +192,7 @@ class _ImageMount(LazyMount):
             mount()
 
     def _mount_served_tree(self) -> None:
-        """Let a daemon serve all layers as one tree: without root in our own namespace, or mounted by a set-uid
-        helper."""
+        """Serve all layers as one tree by a daemon, mounted in our own namespace or by a set-uid helper."""
         from bootseer.mounts.trees import MergedTree
 
         layers = self.layers
@@ -213,8 +212,7 @@ class _ImageMount(LazyMount):
                 layers.serve_tree(MergedTree, self._target)
 
     def _mount_unpacked(self, reason: str) -> None:
-        """Unpack the layers once for all containers, and mount an overlay for changes over them. If that fails, unpack
-        a private copy."""
+        """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers

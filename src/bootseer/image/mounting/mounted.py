@@ -52,8 +52,7 @@ class MountedImage(MountHandle):
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
-        """Unmount the image and delete its changes. Raises `BootseerError` when it is in use, unless it has a
-        lifeline."""
+        """Unmount the image and delete its changes. Without a lifeline, raises `BootseerError` if it is in use."""
         unmount(self._runtime, self._state, force=self._lifeline)
         _delete_changes(self._state)
 

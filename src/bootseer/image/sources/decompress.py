@@ -31,8 +31,7 @@ _MAX_WINDOW = 1 << 27  # the zstd program's own default limit; xz -9 needs half 
 
 
 def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The decompressed stream. Raises `CorruptError` for damaged data and `PermanentError` for an unsupported
-    compression."""
+    """The decompressed stream. Raises `CorruptError`, and `PermanentError` for an unsupported compression."""
     pieces = iter(pieces)
     start = b""
     for piece in pieces:
