@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,13 +20,19 @@ GROUP = "root:x:0:\nworker:x:1001:\nrender:x:44:worker,other\nstaff:x:50:\n"
 CONFIG = {"Env": ["PATH=/bin", "GREETING=hello"], "Cmd": ["sh"], "WorkingDir": "/work"}
 
 
+@functools.cache
+def _static_busybox() -> str:
+    program = shutil.which("busybox")
+    if program is None:
+        return ""
+    said = subprocess.run(["ldd", program], capture_output=True, check=False).stderr
+    return program if b"not a dynamic" in said else ""
+
+
 def make_tree(root: Path) -> Path:
     """The tree below `root`. Skips the test where there is no static busybox."""
-    program = shutil.which("busybox")
-    if (
-        program is None
-        or b"not a dynamic" not in subprocess.run(["ldd", program], capture_output=True, check=False).stderr
-    ):
+    program = _static_busybox()
+    if not program:
         pytest.skip("needs a static busybox (apt-get install busybox-static)")
     for name in ("bin", "etc", "work", "tmp", "home/worker"):
         (root / name).mkdir(parents=True)

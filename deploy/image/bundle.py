@@ -30,6 +30,7 @@ _NOT_NEEDED = (
     "config-*",
     "site-packages",
     "_tkinter*",
+    "*.opt-?.pyc",  # bytecode for `python -O`: half of the library's bytes where an installer of Python made it
 )
 # The C library has to fit the kernel's loader and the node's name service: it stays the node's own.
 _GLIBC = re.compile(r"(ld-linux|linux-vdso|lib(c|m|dl|rt|pthread|resolv|util|nsl|anl)\.so)")
