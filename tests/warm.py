@@ -104,7 +104,7 @@ class Started:
         """`python -m bootseer` with these words, or `main` with them."""
         pipes = [Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
-        self._words = [*words]
+        self._words = [*map(str, words)]
         self._process = context.Process(
             target=_copy_main, args=(main or _bootseer_main, self._words, dict(env), str(cwd), input, become, *writers)
         )

@@ -84,7 +84,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 COMPILED = """
 import sys, torch, torch._dynamo
-compiled_step = "compiled_step" in sys.argv
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -96,13 +95,16 @@ def forward(batch):
 def step():
     optimizer.step()
 
-for _ in range(6):
-    optimizer.zero_grad()
-    forward(torch.ones(2, 8)).backward()
-    step() if compiled_step else optimizer.step()
-counters = torch._dynamo.utils.counters
-print("graphs", counters["stats"]["unique_graphs"], "breaks", sum(counters["graph_break"].values()),
-      "recompiles", len(counters["recompiles"]))
+for how in sys.argv[1:]:
+    for _ in range(6):
+        optimizer.zero_grad()
+        forward(torch.ones(2, 8)).backward()
+        step() if how == "compiled_step" else optimizer.step()
+    counters = torch._dynamo.utils.counters
+    print("graphs", counters["stats"]["unique_graphs"], "breaks", sum(counters["graph_break"].values()),
+          "recompiles", len(counters["recompiles"]))
+    torch._dynamo.reset()
+    counters.clear()
 """
 
 STEPS_BEFORE = """

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import warm
 from conftest_launch import stages
 from hook.jobs import (
     COMPILED,
@@ -26,13 +28,7 @@ TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
 STAGE = "model_initialization."
 
 
-def _torch() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("torch") is not None
-
-
-needs_torch = [pytest.mark.torch, pytest.mark.skipif(not _torch(), reason="PyTorch is not installed")]
+needs_torch = [pytest.mark.torch, pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")]
 pytestmark = needs_torch
 
 
@@ -167,39 +163,56 @@ def test_death_in_the_first_step_leaves_it_open(run, events, tmp_path):
     assert "first_step" not in stages(found, "end")
 
 
+@pytest.fixture(scope="module")
+def compiled_without_us(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the compiler does in the same job without the hook."""
+    ways = ("plain_step", "compiled_step")
+    folder = tmp_path_factory.mktemp("compiled")
+    (done,) = warm.run(Path(_write(folder, COMPILED)), ways, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ways, done.stdout.splitlines(keepends=True), strict=True))
+
+
 @pytest.mark.parametrize("how", ["plain_step", "compiled_step"])
-def test_compiled_code_is_compiled_as_without_us(run, events, tmp_path, how):
+def test_compiled_code_is_compiled_as_without_us(run, events, tmp_path, compiled_without_us, how):
     """No graph more, none broken: hooks must neither be traced nor come and go behind the compiler's back."""
-    job = [sys.executable, _write(tmp_path, COMPILED), how]
-    plain = subprocess.run(job, capture_output=True, text=True, timeout=120, check=True)
-    hooked = run("run", "--", *job, timeout=120)
+    hooked = run("run", "--", sys.executable, _write(tmp_path, COMPILED), how)
     assert hooked.returncode == 0, hooked.stderr
-    assert hooked.stdout == plain.stdout
+    assert hooked.stdout == compiled_without_us[how]
     found = events()
     assert "first_step.compile" in stages(found, "end")
     if how == "plain_step":
         assert "training_began" in stages(found, "instant")
 
 
-@pytest.mark.parametrize("how", ["--no-hook", "BOOTSEER_HOOK"])
-def test_it_can_be_switched_off(run, events, tmp_path, how):
-    flags, more = (["--no-hook"], {}) if how == "--no-hook" else ([], {"BOOTSEER_HOOK": "0"})
-    assert run("run", *flags, "--", sys.executable, "-c", "import torch", more=more).returncode == 0
-    assert stages(events()) == ["run", "command"]
+def test_it_can_be_switched_off(run, events, tmp_path):
+    (tmp_path / "torch.py").touch()  # an import of this name is marked
+    job = ("--", sys.executable, "-c", "import torch")
+    marked = {}
+    for how in ("on", "option", "variable"):
+        flags, more = {"on": ((), {}), "option": (("--no-hook",), {}), "variable": ((), {"BOOTSEER_HOOK": "0"})}[how]
+        ran = run("run", "--job", how, *flags, *job, more=more)
+        assert ran.returncode == 0, ran.stderr
+        marked[how] = stages([event for event in events() if event.job == how])
+    assert STAGE + "import_torch" in marked["on"]
+    assert marked["option"] == marked["variable"] == ["run", "command"]
 
 
 def test_a_single_process_needs_no_launcher_and_its_python_no_bootseer(run, events, tmp_path):
-    """The job's interpreter has torch on its path and BootSeer not."""
+    """The job's interpreter has torch on its path and BootSeer not. Its own optimizer hooks see every step: torch walks
+    through a dict of hooks while ours decides to leave it."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     site = next((bare / "lib").glob("python3*/site-packages"))
-    import torch
-
-    (site / "torch-only.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    (site / "torch-only.pth").write_text(str(Path(torch.origin).parents[1]) + "\n")
     python = str(bare / "bin" / "python")
     probe = subprocess.run([python, "-S", "-c", "import bootseer"], capture_output=True, check=False)
     assert probe.returncode != 0
-    assert run("run", "--", python, _write(tmp_path, TWELVE_STEPS)).returncode == 0
+    done = run("run", "--", python, _write(tmp_path, HOOKED_BY_OTHERS))
+    assert (done.returncode, done.stdout) == (0, "[12, 12]\n"), done.stderr
     found = events()
     assert "first_step" in stages(found, "end")
     assert stages(found, "instant")[0] == "training_began"
@@ -212,10 +225,3 @@ def test_an_error_in_the_hook_does_not_reach_the_job(run, events, tmp_path):
     done = run("run", "--", sys.executable, job)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
     assert "training_began" not in stages(events(), "instant")
-
-
-def test_the_jobs_own_optimizer_hooks_see_every_step(run, events, tmp_path):
-    """torch walks through a dict of hooks while ours decides to leave it."""
-    done = run("run", "--", sys.executable, _write(tmp_path, HOOKED_BY_OTHERS))
-    assert (done.returncode, done.stdout) == (0, "[12, 12]\n"), done.stderr
-    assert "steady_step" in stages(events(), "instant")

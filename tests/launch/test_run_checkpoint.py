@@ -15,7 +15,7 @@ import pytest
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
-from image_node import Node
+from image_node import Node, have_converted
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -27,6 +27,11 @@ SIZE = 20 << 20
 @pytest.fixture
 def env(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {**env, "BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
+
+
+@pytest.fixture
+def run(run_copy: Run) -> Run:
+    return run_copy
 
 
 @pytest.fixture
@@ -154,7 +159,7 @@ def test_a_container_has_the_checkpoints_too(
     run: Run, node: Node, env: dict[str, str], job: Path, ordinary: Path, tmp_path: Path
 ) -> None:
     more = {**node.env, "BOOTSEER_CACHE": env["BOOTSEER_CACHE"]}
-    assert run("image", "convert", node.reference, more=more).returncode == 0
+    have_converted(node)
     script = 'cat "$BOOTSEER_CHECKPOINT/latest"; echo more > "$BOOTSEER_CHECKPOINT/note"'
     ran = run(
         "run", "-q", "--image", node.reference, "--checkpoint", str(job), "--", "sh", "-c", script, more=more

@@ -111,7 +111,7 @@ def test_what_is_still_being_sent_is_told_and_ctrl_c_leaves_it_to_the_daemon(
             assert "goes on being sent" in process.stderr.readline()
             assert process.wait(DEADLINE_S) == 137, "as the command ended"
         os.kill(node, signal.SIGCONT)
+        until(lambda: not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")])
         copy = [*BOOTSEER, "ckpt", "get", "--replace", f"{uri}/half", str(tmp_path / "half")]
         until(lambda: subprocess.run(copy, env=env, check=False, capture_output=True).returncode == 0)
         assert (tmp_path / "half").read_bytes() == bytes(16 << 20)
-        until(lambda: not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")])

@@ -18,7 +18,7 @@ from bootseer.mounts.process import ProcessId
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from conftest_launch import BOOTSEER
-from image_node import LARGE_BYTES
+from image_node import LARGE_BYTES, have_converted
 from image_node import Node as ImageNode
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_command_does_not_wait_for_nodes_that_are_not_listed(
 @pytest.mark.fuse
 def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:
     """Three nodes with caches of their own read all of an image; what one does not fetch comes from the others."""
-    subprocess.run([*BOOTSEER, "image", "convert", node.reference], env={**env, **node.env}, check=True)
+    have_converted(node)
     before = len(node.registry.requests())
     meet = f"while [ $(ls {tmp_path}/there | wc -l) -lt 3 ]; do sleep 0.05; done"
     (tmp_path / "there").mkdir()

@@ -19,7 +19,7 @@ from bootseer.trace.event import Event
 from busybox import running
 from conftest_launch import BOOTSEER
 from environment_place import Place, made_place
-from image_node import Node
+from image_node import Node, have_converted
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +161,7 @@ def test_what_says_that_a_launcher_restarts() -> None:
 @pytest.mark.fuse
 def test_the_image_stays_mounted(run: Run, events: Events, env: dict[str, str], node: Node) -> None:
     env.update(node.env)
-    assert run("image", "convert", node.reference).returncode == 0
+    have_converted(node)
     script = "echo $BOOTSEER_RESTART >> /numbers; cat /numbers; [ $BOOTSEER_RESTART = 2 ] || kill -9 $$"
     # With process ids of the host nothing but the restart ends what the command left.
     left = "(busybox setsid sleep 600.76 &); "
