@@ -77,6 +77,13 @@ def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri
             assert isinstance(outcomes.get(timeout=120).error, TransientError)
 
 
+def test_a_large_request_is_not_kept_after_its_end(place: Place) -> None:
+    place.write_bytes("file", bytes(9 * _MIB))
+    with opened(place, "file") as file:
+        read(file, 0, file.size_bytes)
+        assert not place._reads._by_start  # type: ignore[attr-defined]
+
+
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
     place.write_bytes("file", b"old content")
     with opened(place, "file") as file:

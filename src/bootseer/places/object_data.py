@@ -219,7 +219,7 @@ class ObjectReads:
                 if request.is_taken:
                     continue
                 more: _Request | None = request
-                while more is not None and more.end - request.start <= _MOST_BYTES:
+                while more is not None and (more is request or more.end - request.start <= _MOST_BYTES):
                     more.is_taken = True
                     self._by_start.pop((more.file, more.start), None)
                     request.reads += more.reads if more is not request else []
