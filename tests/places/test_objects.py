@@ -39,7 +39,7 @@ from bootseer.places import open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, Place
 from bootseer.places.uploads import Uploads
-from fault_proxy import Fault, FaultProxy, Plan, once
+from fault_proxy import Fault, FaultProxy, Plan, Request, once
 from places.contract import PlaceContract, names, opened, read
 from s3_server import S3Server
 
@@ -346,6 +346,31 @@ def test_a_refused_login_is_said_in_the_servers_words(
             read(file, 0, 50)
         with pytest.raises(AccessError, match=said):
             place.write_bytes("other", b"x")
+
+
+def test_credentials_for_one_folder_serve_a_place_above_it(proxy: FaultProxy, uri: str, source: Path) -> None:
+    """Such as the adapters open, whose place is the bucket, with a policy for `jobs/TEAM/*`."""
+    team = uri.rpartition("/")[2]
+    denied = b"<?xml version='1.0'?>\n<Error><Code>AccessDenied</Code></Error>"
+
+    def plan(request: Request) -> Fault | None:
+        is_own = f"jobs/{team}/" in request.path or f"prefix={team}%2F" in request.path or b"<Delete" in request.body
+        return None if is_own else Fault(status=403, body=denied)
+
+    proxy.plan = plan
+    with closing(open_place("s3://jobs")) as bucket, closing(open_place(uri)) as place:
+        bucket.make_folder(f"{team}/moe/step-1", parents=True)
+        assert bucket.create_bytes(f"{team}/moe/step-1/file", b"1")
+        put_checkpoint(place, source, "step-2", folder="moe", settings=_STRIPED)
+        bucket.rename(f"{team}/moe/step-1", f"{team}/moe/step-3")
+        assert names(bucket, f"{team}/moe") >= {f"{team}/moe/step-2", f"{team}/moe/step-3"}
+        assert content(bucket, f"{team}/moe/step-3") == {"file": b"1"}
+        bucket.delete(f"{team}/moe/step-3", recursive=True)
+        with pytest.raises(NotFoundError):
+            bucket.stat(f"{team}/moe/step-3")
+        for path in ("other", "other/file"):
+            with pytest.raises(AccessError):
+                bucket.stat(path)
 
 
 _KILLED = """

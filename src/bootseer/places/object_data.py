@@ -45,6 +45,7 @@ _MOST_BYTES = 8 << 20
 _MAX_LIES = 5
 """A server that sends other bytes than it is asked for is not asked more often."""
 FILE_MODE = 0o644
+FOLDER_MODE = 0o755
 
 
 class _Read:
@@ -445,3 +446,8 @@ class ObjectFile:
 def entry_of(path: str, meta: Any) -> Entry:
     """An object as a file of a place."""
     return Entry(path, False, meta["size"], time_ns(meta), FILE_MODE, "", "", f"{meta['e_tag']}-{meta['size']:x}")
+
+
+def folder_entry(path: str, mtime_ns: int) -> Entry:
+    """A folder, of which a bucket knows nothing but when its link was made."""
+    return Entry(path, True, 0, mtime_ns, FOLDER_MODE, "", "", "")

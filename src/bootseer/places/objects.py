@@ -43,7 +43,7 @@ from bootseer.errors import (
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
-from bootseer.places.object_data import FILE_MODE, ObjectFile, ObjectReads, entry_of
+from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
 from bootseer.places.object_parts import ObjectPart
 from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
 from bootseer.places.uploads import Uploads
@@ -58,7 +58,6 @@ _BELIEVED_S = 2.0
 _CLOCK_S = 60.0
 _MANY_BYTES = 1 << 60
 """A bucket is never full."""
-_FOLDER_MODE = 0o755
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
 _CLAIMS = 5
@@ -78,6 +77,8 @@ class _Folder:
     """When its link was made; 0 where it has none."""
     is_shown: bool = False
     """Whether no file is called so, which would hide it."""
+    is_closed: bool = False
+    """Whether the credentials may be for a folder in it alone, as with a policy for `bucket/jobs/*`."""
 
 
 class ObjectPlace(SmallReads):
@@ -111,19 +112,19 @@ class ObjectPlace(SmallReads):
         whole = join(self._root, path) if path else self._root
         known = self._recall(whole)
         if known is not None and known.is_shown:
-            return _folder_entry(path, known.mtime_ns)
+            return folder_entry(path, known.mtime_ns)
         if path:
             with suppress(NotFoundError):
                 return entry_of(path, self._bucket.head(self._key(path)))
         folder = self._folder(path, is_file=False)
         if not path:
             self._bucket.has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
-            return _folder_entry(path, folder.mtime_ns)
+            return folder_entry(path, folder.mtime_ns)
         with self._lock:
             until_s, found = self._known.get(whole, (0.0, None))
             if found is folder:  # the kernel asks for a folder after each change in it
                 self._known[whole] = (until_s, replace(folder, is_shown=True))
-        return _folder_entry(path, folder.mtime_ns)
+        return folder_entry(path, folder.mtime_ns)
 
     def list(self, path: str) -> Iterator[Entry]:
         folder = self._folder(path)
@@ -132,8 +133,8 @@ class ObjectPlace(SmallReads):
         plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
         files = {name_of(one["path"]): one for one in found["objects"]}
         return iter([
-            *(_folder_entry(join(path, name), 0) for name in plain),
-            *(_folder_entry(join(path, name), time_ns(link)) for name, link in links.items() if link["size"]),
+            *(folder_entry(join(path, name), 0) for name in plain),
+            *(folder_entry(join(path, name), time_ns(link)) for name, link in links.items() if link["size"]),
             *(entry_of(join(path, name), one) for name, one in files.items() if name not in _OWN),
         ])  # fmt: skip
 
@@ -171,10 +172,9 @@ class ObjectPlace(SmallReads):
         _check_path(target)
         if not source or f"{target}/".startswith(f"{source}/"):
             raise PermanentError(f"{self._what(source)} cannot be renamed to {target}: that lies in it")
-        try:
-            there: Entry | None = self.stat(target)
-        except NotFoundError:
-            there = None
+        there: Entry | None = None
+        with suppress(NotFoundError):
+            there = self.stat(target)
         if there is not None and not replace:
             raise AlreadyExistsError(f"{self._what(target)} is there already")
         if there is not None and there.is_folder != entry.is_folder:
@@ -205,21 +205,21 @@ class ObjectPlace(SmallReads):
         if folder.link != _plain_link(folder.prefix):
             self._bucket.remove([folder.link])
 
-    def make_folder(self, path: str, *, mode: int = _FOLDER_MODE, parents: bool = False) -> None:
+    def make_folder(self, path: str, *, mode: int = FOLDER_MODE, parents: bool = False) -> None:
         _check_path(path)
         if not path:
             return
-        try:
-            is_folder = self.stat(path).is_folder
-        except NotFoundError:
-            pass
-        else:
-            if parents and is_folder:
+        with suppress(NotFoundError):
+            if self.stat(path).is_folder and parents:
                 return
             raise AlreadyExistsError(f"{self._what(path)} is there already")
-        if parents:
+        try:
+            parent = self._folder(folder_of(path))
+        except NotFoundError:
+            if not parents:
+                raise
             self.make_folder(folder_of(path), parents=True)
-        parent = self._folder(folder_of(path))
+            parent = self._folder(folder_of(path))
         name = name_of(path)
         link, prefix = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
         if self._put(link, prefix.encode(), create=True) is not None:
@@ -283,23 +283,23 @@ class ObjectPlace(SmallReads):
     def _find(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
         """As `_folder`, for a path from the bucket on."""
         if not path:
-            return _Folder("", "", None, 0)
+            return _Folder("", "", None, 0, is_closed=True)
         known = self._recall(path)
         if known is not None and not fresh:
             return known
         parent, name = self._find(folder_of(path)), name_of(path)
         link, plain = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
-        is_above = f"{self._root}/".startswith(f"{path}/")
+        is_above, is_closed = f"{self._root}/".startswith(f"{path}/"), False
         try:
             data, e_tag, mtime_ns = self._bucket.read_small(link)
         except AccessError:
-            if not is_above:
+            if not (is_above or parent.is_closed):
                 raise
-            data, e_tag, mtime_ns = "", None, 0
+            data, e_tag, mtime_ns, is_closed = "", None, 0, True
         if e_tag is not None and not data:
             raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
-        folder = _Folder(data or plain, link, e_tag, mtime_ns)
-        if e_tag is None and not is_above and not self._bucket.has_any(plain):
+        folder = _Folder(data or plain, link, e_tag, mtime_ns, is_closed=is_closed)
+        if e_tag is None and not (is_above or is_closed) and not self._bucket.has_any(plain):
             try:
                 is_file = is_file and bool(self._bucket.head(plain.rstrip("/")))
             except NotFoundError:
@@ -446,12 +446,15 @@ class ObjectPlace(SmallReads):
 
         if mode == "create" and not self._is_conditional:
             # There are servers that do not refuse a condition, but overlook it.
-            probe = f"{self._folder('').prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-            made = [self._bucket.retry(probe, partial(put, probe), WRITE_S) for _ in range(2)]
-            self._bucket.remove([probe])
-            if made[1] is not None:
-                raise self._unconditional()
-            self._is_conditional = True
+            for folder in (self._folder("").prefix, key.removesuffix(name_of(key)).removesuffix(f"{_LINKS}/")):
+                probe = f"{folder}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+                with suppress(AccessError):  # see `_Folder.is_closed`
+                    made = [self._bucket.retry(probe, partial(put, probe), WRITE_S) for _ in range(2)]
+                    self._bucket.remove([probe])
+                    if made[1] is not None:
+                        raise self._unconditional()
+                    self._is_conditional = True
+                    break
         found: str | None = self._bucket.retry(key, partial(put, key), WRITE_S)
         if found is None and asked.count(key) > 1:  # an answer was lost: what is there may be our own
             there, tag, _ = self._bucket.read_small(key)
@@ -491,7 +494,3 @@ def _plain_link(prefix: str) -> str:
     """The key of the link of the folder that is called as its objects' prefix."""
     above, _, name = prefix.rstrip("/").rpartition("/")
     return f"{join(above, _LINKS)}/{name}"
-
-
-def _folder_entry(path: str, mtime_ns: int) -> Entry:
-    return Entry(path, True, 0, mtime_ns, _FOLDER_MODE, "", "", "")
