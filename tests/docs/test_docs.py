@@ -167,14 +167,14 @@ def test_each_variable_in_the_code_is_documented_and_each_documented_one_is_in_t
     own = re.compile(r"\bBOOTSEER_[A-Z_]*[A-Z]\b")
     families = "SLURM|SLURMD|PET|TORCHX|TORCHELASTIC|SKYPILOT|OMPI|PMI|PMIX|OTEL|XDG|POD|NODE|CUDA|NVIDIA|WORLD"
     launchers = re.compile(rf'"((?:{families})_[A-Z_]+)"')
-    code, said = source(), text("environment.md")
+    code, said = source(), text("variables.md")
     assert set(own.findall(code)) == set(own.findall(said))
     assert {name for name in launchers.findall(code) if name not in said} == set()
 
 
 def test_the_order_of_the_job_s_variables_is_as_documented() -> None:
     row = next(
-        line for line in section("environment.md", "Identity of a start").splitlines() if line.startswith("| job ")
+        line for line in section("variables.md", "Identity of a start").splitlines() if line.startswith("| job ")
     )
     names = re.findall(r"`([A-Z]+_[A-Z_]+)`", row)
     names.remove("SLURM_ARRAY_TASK_ID")
