@@ -39,8 +39,8 @@ check: setup ## Lint, types, import rules and module sizes
 test: setup ## Run the tests (17 minutes on 2 cores); WORKERS=0 runs them in one process
 	@scripts/test.sh -n $(WORKERS) $(ARGS)
 
-# All of these folders needs torch, which takes each worker 3 s to import.
-quick: WORKERS = 4  # each collects all tests for itself, and few of these wait
+# All of these folders needs torch, which takes 2 s to import.
+quick: WORKERS = 4  # each collects all tests, and few of these wait
 quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser, PostgreSQL or Slurm (1.2 minutes)
 	@scripts/test.sh -n $(WORKERS) --ignore=tests/checkpoint/dcp --ignore=tests/checkpoint/safetensors --hypothesis-profile=quick -m "not (root or fuse or hdfs or torch or browser or postgres or slurm or slow)" $(ARGS)
 

@@ -7,7 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 failed() { "$python" -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")' 2>/dev/null; }
 
-# In a new clone each worker would rewrite the assertions of all test modules: two processes do it before them, once.
+# In a new clone one process would rewrite the assertions of all test modules, for all workers: two do it before, side by
+# side.
 if [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then
   "$python" -m pytest -q -n 0 --collect-only tests/[a-g]*/ &
   "$python" -m pytest -q -n 0 --collect-only tests/[h-z]*/
