@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -231,10 +231,32 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
 
 
 def test_webhooks_are_checked_and_never_shown() -> None:
-    for wrong in ("slack", "slack=ftp://x", "mail=http://x", "slack=http://", "alertmanager=http://x:99999/secret"):
+    refused = ["slack", "slack=ftp://x", "mail=http://x", "slack=http://", "alertmanager=http://x:99999/secret"]
+    refused += ["slack=http://x..y/secret", "slack=http://x/secret\xe9", "slack=http://x/?secret secret"]
+    for wrong in refused:
         with pytest.raises(UsageError) as error:
             webhook(wrong)
         assert "secret" not in str(error.value)
+
+
+def test_the_thread_of_alerts_goes_on_after_any_error(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.alerts._EVERY_S", 0.01)
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    came: list[Any] = []
+    again = Event()
+
+    def seen(open_starts: Any) -> None:
+        came.append(open_starts)
+        if len(came) == 1:
+            raise ValueError("not an error of BootSeer")
+        again.set()
+
+    alerts = Alerts(database, OverTime(database), [], Limits(), seen)
+    alerts.start()
+    went_on = again.wait(60)
+    alerts.close()
+    database.close()
+    assert went_on
 
 
 def test_a_service_serves_its_figures(tmp_path: Path) -> None:

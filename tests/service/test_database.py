@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_a_block_that_fails_leaves_nothing(database_url: str) -> None:
         raise ZeroDivisionError
     with database.read() as connection:
         assert connection.execute(select(schema.stage)).all() == []
+    database.close()
+
+
+def test_no_free_connection_is_a_reason_to_try_again(database_url: str) -> None:
+    database = Database.open(database_url)
+    database._engine.pool._timeout = 0.01  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as held, pytest.raises(TransientError):
+        for _ in range(100):
+            held.enter_context(database.read())
     database.close()
 
 

@@ -56,7 +56,10 @@ def webhook(given: str) -> Webhook:
     form, _, url = given.strip().partition("=")
     try:
         parts = urlsplit(url)
-        good = form in FORMS and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = parts.hostname or ""
+        host.encode("idna")  # this and other characters in the path would be errors of `http.client`
+        can_send = all("!" <= char <= "~" for char in parts.path + parts.query)
+        good = form in FORMS and parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and can_send
     except ValueError:
         good = False
     if not good:
@@ -246,6 +249,8 @@ class Alerts:
                 self.evaluate(time.time_ns())
             except BootseerError as error:
                 _LOG.warning("alerts: %s", error)
+            except Exception:  # must not end the thread
+                _LOG.exception("alerts")
 
     def evaluate(self, now_ns: int) -> None:
         """Evaluate the rules once, and send changes."""

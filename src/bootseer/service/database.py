@@ -15,6 +15,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Table, create_engine, event, insert, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 
@@ -120,11 +121,14 @@ class Database:
 
     @contextmanager
     def _with_database_errors(self) -> Iterator[None]:
-        """Map connection errors to `TransientError`. Other errors are the caller's mistake and are not mapped."""
+        """Map connection errors, and a lack of connections, to `TransientError`. Other errors are the caller's mistake
+        and are not mapped."""
         try:
             yield
         except OperationalError as error:
             raise TransientError(f"{self}: {str(error.orig).strip() or type(error.orig).__name__}") from error
+        except PoolTimeoutError as error:
+            raise TransientError(f"{self}: all connections are in use") from error
         except DBAPIError as error:
             if error.connection_invalidated:
                 raise TransientError(f"{self}: the connection was lost") from error
