@@ -39,10 +39,16 @@ def lines(job: str = "moe", attempt: int = 0, num_nodes: int = 2) -> bytes:
     return b"".join(Fleet(num_nodes, job=job, attempt=attempt).lines())
 
 
+def zstd_of_unknown_size(data: bytes) -> bytes:
+    """As `zstd` writes into a pipe."""
+    packer = zstandard.ZstdCompressor(level=1).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
 @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
 def test_acknowledged_lines_are_there_and_become_a_start(service, encoding):
     data = lines()
-    packed = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}[encoding](data)
+    packed = {"identity": bytes, "gzip": gzip.compress, "zstd": zstd_of_unknown_size}[encoding](data)
     answer = service.post(
         "/v1/lines", packed, content_encoding=encoding, x_bootseer_sender="n0", x_bootseer_sequence="0"
     )
@@ -72,6 +78,8 @@ def test_a_batch_that_comes_again_is_there_once_and_one_of_several_jobs_is_divid
         ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, b"x", 400),
         ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, gzip.compress(lines())[:-20], 400),
         ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(lines())[:-20], 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(lines()) * 2, 400),
+        ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstd_of_unknown_size(lines())[:-20], 400),
         ({"x_bootseer_sender": "n", "content_encoding": "gzip"}, gzip.compress(bytes(40 << 20)), 413),
         ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(bytes(40 << 20)), 413),
         ({"x_bootseer_sender": "n"}, bytes(ingest.MAX_BODY_BYTES + 1), 413),

@@ -69,6 +69,8 @@ _SENDERS = 50_000
 _NAMES = 500
 _DAY_NS = 86_400 * 10**9
 _TAG = b"@bootseer1 {"
+_PIECE_BYTES = 1 << 10
+"""Of zstd at a time: at most 32 MiB uncompressed."""
 _NUMBER = re.compile(r"\d{1,18}")
 _NUL = b"\\u0000"
 """Not allowed in text of PostgreSQL, and never written by BootSeer."""
@@ -363,9 +365,13 @@ def unpacked(packed: bytes, encoding: str) -> bytes:
             data = unpacker.decompress(packed, MAX_PLAIN_BYTES + 1)
             ended = unpacker.eof and not unpacker.unused_data
         elif encoding == "zstd":
-            with zstandard.ZstdDecompressor(max_window_size=1 << 24).stream_reader(packed) as reader:
-                data = reader.read(MAX_PLAIN_BYTES + 1)
-            ended = len(data) >= zstandard.frame_content_size(packed)
+            unpacker_zstd = zstandard.ZstdDecompressor(max_window_size=1 << 24).decompressobj()
+            plain = bytearray()
+            for place in range(0, len(packed), _PIECE_BYTES):
+                plain += unpacker_zstd.decompress(packed[place : place + _PIECE_BYTES])
+                if len(plain) > MAX_PLAIN_BYTES:
+                    break
+            data, ended = bytes(plain), unpacker_zstd.eof and not unpacker_zstd.unused_data
         else:
             raise Refused(415, "the body must be plain, gzip or zstd")
     except (zlib.error, zstandard.ZstdError, MemoryError):
