@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import ReadContext, Segments
+from bootseer.checkpoint.reading.context import ReadContext, SegmentPool, Segments
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters, Transfer
@@ -69,7 +69,9 @@ class Striping:
         links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Counters(), ReadingSettings()
         clock = Clock(links)
         place = LinkedPlace(self._folder, links, self._datas)
-        segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, max_open=64)
+        segments = Segments(
+            place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, pool=SegmentPool(64)
+        )
         for part in segments.acquire(0).parts:
             part.when_open(lambda file, error: None)
         buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)

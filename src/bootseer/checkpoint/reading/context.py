@@ -1,14 +1,15 @@
 """State shared by reads: the `Engine` of all files (memory, threads, counters), and the `ReadContext` of one striped
 file with its open segments: their parts, and their block files in the node's cache.
 
-Few segments are open at a time: those in use, and the most recently used. Parts are opened on first use: a file of a
-terabyte has tens of thousands. Opening is an RPC, so a few threads do it, and reads wait for it without holding a
-thread.
+Few segments of all files together are open at a time: those in use, and the most recently used. Parts are opened on
+first use: a file of a terabyte has tens of thousands. Opening is an RPC, so a few threads do it, and reads wait for it
+without holding a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -106,6 +107,10 @@ class LazyPart:
             run_reported(partial(call, file, problem))
 
 
+_CACHE_DESCRIPTORS = 3
+"""Of a file in the node's cache: its lease, its data and its live map."""
+
+
 class OpenSegment:
     """One open segment. `cached` is None without a usable cache."""
 
@@ -117,6 +122,8 @@ class OpenSegment:
         """In the order of the stripes, the parity part last."""
         self.cached = cached
         self.users = 0
+        self.num_descriptors = (_CACHE_DESCRIPTORS if cached is not None else 0) + len(parts)
+        """At most: places other than folders need none for their parts."""
 
     def place_of(self, chunk: int) -> tuple[LazyPart, int]:
         """The part that holds a chunk of the file, and the offset in it."""
@@ -126,6 +133,38 @@ class OpenSegment:
     def parity_of(self, chunk: int) -> tuple[LazyPart, int]:
         """The parity part, and the offset of this chunk's row in it. Only for segments with parity."""
         return self.parts[-1], chunk_place(chunk - self.first_chunk, self.segment.stripes)[1]
+
+
+class SegmentPool:
+    """The open segments of all files. Beyond a number of descriptors unused ones are closed, the least recently used
+    first. All but `lock` is used under it."""
+
+    def __init__(self, max_descriptors: int) -> None:
+        self.lock = threading.Lock()
+        self._max_descriptors = max_descriptors
+        self._num_descriptors = 0
+        self._open: OrderedDict[tuple[Segments, int], OpenSegment] = OrderedDict()
+
+    def use(self, file: Segments, number: int, made: OpenSegment | None) -> OpenSegment | None:
+        """Add a user to a file's segment, which is `made` if it is not open yet; None without either."""
+        opened = self._open.get((file, number))
+        if opened is None and made is not None:
+            opened = self._open[file, number] = made
+            self._num_descriptors += made.num_descriptors
+        if opened is not None:
+            self._open.move_to_end((file, number))
+            opened.users += 1
+        return opened
+
+    def surplus(self, closed: Segments | None) -> list[OpenSegment]:
+        """Remove the segments to be closed, with all unused ones of the file `closed`."""
+        found = []
+        if closed is not None or self._num_descriptors > self._max_descriptors:
+            for key, opened in list(self._open.items()):
+                if not opened.users and (key[0] is closed or self._num_descriptors > self._max_descriptors):
+                    found.append(self._open.pop(key))
+                    self._num_descriptors -= opened.num_descriptors
+        return found
 
 
 class Segments:
@@ -140,7 +179,7 @@ class Segments:
         workers: Executor,
         cache: Cache | None,
         cache_writer: CacheWriter | None,
-        max_open: int,
+        pool: SegmentPool,
     ) -> None:
         self._place = place
         self._path = path
@@ -148,9 +187,7 @@ class Segments:
         self._workers = workers
         self._cache = cache
         self._cache_writer = cache_writer
-        self._max_open = max_open
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, OpenSegment] = OrderedDict()
+        self._pool = pool
         self._closed = False
 
     def acquire(self, chunk: int) -> OpenSegment:
@@ -158,12 +195,9 @@ class Segments:
         number = self._head.segment_at(chunk * CHUNK_BYTES)
         made: OpenSegment | None = None
         while True:
-            with self._lock:
-                opened = self._open.get(number, made)
+            with self._pool.lock:
+                opened = self._pool.use(self, number, made)
                 if opened is not None:
-                    self._open[number] = opened
-                    self._open.move_to_end(number)
-                    opened.users += 1
                     closing = self._surplus()
                     break
             made = self._opened(self._head.segments[number])  # not under the lock: the cache may be slow
@@ -172,30 +206,25 @@ class Segments:
 
     def release(self, opened: OpenSegment) -> None:
         """A user does not need the segment any more."""
-        with self._lock:
+        with self._pool.lock:
             opened.users -= 1
             closing = self._surplus()
         self._close(closing)
 
     def retain(self, opened: OpenSegment) -> None:
         """Add a user to an acquired segment."""
-        with self._lock:
+        with self._pool.lock:
             opened.users += 1
 
     def close(self) -> None:
         """Close all segments; those in use when they are released."""
-        with self._lock:
+        with self._pool.lock:
             self._closed = True
             closing = self._surplus()
         self._close(closing)
 
     def _surplus(self) -> list[OpenSegment]:
-        """Remove the segments to be closed. Called with the lock held."""
-        surplus = len(self._open) if self._closed else len(self._open) - self._max_open
-        if surplus <= 0:
-            return []
-        unused = [number for number, opened in self._open.items() if not opened.users]
-        return [self._open.pop(number) for number in unused[:surplus]]
+        return self._pool.surplus(self if self._closed else None)
 
     def _opened(self, segment: Segment) -> OpenSegment:
         parts = [
@@ -219,6 +248,8 @@ class Segments:
 
 
 _OPENING = 8
+_SHARE_OF_DESCRIPTORS = 4
+"""Unused segments take at most this part (a quarter) of the process's descriptors: it has files of its own."""
 _CLOSE_S = 10.0
 _RECOUNT_S = 0.25
 
@@ -242,6 +273,8 @@ class Engine:
         self.facts = facts
         self.timer = Timer()
         self.workers = Executor("bootseer-open", _OPENING)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS
+        self.segments = SegmentPool(min(settings.max_descriptors, most))
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
         self.cache_writer = CacheWriter(facts) if cache is not None else None
         self.dedup_sources = (

@@ -337,7 +337,7 @@ class Reading:
         segments = Segments(
             self._place, path, head,
             workers=engine.workers, cache=engine.cache, cache_writer=engine.cache_writer,
-            max_open=self._settings.max_segments,
+            pool=engine.segments,
         )  # fmt: skip
         context = ReadContext(
             path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer,

@@ -62,8 +62,9 @@ class ReadingSettings:
     keep_still_s: float = 1.0
     """... and how long for a disk that makes no progress."""
 
-    max_segments: int = 64
-    """Open segments per file; others are opened again when they are read."""
+    max_descriptors: int = 4096
+    """Descriptors of open segments of all files, if the process may have that many; segments beyond are opened again
+    when they are read."""
     max_dedup_segments: int = 1024
     """Cached segments that are searched for equal chunks: 256 GiB of the latest checkpoints."""
     dedup_search_s: float = 1.0
