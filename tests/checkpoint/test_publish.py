@@ -55,6 +55,7 @@ def hidden(job: Path) -> list[str]:
 def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: Path) -> None:
     heard: list[tuple[int, int]] = []
     total = 5 * _MIB + 7 + 4 + 1
+    (source / "optimizer").chmod(0o555)
     put = put_checkpoint(
         files.place, source, "step-10", settings=_STRIPED, progress=lambda done, of: heard.append((done, of))
     )
@@ -65,6 +66,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
     }  # fmt: skip
     assert files.stat("step-10/model").is_striped
     assert files.stat("step-10/optimizer/secret").entry.mode == 0o600
+    assert files.stat("step-10/optimizer").entry.mode == 0o755  # its owner can remove what is in it
     assert verify(files, "step-10").problems == []
     assert read_latest(files.place, "") == "step-10"
     assert hidden(job) == []

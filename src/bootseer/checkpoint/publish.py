@@ -297,7 +297,7 @@ def _write_all(
     """Write all files; returns the bytes that were reused from leftovers of other attempts."""
     root = attempt.path
     for path, mode in source.folders:
-        # Writable for the owner until everything is written: the folders' modes are set last.
+        # Writable for the owner until everything is written: the folders' other bits are set last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
     done, kept = Count(source.size_bytes, progress), Count(source.size_bytes, None)
     stopped = threading.Event()
@@ -350,7 +350,7 @@ def _write_all(
     if _files_of(source.root, source.files[0].name) != source:
         raise PermanentError(f"{source.root} was changed while it was written; put it again when it is complete")
     for path, mode in reversed(source.folders):
-        files.set_mode(f"{root}/{path}", mode)
+        files.set_mode(f"{root}/{path}", mode | 0o700)  # or the owner could never remove the checkpoint
     return kept.done
 
 
