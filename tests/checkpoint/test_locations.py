@@ -23,7 +23,7 @@ __all__ = ["own_file_systems"]
         ("hdfs://node:8020/a/b", "hdfs://node:8020/", "a/b"),
         ("hdfs://node", "hdfs://node/", ""),
         ("hdfs://node/a#b?c%20d", "hdfs://node/", "a#b?c%20d"),
-        ("file:///a%20b/c", "file:///", "/a b/c"),
+        ("file:///a b=%3D/c", "file:///", "/a b=%3D/c"),
         ("/a b/c", "file:///", "/a b/c"),
     ],
 )
@@ -60,13 +60,14 @@ def test_an_address_that_a_path_has_made_is_not_a_local_folder(uri: str) -> None
 
 
 def test_what_is_opened_is_named_as_users_would(tmp_path: Path) -> None:
-    folder = tmp_path / "a b"
+    folder = tmp_path / "a b%3D"
     folder.mkdir()
     (folder / "file").write_bytes(b"data")
     found = resolve(folder)
-    assert found.where("file") == f"file://{tmp_path}/a%20b/file"
+    assert found.where("file") == f"file://{tmp_path}/a b%3D/file"
     assert resolve(found.where("file")).read_bytes("", 100) == b"data"
     assert found.read_bytes("file", 4) == b"data"
+    assert open_place(found.where("")).read_bytes("file", 4) == b"data"
     with pytest.raises(PermanentError, match="4 bytes are more than the 3 expected"):
         found.read_bytes("file", 3)
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from bootseer.artifact.places import blocks_folder, cache_root
 from bootseer.cache.cache import Cache
@@ -75,7 +74,7 @@ class Location:
 
     @property
     def uri(self) -> str:
-        return self.root + (quote(self.path) if self.root == FOLDERS else self.path)
+        return self.root + self.path
 
     def at(self, name: str) -> Location:
         return replace(self, path=posixpath.join(self.path, name))
@@ -179,7 +178,7 @@ def split(uri: str) -> tuple[str, str]:
         return FOLDERS, str(Path(uri).absolute())
     authority, _, path = rest.partition("/")
     if scheme == "file" and not authority:
-        return FOLDERS, "/" + unquote(path)
+        return FOLDERS, "/" + path
     if scheme == "viewfs":
         from bootseer.hdfs.addresses import behind_mount_table  # needs an extra
 
