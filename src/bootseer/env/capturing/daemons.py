@@ -238,7 +238,9 @@ def _pid_files(at: Path, family: set[int], argv: list[str], written: Iterable[st
     for folder, _, names in itertools.islice(folders, _MAX_FOLDERS):
         paths.update(f"{folder.removeprefix(root)}/{name}" for name in names if "pid" in name.lower())
     paths.update(_paths(argv, at), (path for path in open_files(int(at.name)) if path.endswith(".pid")))
-    return tuple(sorted(path for path in paths if pid_in(f"{root}{path}") in family))
+    named = (path for path in sorted(paths, reverse=True) if pid_in(f"{root}{path}") in family)
+    # One file may have several paths, such as /run/x.pid and /var/run/x.pid: it is named once.
+    return tuple(sorted({Path(f"{root}{path}").stat().st_ino: path for path in named}.values()))
 
 
 def _written_s(at: Path, path: str) -> float:
