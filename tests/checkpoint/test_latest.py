@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.latest import drop_latest, move_latest, read_latest, set_latest, step_of
+from bootseer.checkpoint.latest import _is_old, drop_latest, move_latest, read_latest, set_latest, step_of
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.places.folder import FolderPlace
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,25 @@ def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> Non
     os.utime(lock, ns=(1, 1))
     assert move_latest(files, "", "step-1") == "step-1"
     assert not lock.exists()
+
+
+def test_the_storages_clock_counts_also_where_its_root_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for DCP, whose place is the machine's root or all of HDFS."""
+    wrong = SimpleNamespace(time=lambda: time.time() + 3600)
+    monkeypatch.setattr("bootseer.places.folder.time", wrong)
+    with TemporaryDirectory() as root:
+        for name, mode in (("", 0o755), ("job", 0o777)):
+            Path(root, name).mkdir(exist_ok=True)
+            Path(root, name).chmod(mode)
+        Path(root, "job/lock").write_bytes(b"a live holder")
+        place = FolderPlace(Path(root))
+        os.seteuid(65534)
+        try:
+            is_old = _is_old(place, "job/lock")
+        finally:
+            os.seteuid(0)
+        place.close()
+    assert not is_old
 
 
 def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Path) -> None:

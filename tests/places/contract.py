@@ -254,10 +254,12 @@ class PlaceContract:
 
     def test_the_clock_is_that_of_new_files(self, place: Place) -> None:
         slack_s = 10.0  # on a busy machine, moments pass between a time and its being known
-        before = place.now_s()
+        place.make_folder("a")
+        before = place.now_s("a")
         place.write_bytes("file", b"")
         assert before - slack_s <= place.stat("file").mtime_ns / 1e9 <= place.now_s() + slack_s
-        assert names(place, "") == {"file"}
+        assert names(place, "") == {"a", "file"}
+        assert names(place, "a") == set()
 
     @pytest.mark.parametrize("path", ["..", "../other", "a/../..", "/etc", "a//b", ".", "a/", "nul\0"])
     def test_a_path_cannot_leave_the_place(self, place: Place, path: str) -> None:

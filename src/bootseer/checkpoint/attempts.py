@@ -170,7 +170,7 @@ class Attempt:
         # Compare the name alone: the other writer's place may have had its root in another folder.
         if how != self._how or str(target).rpartition("/")[2] != self._target.rpartition("/")[2]:
             return False
-        return _has_ended(process) or self._place.now_s() - lease.mtime_ns / 1e9 > self._lease_s
+        return _has_ended(process) or self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9 > self._lease_s
 
     def publish(self, *, replace: bool = False) -> None:
         """Rename the folder to the target. Raises `AlreadyExistsError` if the target exists.
@@ -285,7 +285,7 @@ class Attempt:
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
     """Remove what dead writers have left in a folder; returns the number of removed items. What belongs to other users
     stays."""
-    now_s = place.now_s()
+    now_s = place.now_s(folder)
     attempts = join(folder, ATTEMPTS)
     removed = _collect_attempts(place, attempts, now_s - lease_s)
     entries = list(place.list(folder))

@@ -28,7 +28,7 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.logs import logger
-from bootseer.places.place import Place, join, make_folder_like_parent
+from bootseer.places.place import Place, folder_of, join, make_folder_like_parent
 
 _LOG = logger(__name__)
 
@@ -155,7 +155,7 @@ def _locked(place: Place, folder: str) -> Iterator[None]:
 
 
 def _is_old(place: Place, lock: str) -> bool:
-    return place.now_s() - place.stat(lock).mtime_ns / 1e9 > LOCK_S
+    return place.now_s(folder_of(lock)) - place.stat(lock).mtime_ns / 1e9 > LOCK_S
 
 
 def _break_lock(place: Place, lock: str) -> None:

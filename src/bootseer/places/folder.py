@@ -37,6 +37,7 @@ from bootseer.places.place import (
     OpenFile,
     PartWriter,
     SmallReads,
+    join,
     make_folder_like_parent,
     names_of,
 )
@@ -194,17 +195,17 @@ class FolderPlace(SmallReads):
             read_ns = os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns
             os.utime(name, ns=(read_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
 
-    def now_s(self) -> float:
+    def now_s(self, folder: str = "") -> float:
         """See `Place.now_s`. A file server's clock may differ from the local one: the mtime of a new file tells it."""
         name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         try:
-            with self._parent(name) as (folder, _):
-                descriptor = os.open(name, NEW, 0o600, dir_fd=folder)
+            with self._parent(join(folder, name)) as (parent, _):
+                descriptor = os.open(name, NEW, 0o600, dir_fd=parent)
                 try:
                     return os.fstat(descriptor).st_mtime_ns / 1e9
                 finally:
                     os.close(descriptor)
-                    drop(name, folder)
+                    drop(name, parent)
         except AccessError:
             return time.time()  # a caller without write access holds no lease there
 

@@ -31,6 +31,7 @@ from bootseer.places.place import (
     OpenFile,
     PartWriter,
     SmallReads,
+    join,
     names_of,
 )
 
@@ -127,13 +128,13 @@ class HdfsPlace(SmallReads):
         """See `Place.set_mtime`. HDFS keeps milliseconds."""
         self._client.set_mtime(self._full(path), mtime_ns // 1_000_000)
 
-    def now_s(self) -> float:
+    def now_s(self, folder: str = "") -> float:
         """See `Place.now_s`. HDFS has no RPC for its clock: the mtime of a file that is written now tells it."""
         with self._lock:
             clock = self._clock
         if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
             return clock[0] + time.monotonic() - clock[1]
-        full = self._full(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        full = self._full(join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"))
         try:
             now_s = self._client.put(full, b"").mtime_ms / 1000
             self._client.delete(full)

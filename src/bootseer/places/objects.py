@@ -244,11 +244,11 @@ class ObjectPlace(SmallReads):
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         self.stat(path)
 
-    def now_s(self) -> float:
+    def now_s(self, folder: str = "") -> float:
         """See `Place.now_s`. Only the time of an object that is put now tells the server's clock, in whole seconds."""
         clock = self._clock
         if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
-            key = f"{self._folder('').prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+            key = f"{self._folder(folder).prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
             try:
                 self._put(key, b"")
                 now_s = self._bucket.head(key)["last_modified"].timestamp()

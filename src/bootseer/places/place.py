@@ -227,8 +227,9 @@ class Place(Protocol):
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         """Set the modification time; places may round it to milliseconds."""
 
-    def now_s(self) -> float:
-        """The place's own clock in seconds since 1970: the `mtime_ns` that a file written now would get."""
+    def now_s(self, folder: str = "") -> float:
+        """The place's own clock in seconds since 1970: the `mtime_ns` that a file written into `folder` now would get.
+        This machine's clock where the caller may not write there."""
 
     def space(self) -> tuple[int, int]:
         """Total and free bytes."""
