@@ -118,6 +118,7 @@ def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> Non
     assert not lock.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_the_storages_clock_counts_also_where_its_root_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for DCP, whose place is the machine's root or all of HDFS."""
     wrong = SimpleNamespace(time=lambda: time.time() + 3600)
