@@ -337,6 +337,9 @@ def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_writte
     for what, name in ((source, "step-1"), (source / "model", "step-1:2")):
         with pytest.raises(UsageError, match="no colons"):
             put_checkpoint(place, what, name)  # type: ignore[arg-type]
+    (source / "empty" / os.fsdecode(b"\xff")).write_bytes(b"")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        put_checkpoint(files.place, source, "step-1")
     assert list(job.iterdir()) == []
     put_checkpoint(place, source / "optimizer" / "12:30", "step-1")  # type: ignore[arg-type]
     assert (job / "step-1").read_bytes() == b"x"

@@ -37,6 +37,7 @@ from bootseer.places.place import (
     OpenFile,
     PartWriter,
     SmallReads,
+    is_utf8,
     join,
     make_folder_like_parent,
     names_of,
@@ -58,6 +59,8 @@ class FolderPlace(SmallReads):
         self.uri = f"file://{self._root}".removesuffix("/")
 
     def name_problem(self, name: str) -> str:
+        if not is_utf8(name):
+            return "it is not UTF-8, and could not be opened through a mount"
         return "" if len(os.fsencode(name)) <= _MAX_NAME_BYTES else f"it has more than {_MAX_NAME_BYTES} bytes"
 
     def stat(self, path: str) -> Entry:

@@ -31,6 +31,7 @@ from bootseer.places.place import (
     OpenFile,
     PartWriter,
     SmallReads,
+    is_utf8,
     join,
     names_of,
 )
@@ -58,7 +59,7 @@ class HdfsPlace(SmallReads):
     def name_problem(self, name: str) -> str:
         if ":" in name:
             return "HDFS takes no name with a colon"
-        return "" if _is_utf8(name) else "names in HDFS are UTF-8"
+        return "" if is_utf8(name) else "names in HDFS are UTF-8"
 
     def stat(self, path: str) -> Entry:
         return self._entry(self._client.stat(self._full(path)))
@@ -197,18 +198,9 @@ class HdfsPlace(SmallReads):
         )
 
     def _full(self, path: str) -> str:
-        if not _is_utf8(path):
+        if not is_utf8(path):
             raise NotFoundError(f"{path!r} is not a valid path: names in HDFS are UTF-8")
         return "/".join([self._root, *names_of(path)]) or "/"
 
     def _uri_of(self, path: str) -> str:
         return f"{self._client.uri}{self._full(path)}"
-
-
-def _is_utf8(text: str) -> bool:
-    """Whether a name is UTF-8: Python decodes other bytes of local names to surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

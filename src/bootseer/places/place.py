@@ -60,6 +60,15 @@ def name_of(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+def is_utf8(name: str) -> bool:
+    """Whether a name is UTF-8: Python decodes other bytes of local names to surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Attributes of a file or folder."""
