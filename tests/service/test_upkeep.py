@@ -19,8 +19,11 @@ from bootseer.errors import TransientError
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import Analysis
 from bootseer.report.analysis.spans import unique
+from bootseer.report.inputs import Source
+from bootseer.report.scan import scan
 from bootseer.service import schema
 from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.raw import LOG
 from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import (
     CLASSES,
@@ -92,6 +95,17 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     assert seen == [(1, 1)]
     assert sorted(row[1:] for row in place.rows(schema.stage_start)) == sorted(row[1:] for row in whole)
     assert place.rows(schema.stage_day)
+
+
+@pytest.mark.parametrize("job", ["moe", "team a/llama 7", "größe"])
+def test_a_log_that_arrived_without_the_database_belongs_to_the_job_it_was_sent_for(place: Place, job: str) -> None:
+    line = b"2026-11-24T12:00:00Z step 1\n"
+    kept = place.raw.put(line, day=20_000, job=job, attempt=0, sender="s", sequence=0, suffix=LOG)
+    assert place.raw.read(kept.name) == line
+    assert reconcile(place.database, place.raw) == 1
+    assert [row.job for row in place.rows(schema.batch)] == [job]
+    found = scan([Source(kept.name, place.folder / kept.name, True)])
+    assert (found.lines, dict(found.skipped)) == (1, {})
 
 
 NUM_PIECES = 6
