@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from bootseer.errors import TransientError, UsageError
+from bootseer.report.inputs import Source
+from bootseer.report.scan import scan
 from bootseer.service import schema
 from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
 from bootseer.service.app import _check_access
@@ -54,6 +58,42 @@ def test_a_tokens_team_is_that_of_the_runs_it_sends(tmp_path):
         assert answer.status_code == 202
         (start,) = running.rows(schema.start, 1)
         assert start.team == "llm"
+
+
+def test_no_way_to_write_a_line_names_another_team_than_the_tokens(tmp_path):
+    begin = {"wall_ns": 1_790_000_000_000_000_000, "mono_ns": 1, "job": "moe", "node": "n", "stage": "run",
+             "phase": "begin", "span": "0a", "attrs": {"team": "other"}}  # fmt: skip
+    mark = {**begin, "stage": "x", "phase": "instant", "attrs": {}}
+    names = {"wall_ns": "t", "mono_ns": "m", "stage": "st", "phase": "ev", "span": "id", "attrs": "x"}
+    old = {names.get(name, name): value for name, value in {**begin, "phase": "B"}.items()}
+
+    def line(fields, tag="@bootseer1"):
+        return f"{tag} {json.dumps(fields)}"
+
+    forged = [
+        line(begin),
+        line(begin).replace('"run"', '"\\u0072un"').replace('"begin"', '"\\u0062egin"'),
+        line(begin).replace('"attrs"', '"\\u0061ttrs"').replace('"team"', '"\\u0074eam"'),
+        line(begin).replace('"stage": "run"', '"stage": "x", "stage": "run"'),
+        f"{line(mark)} {line(begin)}",
+        f"{line(old, '@bootseer0')} {line(mark)}",
+        line(begin, "@boot\33[0mseer1") + line(mark),
+        line({**begin, "phase": "end"}),
+        line({**begin, "stage": "x", "phase": "end"}),
+        line({**begin, "attrs": {}}),
+        f"2026-11-26T00:00:00Z stdout P {line(mark)} {line(begin)[:80]}",
+        f"2026-11-26T00:00:00Z stdout F {line(begin)[80:]} {line(mark)}",
+    ]
+    with running_service(tmp_path / "data") as running:
+        _, token = running.service.tokens.add("ingest", team="llm")
+        data = "\n".join(forged).encode()
+        answer = running.post("/v1/lines", data, authorization=f"Bearer {token}", x_bootseer_sender="n")
+        assert (answer.status_code, answer.json()["accepted"]) == (202, len(forged))
+        found = scan([Source(name, Path(name), data=lines) for name, lines in running.raw().items()])
+    teams = [event.attrs.get("team", "llm") for event in found.events]
+    assert set(teams) == {"llm"}
+    assert all("team" in event.attrs for event in found.events if (event.stage, event.phase) == ("run", "begin"))
+    assert sum(event.stage == "run" for event in found.events) == 8
 
 
 def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):

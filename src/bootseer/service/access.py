@@ -7,16 +7,19 @@ in a cookie. If no token was ever created and the service listens only on loopba
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
+import re
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
+import msgspec
 from sqlalchemy import insert, select, update
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,6 +31,7 @@ from bootseer.errors import TransientError, UsageError
 from bootseer.service.database import Database
 from bootseer.service.schema import token as token_table
 from bootseer.store.open import is_loopback
+from bootseer.trace.event import BEGIN, TAG_STEM, VERSION, Malformed, decode, encode
 
 INGEST: Final = "ingest"
 READ: Final = "read"
@@ -40,6 +44,8 @@ _PREFIX = "bst_"
 _FRESH_S = 5.0
 _MAX_FORM_BYTES = 4096
 _USED_EVERY_NS = 60_000_000_000
+_TAG = TAG_STEM + b"%d {" % VERSION
+_TAGS = re.compile(rb"(?=@bootseer\d{1,4} \{)")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 _HEADERS: Final = {
@@ -283,6 +289,44 @@ def same_origin(headers: Headers) -> bool:
 def refusal(status: int, why: str, headers: dict[str, str] | None = None) -> Response:
     """The response to a rejected request."""
     return JSONResponse({"error": why}, status, headers)
+
+
+class _Attrs(msgspec.Struct):
+    team: Any = msgspec.UNSET
+
+
+class _Seen(msgspec.Struct):
+    """The fields that decide whether an event's team is set."""
+
+    stage: str
+    phase: str
+    attrs: _Attrs = msgspec.field(default_factory=_Attrs)
+
+
+_seen = msgspec.json.Decoder(_Seen)
+
+
+def of_team(line: bytes, team: str) -> bytes:
+    """The line, with the team of the sender's token in each event that begins a run or names a team: an end of the
+    run's span could replace it. The team in the line itself is not trusted.
+
+    If the line is not just one event, only its events are kept, each in a line of its own: readers also unwrap lines of
+    collectors and remove colours, and must not find other events than are seen here.
+    """
+    if line.startswith(_TAG) and line.count(TAG_STEM) == 1:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            seen = _seen.decode(memoryview(line)[len(_TAG) - 1 :])
+            if seen.attrs.team is msgspec.UNSET and (seen.stage, seen.phase) != ("run", BEGIN):
+                return line
+    events = []
+    for piece in _TAGS.split(line) if TAG_STEM in line else ():
+        with contextlib.suppress(Malformed):
+            event = decode(piece)[0]
+            if "team" in event.attrs or (event.stage, event.phase) == ("run", BEGIN):
+                # First, because `encode` drops attributes after the 24th of a long event.
+                event = event._replace(attrs={"team": team} | dict(event.attrs) | {"team": team})
+            events.append(encode(event))
+    return b"".join(events).rstrip(b"\n")
 
 
 _LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>BootSeer</title>

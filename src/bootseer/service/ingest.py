@@ -37,11 +37,11 @@ from starlette.routing import Route
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
-from bootseer.service.access import Grant, refusal
+from bootseer.service.access import Grant, of_team, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
 from bootseer.service.upkeep import Gap, gaps_after
-from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, encode
+from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -151,19 +151,6 @@ def _attempt(line: bytes) -> Attempt | None:
     else:
         return None
     return (job, attempt) if job and 0 <= attempt < 2**31 else None
-
-
-def _of_team(line: bytes, team: str) -> bytes:
-    """The line, with the team of the sender's token if it begins a run: the team in the line itself is not trusted."""
-    if b'"run"' not in line or b'"begin"' not in line:
-        return line
-    try:
-        event = decode(line)[0]
-    except Malformed:
-        return line
-    if event.stage != "run" or event.phase != BEGIN:
-        return line
-    return encode(event._replace(attrs={**event.attrs, "team": team})).rstrip(b"\n")
 
 
 class Ingest:
@@ -324,7 +311,10 @@ class Ingest:
         now_ns, is_new, accepted, rows = time.time_ns(), False, 0, []
         day = now_ns // _DAY_NS
         for (job, attempt), came in batch.parts.items():
-            lines = [_of_team(line, batch.team) for line in came] if batch.team else came
+            lines = came
+            if batch.team:  # lines of a log stay if no event is in them
+                is_log = batch.suffix == LOG
+                lines = [of_team(line, batch.team) or (line if is_log else b"") for line in came]
             data = b"\n".join([*lines, b""])
             try:
                 kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,

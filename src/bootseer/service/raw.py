@@ -5,8 +5,8 @@
 One immutable, compressed object per batch and attempt; `bootseer report` can read such a folder. The name contains a
 digest of the lines, so a batch that is sent again maps to the same object.
 
-No line of a log names its job. If the folder's name does not either, the job follows in a skippable frame of zstd, which
-all other readers ignore.
+No line of a log names its job. If the folder's name does not either, the job follows in a skippable frame of zstd,
+which all other readers ignore.
 """
 
 from __future__ import annotations
