@@ -240,9 +240,9 @@ def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes"]
+    "name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes", ".best"]
 )
-def test_a_name_that_latest_could_not_say_is_refused_before_anything_is_written(
+def test_a_name_that_latest_or_a_list_could_not_say_is_refused_before_anything_is_written(
     files: Files, job: Path, source: Path, name: str
 ) -> None:
     with pytest.raises(UsageError, match="cannot be the name"):

@@ -98,7 +98,7 @@ def put_checkpoint(
     settings = settings or PutSettings()
     files = Files(place)
     target = join(folder, name)
-    if not can_be_checkpoint(name):
+    if not can_be_checkpoint(name) or name.startswith("."):  # `list` does not show folders that begin with a dot
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
     if settings.keep_last is not None and step_of(name) is None:
         raise UsageError(
