@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.locations import close_all, is_uri, resolve, split
-from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.checkpoint.locations import close_all, is_uri, resolve, resolve_below, split
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.places import open_place
 from bootseer.store.open import open_store
 from checkpoint_process import own_file_systems
@@ -77,6 +77,13 @@ def test_a_relative_path_and_links_lead_to_the_same(tmp_path: Path, monkeypatch:
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     assert resolve("link") == resolve(tmp_path / "real") == resolve("real/../real")
+
+
+def test_what_lies_behind_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for location in (resolve(tmp_path / "loop/x"), resolve_below("file:///", f"{tmp_path}/loop/x/y", follow=False)):
+        with pytest.raises(NotFoundError):
+            location.read_bytes("", 1)
 
 
 def test_a_file_system_is_opened_once_until_all_are_closed(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def resolve_below(root: str, path: str, *, follow: bool = True) -> Location:
     """
     if root == FOLDERS:
         # Places do not follow links below their root, which here is the machine's root.
-        there = Path("/", path)
-        path = str(there.resolve() if follow else there.parent.resolve() / there.name)
+        there = Path("/", path)  # not `Path.resolve`, which raises `RuntimeError` for a loop of links up to Python 3.12
+        path = os.path.realpath(there) if follow else f"{os.path.realpath(there.parent)}/{there.name}"
     process = _processes[-1]
     with process.lock:
         system = process.systems.get(root)
