@@ -138,7 +138,10 @@ def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> N
     folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
     assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
     assert (layer / "a").read_bytes() == b"alpha"
-    os.utime(folder, (0, 0))  # whoever it was is gone
+    os.utime(folder, (0, 0))
+    runtime.remove_stale()
+    assert runtime.is_mounting(), "a large image may take longer"
+    (folder / "maker").write_text("1 0")  # a process that has ended
     assert not runtime.is_mounting()
     assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from bootseer.errors import TransientError
 from bootseer.peers.choice import Peer
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import Signer, encode_answer
+from bootseer.peers.protocol import Question, Signer, encode_answer
 from peers.nodes import SECRET
 from peers.test_origins import Job, job
 
@@ -99,6 +100,22 @@ ANSWERS: dict[str, Answer] = {
     "403": lambda sock, _: sock.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"),
     "429": lambda sock, _: sock.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"),
 }
+
+
+def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
+    """As by a proxy between the nodes."""
+    client = job.nodes[0].group.client
+    address = job.peers[1].addresses[0]
+    assert client.probe(address) == job.peers[1].name
+    ((connection, _),) = client._idle[address]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reset = socket.create_connection(server.getsockname())
+        other = server.accept()[0]
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+    connection.sock.close()
+    connection.sock = reset
+    assert client.ask(address, Question("0" * 64, 0, 1, "n0", keeps=False), 5.0) == {}
 
 
 @pytest.mark.parametrize("how", ANSWERS)

@@ -34,6 +34,8 @@ from bootseer.mounts.process import ProcessId
 _LOG = logger(__name__)
 SCHEMA = "bootseer.mount/1"
 _RECORD = "mount.json"
+_MAKER = "maker"
+"""File with pid and start time of the process that is mounting."""
 _MAX_BYTES = 1 << 20
 _ABANDONED_S = 600.0
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -84,6 +86,8 @@ class Runtime:
             folder = self.mounts / secrets.token_hex(6)
             try:
                 folder.mkdir(mode=0o700)
+                maker = ProcessId.of(os.getpid())
+                (folder / _MAKER).write_text(f"{maker.pid} {maker.started}" if maker is not None else "")
                 return folder
             except FileExistsError:
                 continue
@@ -158,7 +162,7 @@ class Runtime:
         """Remove the records and folders of all mounts that are gone; returns these mounts.
 
         A mount that exists although its daemon is dead is kept, so that the user can see it. A folder without a record
-        belongs to a process that is mounting, or, after ten minutes, was left by a killed one.
+        belongs to a process that is mounting, or, ten minutes after the last change in it, was left by a killed one.
         """
         removed = []
         for state in list(self.all()):
@@ -190,7 +194,14 @@ def _is_unrecorded(folder: Path) -> bool:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    return time.time() - folder.stat().st_mtime > _ABANDONED_S
+    """Old, and its maker has ended: a mount may wait for an image of 100 GB. Age counts too, because a maker in another
+    PID namespace cannot be seen."""
+    if time.time() - folder.stat().st_mtime <= _ABANDONED_S:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        pid, started = map(int, (folder / _MAKER).read_text().split())
+        return not ProcessId(pid, started).alive
+    return True
 
 
 def _read(folder: Path) -> MountState:

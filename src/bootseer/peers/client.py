@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import secrets
 import socket
@@ -266,8 +265,11 @@ def _checked(head: Head | None, peer: str) -> Head:
 
 def _is_closed(sock: socket.socket) -> bool:
     """Whether the peer has closed an idle connection, or sent unrequested data."""
-    with contextlib.suppress(BlockingIOError):
+    try:
         sock.setblocking(False)
         socket.socket.recv(sock, 1, socket.MSG_PEEK)  # one with TLS cannot do this by itself
+    except BlockingIOError:
+        return False
+    except OSError:  # reset
         return True
-    return False
+    return True

@@ -93,8 +93,10 @@ def _report_out_of_memory(folders: Sequence[str]) -> None:
             for name in {"memory.events", "memory.oom_control"}.intersection(names):
                 counts = dict(line.split() for line in _lines(f"{place}/{name}"))
                 if counts.get("oom_kill", "0") != "0":
-                    (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes")
-                    _print_error(f"processes of the container were killed: they exceeded --memory {int(limit) >> 20}m")
+                    (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes") or [""]
+                    is_own = limit.isdecimal()
+                    why = f"they exceeded --memory {int(limit) >> 20}m" if is_own else "the node is out of memory"
+                    _print_error(f"processes of the container were killed: {why}")
                     return
 
 
