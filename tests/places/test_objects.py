@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
@@ -35,7 +36,7 @@ from bootseer.errors import (
     PermanentError,
     UsageError,
 )
-from bootseer.places import open_place
+from bootseer.places import bucket, open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, Place
 from bootseer.places.uploads import Uploads
@@ -301,6 +302,25 @@ def test_a_server_that_fails_every_fifth_request_of_whatever_kind_is_asked_again
         with closing(Reading(place)) as reading:
             get_checkpoint(Files(place), reading, "step-1", tmp_path / "out")
     assert (tmp_path / "out" / "model").read_bytes() == (source / "model").read_bytes()
+
+
+def test_a_list_that_takes_longer_than_other_requests_comes_to_its_end(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "CALL_S", 1.0)
+    name = uri.rpartition("/")[2]
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x")
+        proxy.plan = lambda request: Fault(drip_bytes=20) if "delimiter" in request.path else None
+        found = place._bucket.listed(f"{name}/")  # type: ignore[attr-defined]
+        assert [one["path"] for one in found["objects"]] == [f"{name}/file"]
+
+        def pages() -> Iterator[list[int]]:
+            for number in range(5):
+                time.sleep(0.5)
+                yield [number]
+
+        assert place._bucket._items("a", pages, timeout_s=4.0) == [0, 1, 2, 3, 4]  # type: ignore[attr-defined]
 
 
 def test_a_name_that_is_asked_for_in_vain_is_asked_for_again_soon(

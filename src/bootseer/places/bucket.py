@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.deadline import within
+from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 from bootseer.io.retry import retrying
 from bootseer.logs import logger
@@ -37,6 +37,8 @@ MAX_COPY_BYTES = {"s3": 5 * 1024**3}
 CALL_S = 60.0
 WRITE_S = 300.0
 """For one part, and for the copy of a large object."""
+_LONG_LIST_S = 600.0
+"""For a list that a server which answers other requests does not send in `CALL_S`."""
 _PROBE_TIMEOUT_S = 3.0
 """Of the small request that a server which left one without an answer must answer before others are made."""
 _PROBE_EVERY_S = 1.0
@@ -52,7 +54,7 @@ _CLIENT = {
 }
 LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AT_ONCE = 1000
-"""Objects that are removed by one request."""
+"""Objects that are listed or removed by one request."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
@@ -127,6 +129,21 @@ class Bucket:
         def ask(left_s: float) -> T:
             return self.call(name, call, min(timeout_s / 20 * 2 ** next(tries), left_s))
 
+        return self._retry(ask, timeout_s)
+
+    def _items(self, name: str, produce: Callable[[], Iterable[Sequence[T]]], timeout_s: float = CALL_S) -> list[T]:
+        """As `retry`, for a list of unknown length: the time of each attempt is for each page."""
+        tries = itertools.count()
+
+        def ask(left_s: float) -> list[T]:
+            with self.mapping(name):
+                page_s = min(timeout_s / 20 * 2 ** next(tries), left_s)
+                pages = stream_within(page_s, f"{self.uri}: {name}", produce, each=True)
+                return [one for page in pages for one in page]
+
+        return self._retry(ask, timeout_s)
+
+    def _retry(self, ask: Callable[[float], T], timeout_s: float) -> T:
         self._probe()
         try:
             return retrying(ask, attempts=None, deadline_s=timeout_s)
@@ -188,12 +205,22 @@ class Bucket:
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that begin so, up to a slash at the end of `prefix`."""
-        return [one["path"] for one in self.retry(prefix, lambda: obstore.list(self.reader, prefix).collect())]
+        return [
+            one["path"] for one in self._items(prefix, lambda: obstore.list(self.reader, prefix, chunk_size=_AT_ONCE))
+        ]
 
     def listed(self, prefix: str) -> Any:
         """What lies right under a prefix: objects, and what the keys of more begin with."""
+        ask = partial(obstore.list_with_delimiter, self.reader, prefix.rstrip("/") or None)
         try:
-            return self.retry(prefix, lambda: obstore.list_with_delimiter(self.reader, prefix.rstrip("/") or None))
+            try:
+                return self.retry(prefix, ask, CALL_S)
+            except SilentError:
+                raise
+            except TransientError:  # as for a folder of 100,000 names: obstore has no pages of these
+                time.sleep(_PROBE_EVERY_S)
+                self._probe()
+                return self.call(prefix, ask, _LONG_LIST_S)
         except InvalidKeyError:
             from bootseer.places.uploads import Uploads  # which is above this module
 
