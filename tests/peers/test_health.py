@@ -164,6 +164,16 @@ def test_a_peer_all_of_whose_answers_are_slow_is_out_though_none_is_late() -> No
     assert health.num_given_up == 0
 
 
+def test_a_single_slow_answer_excludes_no_peer_however_long_it_takes() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 1.0)
+    answered(health, "slow", MIB, 3.0)
+    assert health.absent(3.0) == frozenset()
+    answered(health, "slow", MIB, 3.0, at_s=3.0)
+    assert health.absent(6.0) == {"slow"}
+
+
 def test_one_answer_at_the_usual_rate_ends_the_suspicion() -> None:
     health = Health()
     for peer in "abc":

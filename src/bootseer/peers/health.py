@@ -37,7 +37,9 @@ _WORTH_S: Final = 2.0
 """A response that will be complete sooner is waited for: another node would need as long."""
 _SLOWER: Final = 8
 _SLOW_S: Final = 2.0
-"""Of responses in a row: a single one depends more on the network's queues than on the peer."""
+_MIN_SLOW: Final = 2
+"""Responses in a row: a single one, however long, depends more on the network's queues than on the peer. Where four
+healthy nodes shared full links, exclusion after one response of 2.8 s made others fetch again what the peer had."""
 _MAX_GIVEN_UP: Final = 0.05
 _FIRST_GIVEN_UP: Final = 2
 """This many requests may be given up at the beginning."""
@@ -82,6 +84,8 @@ class _Known:
     """Bytes in a second, of its latest answers; 0 while unknown."""
     slow_s: float = 0.0
     """Total duration of responses below an eighth of the usual rate, since the last faster one."""
+    num_slow: int = 0
+    """Their number."""
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
     late_s: float = float("-inf")
     """When it was late most recently. Requests that were under way then belong to the same trouble."""
@@ -167,8 +171,10 @@ class Health:
             known.late.append(False)
         if request.body_s is not None and now_s > request.body_s:
             rate = request.num_bytes / (now_s - request.body_s)
-            known.slow_s = known.slow_s + now_s - request.body_s if rate < self._usual_rate() / _SLOWER else 0.0
-            if known.slow_s >= _SLOW_S:
+            is_slow = rate < self._usual_rate() / _SLOWER
+            known.slow_s = known.slow_s + now_s - request.body_s if is_slow else 0.0
+            known.num_slow = known.num_slow + 1 if is_slow else 0
+            if known.slow_s >= _SLOW_S and known.num_slow >= _MIN_SLOW:
                 known.slow_s /= 2  # after the pause half as much is enough
                 self._leave_alone(request.peer, "", now_s + _OUT_S)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
