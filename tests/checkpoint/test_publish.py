@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -22,6 +24,7 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
+from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import AlreadyExistsError, BootseerError, IsFolderError, PermanentError, UsageError
 from bootseer.places.folder import FolderPlace
 from killed_steps import is_killed
@@ -250,6 +253,17 @@ def test_a_name_that_latest_or_a_list_could_not_say_is_refused_before_anything_i
     assert list(job.iterdir()) == []
 
 
+def test_a_file_too_large_to_be_striped_is_refused_before_anything_is_written(
+    files: Files, job: Path, source: Path
+) -> None:
+    os.truncate(source / "model", 9 << 40)
+    with pytest.raises(PermanentError, match="too large to be striped"):
+        put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    with closing(Writing(files)) as writing, pytest.raises(PermanentError, match="too large to be striped"):
+        writing.write_file("model", 9 << 40, lambda offset, length: fail(), policy=_STRIPED.policy)
+    assert list(job.iterdir()) == []
+
+
 def test_a_file_added_to_the_source_meanwhile_is_an_error(files: Files, job: Path, source: Path) -> None:
     place = StepwisePlace(files.place)
 
@@ -324,7 +338,7 @@ def test_a_file_that_is_to_replace_a_folder_is_refused_before_anything_is_writte
     assert verify(files, "step-1").problems == []
 
 
-def fail() -> None:
+def fail() -> NoReturn:
     raise AssertionError("something was written")
 
 

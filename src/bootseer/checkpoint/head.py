@@ -128,6 +128,12 @@ def part_path(path: str, head_id: str, part: str) -> str:
     return f"{parts_folder(path, head_id)}/{part}"
 
 
+def check_size(size_bytes: int) -> None:
+    """Raise `PermanentError` for a file whose digests alone are too large for a head: known before hours of writing."""
+    if num_chunks(size_bytes) * DIGEST_BYTES > MAX_HEAD_BYTES:
+        raise PermanentError(f"a file of {size_bytes} bytes is too large to be striped")
+
+
 def encode_head(head: Head) -> bytes:
     """Encode a head. Raises `ValueError` for an inconsistent one, `PermanentError` for one too large."""
     _check_head(head)

@@ -20,7 +20,7 @@ from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
 from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_folder, peek
+from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.writing.lane import WritingSettings
@@ -107,10 +107,11 @@ def put_checkpoint(
     _check_not_inside(place, source)
     found = _files_of(source, name)
     _check_names(place, name, found)
-    if settings.dry_run:
-        return _dry_run(files, folder, name, found, settings.policy or files.policy(folder), settings)
-    place.make_folder(folder, parents=True)
     policy = settings.policy or files.policy(folder)
+    check_size(max((file.size_bytes for file in found.files if policy.is_striped(file.size_bytes)), default=0))
+    if settings.dry_run:
+        return _dry_run(files, folder, name, found, policy, settings)
+    place.make_folder(folder, parents=True)
     how = encode_policy(policy).decode()
     needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
     message = f"{place.uri}/{target} needs {format_bytes(needed)}"

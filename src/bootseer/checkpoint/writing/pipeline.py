@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, WritingSettings
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written
@@ -169,6 +170,7 @@ def write_from_source(
     progress: Progress | None,
 ) -> Written:
     """Write a file and publish it. A failure leaves nothing behind. `progress` is called in the calling thread."""
+    check_size(size_bytes)
     count = _Count()
     pipeline = Pipeline(publication.target(excluded), workers, read, count.on_end, count.on_sent)
     segments: list[SegmentWriter] = []
