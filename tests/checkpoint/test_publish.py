@@ -258,7 +258,7 @@ def test_a_file_too_large_to_be_striped_is_refused_before_anything_is_written(
 ) -> None:
     os.truncate(source / "model", 9 << 40)
     with pytest.raises(PermanentError, match="too large to be striped"):
-        put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+        put_checkpoint(files.place, source, "step-1", settings=_STRIPED, progress=lambda *_: fail())
     with closing(Writing(files)) as writing, pytest.raises(PermanentError, match="too large to be striped"):
         writing.write_file("model", 9 << 40, lambda offset, length: fail(), policy=_STRIPED.policy)
     assert list(job.iterdir()) == []
