@@ -60,6 +60,21 @@ def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_behind_is_n
     assert snapshot(MemoryStore(str(tmp_path)), upper, check=check).num_files == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("package-lock.json", f'"resolved": "https://me:{SECRET}@a.test/p.tgz",\n'),
+        ("setup.env", f"export DB_PASSWORD={SECRET}\n"),
+        (".npmrc", f"//a.test/:_authToken={SECRET}\n"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 1 << 20])
+def test_a_secret_by_form_is_found_in_a_large_file(name: str, text: str, before: int) -> None:
+    data = b"\n" * before + text.encode() + b"\n" * (2 << 20)
+    judge = check_of().check_large(f"/root/{name}", len(data))
+    assert any(judge(data[at : at + (1 << 20)]) for at in range(0, len(data), 1 << 20))
+
+
 @pytest.mark.parametrize("name", [f"a-{SECRET}", f"{SECRET}/a", f"a\n{SECRET}"])
 def test_names_are_judged_and_not_repeated(tmp_path: Path, name: str) -> None:
     upper = tmp_path / "upper"

@@ -125,7 +125,7 @@ class SecretCheck:
             return f"{path} (a copy of {copy})"
         kind = self._known_value_in(data)
         if not kind and not secrets.is_published(path):
-            kind = (secrets.find_secret(path, data) if size is None else None) or self._matching_rule(path, data)
+            kind = secrets.find_secret(path, data) or self._matching_rule(path, data)
         return f"{path} ({kind})" if kind else ""
 
     def check_large(self, path: str, size: int) -> Callable[[bytes], str]:
