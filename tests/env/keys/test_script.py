@@ -48,6 +48,13 @@ def folder(tmp_path: Path) -> Path:
         "bash <<EOF\npip install -r reqs.txt\nEOF",
         "(cd project && pip install -r ../reqs.txt)",
         "install() { pip install -r reqs.txt; }\ninstall",
+        "X=$((1 << SHIFT))\npip install -r reqs.txt",
+        "(( a = a << b ))\npip install -r reqs.txt",
+        "cat >a <<'END-OF-FILE'\nx\nEND-OF-FILE\npip install -r reqs.txt",
+        'cat >a <<"END OF FILE"\nx\nEND OF FILE\npip install -r reqs.txt',
+        "cat >a <<!\nx\n!\npip install -r reqs.txt",
+        'echo "run: cat <<EOF"\npip install -r reqs.txt\ncat <<EOF\nx\nEOF',
+        "true # see <<EOF\npip install -r reqs.txt\ncat <<EOF\nx\nEOF",
     ],
 )
 def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text: str) -> None:
@@ -132,6 +139,8 @@ def test_a_glob_names_what_it_matches(folder: Path) -> None:
         ("echo '$A'", set()),
         ("cat <<EOF\n$A\nEOF", {"A"}),
         ("cat <<'EOF'\n$A\nEOF", set()),
+        ("cat <<'E-F' \"x\"\n$A\nE-F\necho $B", {"B"}),
+        ("cat <<A <<-\\B\n$C\nA\n$D\n\tB", {"C"}),
         ('if [ -n "${A+x}" ]; then :; fi; echo ${#B} ${!C}', {"A", "B", "C"}),
     ],
 )

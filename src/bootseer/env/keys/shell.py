@@ -22,7 +22,7 @@ _WRAPPERS = frozenset(
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
-_HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)([A-Za-z_][A-Za-z0-9_]*)")
+_HEREDOC = re.compile(r"<<-?[ \t]*(['\"\\]?)((?<=['\"])[^'\"]+|[^\s'\"\\;&|<>()$`]+)")
 _REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
 _ASSIGNS = re.compile(
     r"(?:^|[;&|(]|\b(?:export|local|declare|readonly|then|do|else))\s*([A-Za-z_]\w*)=(?:\"[^\"]*\"|[^\s;]*)"
@@ -100,22 +100,31 @@ def expand(word: str, values: Mapping[str, str]) -> str:
 def _without_heredocs(text: str, shell: Shell) -> str:
     """The text without the lines of heredocs; heredocs read by a shell are parsed as scripts."""
     out: list[str] = []
-    lines = iter(text.split("\n"))
-    for line in lines:
+    lines = text.split("\n")
+    last = {line.strip(): number for number, line in enumerate(lines)}
+    at = 0
+    while at < len(lines):
+        line, at = lines[at], at + 1
         out.append(line)
         if "<<" not in line or line.lstrip().startswith("#"):
             continue
-        for found in _HEREDOC.finditer(line.replace("<<<", "   ")):
-            body = []
-            for inner in lines:
-                if inner.strip() == found[2]:
-                    break
-                body.append(inner)
+        bare = re.sub(r"\s#.*", "", _QUOTED.sub(_without_quoted, line.replace("<<<", "   ")))
+        for found in _HEREDOC.finditer(bare):
+            # Without a closing line it is a shift (`1 << N`): nothing may be skipped.
+            if last.get(found[2], -1) < at:
+                continue
+            end = next(number for number in range(at, len(lines)) if lines[number].strip() == found[2])
+            body, at = lines[at:end], end + 1
             if not found[1]:
                 _note_variables("\n".join(body), shell)
             if _SHELLS.search(line.partition("<<")[0]):
                 _Scanner("\n".join(body), shell).run()
     return "\n".join(out)
+
+
+def _without_quoted(found: re.Match[str]) -> str:
+    """Nothing for a quoted word, except for the delimiter of a heredoc."""
+    return found[0] if found.string[: found.start()].rstrip("- \t").endswith("<<") else "''"
 
 
 def _note_variables(text: str, shell: Shell) -> None:
