@@ -324,6 +324,21 @@ def test_open_versions_are_told_and_pinned_ones_are_not(empty: Project) -> None:
     assert not any("bar" in word for word in words)
 
 
+@pytest.mark.parametrize("option", ["constraint", "requirement", "build-constraint"])
+def test_files_that_the_configuration_of_pip_names_count_by_content(empty: Project, option: str) -> None:
+    _pip_conf(f"[install]\n{option} =\n    limits.txt\n    https://h.test/more.txt\n")(empty)
+    empty.write("requirements.txt", "click==8.1.7\n")
+    keys = []
+    for text in ("-c deeper.txt\n", "six==1\n"):
+        empty.write("limits.txt", text)
+        empty.write("deeper.txt", "")
+        keys.append(empty.key(requirements=("requirements.txt",)))
+    assert "requirements deeper.txt" in keys[0].components
+    assert keys[0].digest != keys[1].digest
+    assert "the file https://h.test/more.txt" in keys[0].unpinned
+    assert not keys[0].problems
+
+
 def test_an_environment_that_the_setup_uses_counts_by_what_is_installed_in_it(empty: Project) -> None:
     empty.write("env/pyvenv.cfg", "home = /usr/bin\n")
     empty.write("env/bin/pip", "#!/bin/sh\n")

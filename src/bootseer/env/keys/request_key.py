@@ -117,10 +117,13 @@ class _Collector:
         ask = self._ask
         prefix = self._base()
         self._node()
-        inputs = gather(ask.setup, ask.requirements, ask.cwd, ask.env, self._files)
+        configured = settings.configuration(ask.env, ask.cwd, prefix, self._files)
+        inputs = gather(
+            ask.setup, ask.requirements, ask.cwd, ask.env, self._files, configured=configured.requirement_files
+        )
         self._inputs(inputs)
         self._declared()
-        self._settings(inputs, prefix)
+        self._settings(inputs, configured)
         self._variables(inputs)
         if inputs.cwd_reason:
             self._add("working folder", ask.cwd, [inputs.cwd_reason])
@@ -319,8 +322,7 @@ class _Collector:
     # -- variables and tools
     # -----------------------------------------------------------------------------------------------
 
-    def _settings(self, inputs: Inputs, prefix: str) -> None:
-        found = settings.configuration(self._ask.env, self._ask.cwd, prefix, self._files)
+    def _settings(self, inputs: Inputs, found: settings.Configuration) -> None:
         lines = (*found.lines, *(f"asked {line}" for line in inputs.requirements.settings))
         if lines:
             self._add("installer settings", f"sha256:{digest_of(lines)} {len(lines)} settings", lines)

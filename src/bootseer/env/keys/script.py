@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -380,16 +380,23 @@ _FILE_VARIABLES = {
 
 
 def gather(
-    setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str], files: NodeFiles
+    setup: str | None,
+    requirements: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str],
+    files: NodeFiles,
+    configured: Iterable[tuple[str, bool]] = (),
 ) -> Inputs:
-    """The inputs of a script and of files. Unreadable files become problems, never exceptions."""
+    """The inputs of a script and of files. Unreadable files become problems, never exceptions. `configured` are the
+    requirement files of pip's configuration (`settings.Configuration`)."""
     inputs = Inputs()
     for path in requirements:
         inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False
         inputs.requirements.given.add(whole)
-    for name, constraint in _FILE_VARIABLES.items():
-        for word in env.get(name, "").split():
-            inputs.requirement_files.setdefault(posixpath.normpath(posixpath.join(cwd, word)), constraint)
+    named = [(word, constraint) for name, constraint in _FILE_VARIABLES.items() for word in env.get(name, "").split()]
+    for word, constraint in (*named, *configured):
+        place = word if "://" in word else posixpath.normpath(posixpath.join(cwd, word))
+        inputs.requirement_files.setdefault(place, constraint)
     for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_SRC"):
         if env.get(name) and not env[name].startswith("/"):
             inputs.cwd_reason = f"{name} is relative to it"

@@ -185,6 +185,8 @@ class Configuration(NamedTuple):
     files: tuple[str, ...]
     find_links: tuple[str, ...]
     """Local folders searched for distributions."""
+    requirement_files: tuple[tuple[str, bool], ...]
+    """Files and addresses that pip's configuration names; True for constraint files."""
     problems: tuple[str, ...]
 
 
@@ -196,6 +198,7 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     read: list[str] = []
     problems: list[str] = []
     links: list[str] = []
+    asked: list[tuple[str, bool]] = []
     for path, reader in _places(env, cwd, home, prefix):
         if files.kind(path) != "file":
             continue
@@ -209,6 +212,12 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
             lines.append(f"{section} {name} = {without_credentials(value)}")
             if name == "find-links":
                 links += [word.removeprefix("file://") for word in value.split()]
+            elif section.startswith("pip ") and name in ("requirement", "constraint", "build-constraint"):
+                asked += [
+                    (word, name != "requirement")
+                    for word in value.split()
+                    if "://" in word or files.kind(posixpath.join(cwd, word)) == "file"
+                ]
     named = [*env.get("PIP_FIND_LINKS", "").split(), *env.get("UV_FIND_LINKS", "").replace(",", " ").split()]
     links += [word.removeprefix("file://") for word in named]
     netrc = env.get("NETRC") or f"{home}/.netrc"
@@ -217,7 +226,7 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     if indexes and files.kind(netrc) == "file":  # without it, an index may report that a package does not exist
         lines.append("netrc is there")
     folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))
-    return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(problems))
+    return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(asked), tuple(problems))
 
 
 def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:
