@@ -31,8 +31,8 @@ class Written:
         return text.encode()
 
 
-def _closed(files: dict[str, str | None], *names: str) -> Requirements:
-    found = Requirements()
+def _closed(files: dict[str, str | None], *names: str, **env: str) -> Requirements:
+    found = Requirements(env=env)
     found.add_files([(name, False) for name in names], Written(files), "/job")
     found.close()
     return found
@@ -53,6 +53,9 @@ def _closed(files: dict[str, str | None], *names: str) -> Requirements:
         (".[dev,test]", "path", "", ".", True),
         ("../lib[x]", "path", "", "../lib", True),
         ("/opt/lib", "path", "", "/opt/lib", True),
+        ("./my lib/b.whl ; python_version>'3'", "path", "", "./my lib/b.whl", True),
+        ("'./my lib[x]'", "path", "", "./my lib", True),
+        ("./lib -C a=b", "path", "", "./lib", True),
         ("file:///opt/my%20lib", "path", "", "/opt/my lib", True),
         ("lib @ file:///opt/lib", "path", "lib", "/opt/lib", True),
         ("lib @ https://u:p@h.test/l.zip", "url", "lib", "https://h.test/l.zip", False),
@@ -152,6 +155,25 @@ def test_a_local_path_is_looked_for_as_pip_and_as_uv_do() -> None:
     assert sorted(found.locals) == ["/job/lib", "/job/sub/lib", "/job/sub/x.whl"]
     assert found.locals["/job/lib"].editable
     assert not found.locals["/job/sub/x.whl"].editable
+
+
+@pytest.mark.parametrize(
+    "line", ["-e lib[dev]", "-e lib#egg=lib", "-elib ; python_version>'3'", "--editable=./lib[dev]"]
+)
+def test_an_editable_project_is_found_however_it_is_named(line: str) -> None:
+    found = _closed({"/job/r.txt": line, "/job/lib": None}, "r.txt")
+    assert [(one.path, one.editable) for one in found.locals.values()] == [("/job/lib", True)]
+
+
+@pytest.mark.parametrize("line", ["${WHEELS}/x.whl", "x @ file://${WHEELS}/x.whl", "${LINE}"])
+def test_variables_are_expanded_in_names_of_local_files(line: str) -> None:
+    text = f"-r ${{WHEELS}}/r.txt\n-f ${{WHEELS}}\n-i https://${{HOST}}/\nx @ https://${{HOST}}/x.zip\n{line}\n"
+    files = {"/job/r.txt": text, "/w": None, "/w/x.whl": "", "/w/r.txt": ""}
+    found = _closed(files, "r.txt", WHEELS="/w", HOST="u:pw@h.test", LINE="/w/x.whl")
+    assert list(found.files) == ["/job/r.txt", "/w/r.txt"]
+    assert (list(found.locals), found.find_links) == (["/w/x.whl"], ["/w"])
+    assert found.settings == ["--find-links ${WHEELS}", "--index-url https://${HOST}/"]
+    assert "pw" not in repr(found)
 
 
 def test_a_constraint_pins_what_is_open_and_asks_for_nothing() -> None:

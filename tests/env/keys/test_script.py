@@ -89,6 +89,7 @@ def test_scripts_that_a_shell_reads_are_known_as_such(folder: Path, text: str) -
     [
         "pip install -e project",
         "pip install ./project[all]",
+        "pip install -e 'project[dev]'",
         "cd project\npip install .",
         "cd project && python setup.py install",
     ],

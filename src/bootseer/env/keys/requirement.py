@@ -84,13 +84,14 @@ def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Require
     if found is None:
         return None
     if editable:
-        return Requirement("path", "", text, editable=True)
+        return _at(text, "", editable, hashed)
     return Requirement("name", normalised(found[1]), found[2].strip(), hashed=hashed)
 
 
 def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
+    whole = place.strip()
     # A marker after an address is preceded by a blank; addresses contain none.
-    place = re.split(r"\s;|\s", place.strip(), maxsplit=1)[0]
+    place = whole.split(maxsplit=1)[0]
     if _VCS.match(place):
         address, reference = _revision(place.partition("#")[0])
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
@@ -100,7 +101,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
     if "://" in place:
         hashed = hashed or bool(_HASH_IN_URL.search(place))
         return Requirement("url", name or _egg(place), without_credentials(place), "", editable, hashed)
-    path = re.sub(r"\[[^\]/]*\]$", "", place.partition(";")[0].partition("#")[0])
+    path = re.sub(r"\s*(\[[^\]/]*\])?\s*$", "", re.split(r";|#|\s-", whole, maxsplit=1)[0])  # may contain blanks
     return Requirement("path", name, path, "", editable, hashed)
 
 

@@ -11,12 +11,13 @@ import posixpath
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bootseer.env.keys import requirement
 from bootseer.env.keys.requirement import Requirement
+from bootseer.env.keys.settings import looks_secret
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
 
@@ -38,6 +39,7 @@ _WITH_VALUE = {
     "-f": "--find-links",
 }
 _SOURCES = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links")
+_FILES = ("--requirement", "--constraint")
 _FORMATS = ("--no-binary", "--only-binary")
 _CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
 _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
@@ -72,6 +74,8 @@ class Requirements:
     """The files of `--requirements`, which may have other formats than pip's."""
     uses_cwd: bool = False
     """Whether something is installed relative to the working folder."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Values of variables in names of local files."""
 
     _named: dict[str, Requirement] = field(default_factory=dict)
     _pins: set[str] = field(default_factory=set)
@@ -161,16 +165,22 @@ class Requirements:
         found: list[tuple[str, bool]] = []
         for line in logical_lines(text):
             self.variables.update(VARIABLE.findall(line))
-            for option, value in _options(line):
-                if option in ("--requirement", "--constraint"):
+            # Expanded for local files alone: other values could be secrets, and the key has the variables.
+            expanded = VARIABLE.sub(self._value, line)
+            for option, value in _options(expanded):
+                if option in _FILES:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), option == "--constraint"))
-                elif option:
-                    self._setting(option, value, (folder, cwd), files)
-            body, hashed = _body(line)
-            editable = body.startswith(("-e ", "--editable ", "--editable=", "-e="))
-            body = re.sub(r"^(-e|--editable)[ =]+", "", body)
-            wanted = requirement.parse(body, editable=editable, hashed=hashed) if not body.startswith("-") else None
+                elif option == "--find-links":
+                    self.find_links += [path for path in _places(value, (folder, cwd)) if files.kind(path) == "folder"]
+            self.settings += [
+                f"{option} {without_credentials(value)}".rstrip()
+                for option, value in _options(line)
+                if option not in _FILES
+            ]
+            wanted = _requirement(expanded)
+            if expanded != line and (wanted is None or wanted.kind != "path"):
+                wanted = _requirement(line)
             if wanted is None:
                 continue
             if constraint:
@@ -195,10 +205,9 @@ class Requirements:
             self._dependencies(posixpath.basename(path))
         return self._text(requirement.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
 
-    def _setting(self, option: str, value: str, folders: Sequence[str], files: NodeFiles) -> None:
-        self.settings.append(f"{option} {without_credentials(value)}".rstrip())
-        if option == "--find-links":
-            self.find_links += [path for path in _places(value, folders) if files.kind(path) == "folder"]
+    def _value(self, found: re.Match[str]) -> str:
+        name = found[1]
+        return found[0] if looks_secret(name) and name != "PWD" else self.env.get(name) or found[0]
 
     def _local(self, wanted: Requirement, files: NodeFiles, folders: Sequence[str], no_deps: bool) -> None:
         places = [path for path in _places(wanted.target, folders) if files.kind(path)]
@@ -324,10 +333,12 @@ def installer_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield option, value
 
 
-def _body(line: str) -> tuple[str, bool]:
-    """The requirement without its options, and whether it has a hash."""
-    body, *options = re.split(r"\s--(?=[a-z])", line) if not line.startswith("--") else [line]
-    return body.strip(), any(option.startswith("hash") for option in options)
+def _requirement(line: str) -> Requirement | None:
+    """The requirement of a line without its options; None for a line of options."""
+    whole, *options = re.split(r"\s--(?=[a-z])", line) if not line.startswith("--") else [line]
+    hashed = any(option.startswith("hash") for option in options)
+    body = re.sub(r"^(-e|--editable)[\s=]*", "", whole)
+    return None if body.startswith("-") else requirement.parse(body, editable=body != whole, hashed=hashed)
 
 
 def _places(path: str, folders: Sequence[str]) -> list[str]:

@@ -389,7 +389,7 @@ def gather(
 ) -> Inputs:
     """The inputs of a script and of files. Unreadable files become problems, never exceptions. `configured` are the
     requirement files of pip's configuration (`settings.Configuration`)."""
-    inputs = Inputs()
+    inputs = Inputs(Requirements(env=env))
     for path in requirements:
         inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False
         inputs.requirements.given.add(whole)
