@@ -192,6 +192,17 @@ def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Pat
         ("pip install click==8.1.7", "dependencies of click==8.1.7"),
         ("pip install --no-deps click==8.1.7", ""),
         ("pip install $WHAT", "$WHAT (known when the setup runs)"),
+        ("sudo -Eu app pip install click", "click"),
+        ("sudo -uapp --group g -- pip install click", "click"),
+        ("sudo env -u X timeout -k 5 600 pip install click", "click"),
+        ("nice -n 10 ionice -c 2 pip install click", "click"),
+        ("flock /opt/l nohup -- pip install click", "click"),
+        ("flock -w 9 /opt/l -c 'pip install click'", "click"),
+        ("su - app -c 'pip install click'", "click"),
+        ("conda run -n env pip install click", "click"),
+        ("PIP=pip\n$PIP install click", "click"),
+        ("SUDO=sudo; PIP='python -m pip'; $SUDO ${PIP} install click", "click"),
+        ("A='sudo $B x'; B='$A y'; $A", ""),
         ("conda install -y numpy", "conda numpy"),
         ("npm ci", "npm"),
         ("wget -O /opt/x https://me:pw@h.test/x?token=1", "download of https://h.test/x?token="),
@@ -203,6 +214,13 @@ def test_what_comes_in_any_version_is_told(folder: Path, text: str, words: str) 
     found = _read(folder, text)
     found.requirements.close()
     assert ", ".join(found.requirements.unpinned) == words
+
+
+def test_files_named_before_a_wrapped_program_are_inputs(folder: Path) -> None:
+    (folder / "env/conda-meta").mkdir(parents=True)
+    found = _read(folder, "conda run -p ./env pip list\nxargs -a tool.py echo\nT=$PWD/lib.sh; $T")
+    assert list(found.environments) == [str(folder / "env")]
+    assert set(found.files) == {str(folder / "tool.py"), str(folder / "lib.sh")}
 
 
 def test_a_local_repository_that_is_cloned_is_asked_for_its_commit(folder: Path) -> None:

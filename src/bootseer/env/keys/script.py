@@ -104,7 +104,7 @@ def is_packaged(path: str) -> bool:
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")
-_SHELL = re.compile(r"(ba|da|z|k)?sh")
+_SHELL = re.compile(r"(ba|da|z|k)?sh|su")
 _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 

@@ -18,9 +18,19 @@ _KEYWORDS = frozenset(
 )
 _WRAPPERS = frozenset(
     """
-    sudo exec command env nice ionice time nohup timeout retry stdbuf setsid builtin eval xargs
+    sudo exec command env nice ionice time nohup timeout retry stdbuf setsid builtin eval xargs flock
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
+_CONDA = ("conda", "mamba", "micromamba")
+# Options of wrappers whose value is the next word.
+_TAKE_VALUE = {
+    "sudo": "ugpChTUDR", "env": "uC", "exec": "a", "nice": "n", "ionice": "cnp", "timeout": "ks", "xargs": "nIPdLsEa",
+    "flock": "wE", "stdbuf": "ioe", "time": "fo", **dict.fromkeys(_CONDA, "np"),
+}  # fmt: skip
+_LONG_TAKE_VALUE = frozenset(
+    "--user --group --chdir --unset --adjustment --kill-after --signal --timeout --name --prefix --cwd".split()  # noqa: SIM905
+)
+_MAX_WRAPPERS = 16
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"\\]?)((?<=['\"])[^'\"]+|[^\s'\"\\;&|<>()$`]+)")
 _REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
@@ -45,7 +55,7 @@ class Command:
     outputs: tuple[str, ...] = ()
     """Files that receive its output."""
     inputs: tuple[str, ...] = ()
-    """Files that it reads from (`< file`)."""
+    """Files that it reads from (`< file`), and other words before its program that may name files."""
 
     @property
     def program(self) -> str:
@@ -275,8 +285,14 @@ class _Scanner:
 
     def _end_command(self) -> None:
         words = self._words
-        while words and words[0].rpartition("/")[2] in _WRAPPERS:
-            words = _unwrapped(words)
+        for _ in range(_MAX_WRAPPERS):
+            if words and _EXPANDED.fullmatch(words[0]):
+                self._inputs.append(words[0])  # its value may be a path with blanks
+                words = [*expand(words[0], self._shell.assignments).split(), *words[1:]]
+            if not words or not _is_wrapper(words):
+                break
+            words, values = _unwrapped(words)
+            self._inputs += values
         if words and words[0] in ("export", "declare", "local", "readonly", "typeset"):
             for word in words[1:]:
                 if assigned := _ASSIGNMENT.fullmatch(word):
@@ -286,11 +302,24 @@ class _Scanner:
         self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
 
 
-def _unwrapped(words: list[str]) -> list[str]:
-    """`sudo -E env A=1 pip ...` without the words before the program."""
-    rest = words[1:]
+def _is_wrapper(words: list[str]) -> bool:
+    program = words[0].rpartition("/")[2]
+    return program in _WRAPPERS or (program in _CONDA and words[1:2] == ["run"])
+
+
+def _unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
+    """`sudo -E -u me env A=1 pip ...` without the words before the program, and the values of options among these."""
+    program = words[0].rpartition("/")[2]
+    taking = _TAKE_VALUE.get(program)
+    rest, values = words[2 if program in _CONDA else 1 :], []
     while rest and (
         rest[0].startswith("-") or _ASSIGNMENT.fullmatch(rest[0]) or re.fullmatch(r"[\d.]+[smh]?", rest[0])
     ):
-        rest = rest[1:]
-    return rest
+        option, *rest = rest
+        if option in _LONG_TAKE_VALUE or (taking and re.fullmatch(rf"-[^-{taking}]*[{taking}]", option)):
+            values += rest[:1]
+            rest = rest[1:]
+    if program == "flock":  # a file, then a program or -c with a script
+        values += rest[:1]
+        rest = ["sh", *rest[1:]] if rest[1:2] == ["-c"] else rest[1:]
+    return rest, values
