@@ -84,6 +84,22 @@ def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> N
     assert lines_of_pip(CONDA.encode()).split("\n") == ["-r more.txt", "./local"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  - -r sub/a.txt  # why\n  - wheels/x-1.whl",
+        "  - '-r sub/a.txt'\n  -   \"wheels/x-1.whl\"",
+        " ['-r sub/a.txt', click, \"wheels/x-1.whl\"]",
+        " [\n  -r sub/a.txt,\n  wheels/x-1.whl ]",
+        "  - -rsub/a.txt\n  - x @ file:wheels/x-1.whl",
+    ],
+)
+def test_what_pip_installs_for_conda_is_found_in_any_form(text: str) -> None:
+    lines = lines_of_pip(f"channels: [a, nvidia/label/b]\ndependencies:\n- c/d::e\n- pip:\n{text}\n".encode())
+    first, second = (line.partition("  #")[0] for line in lines.split("\n"))
+    assert (first.replace(" ", ""), second.removeprefix("x @ file:")) == ("-rsub/a.txt", "wheels/x-1.whl")
+
+
 def test_conda_comes_first_and_each_lock_is_installed_by_itself() -> None:
     files = [("r.txt", "a"), ("pylock.toml", PYLOCK), ("pyproject.toml", PROJECT), ("environment.yml", CONDA)]
     assert grouped([(name, text.encode()) for name, text in files]) == [

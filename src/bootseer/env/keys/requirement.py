@@ -146,7 +146,13 @@ _OTHERS = {
     "setup.cfg": _PROJECT,
 }
 _DEPENDENCIES = re.compile(rb"^dependencies[ \t]*:", re.MULTILINE)
-_OF_PIP = re.compile(r"^\s+-\s+(-[a-zA-Z-]+[ =]\S+|\.{0,2}/\S+)", re.MULTILINE)
+_LOCAL = (
+    r"(?:-[a-zA-Z-]+[ =]|-[rcef](?=[\w./])|\.{0,2}/|file:|[^\s,#'\"\[\]]+(?:\s*@\s*file:|\.(?:whl|zip|tgz|tar\.\w+)))"
+)
+# An item of a block list, a quoted item of any list, or an item of a flow list (`pip: [./a, ./b]`).
+_OF_PIP = re.compile(
+    rf"^\s+-\s+({_LOCAL}.*)|(?:^\s+-|[\[,])\s*(['\"])({_LOCAL}.*?)\2|[\[,]\s*({_LOCAL}[^,\]\n'\"]*)", re.MULTILINE
+)
 _OF_PROJECT = ("dependencies", "optional-dependencies", "requires-python", "dynamic")
 
 
@@ -222,7 +228,8 @@ def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Require
 
 def lines_of_pip(data: bytes) -> str:
     """The files and folders for pip that a conda environment names, one a line."""
-    return "\n".join(_OF_PIP.findall(data.decode("utf-8", "replace")))
+    items = _OF_PIP.finditer(data.decode("utf-8", "replace"))
+    return "\n".join((item[1] or item[3] or item[4]).rstrip() for item in items)
 
 
 def grouped(files: Sequence[tuple[str, bytes]]) -> list[tuple[FileKind, list[str]]]:
