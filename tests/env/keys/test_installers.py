@@ -78,7 +78,7 @@ def test_secrets_of_conda_and_pip_are_not_told(home: Path) -> None:
 def test_folders_of_wheels_are_found_wherever_they_are_named(home: Path) -> None:
     for name in ("one", "two", "job/three"):
         (home / name).mkdir()
-    _write(home, ".config/pip/pip.conf", f"[global]\nfind-links = {home}/one https://x.test/\n")
+    _write(home, ".config/pip/pip.conf", "[global]\nfind-links = ~/one https://x.test/\n")
     found = _settings(home, PIP_FIND_LINKS="three", UV_FIND_LINKS=f"file://{home}/two")
     assert set(found.find_links) == {f"{home}/one", f"{home}/two", f"{home}/job/three"}
 

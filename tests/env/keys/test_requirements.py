@@ -165,14 +165,14 @@ def test_an_editable_project_is_found_however_it_is_named(line: str) -> None:
     assert [(one.path, one.editable) for one in found.locals.values()] == [("/job/lib", True)]
 
 
-@pytest.mark.parametrize("line", ["${WHEELS}/x.whl", "x @ file://${WHEELS}/x.whl", "${LINE}"])
+@pytest.mark.parametrize("line", ["${WHEELS}/x.whl", "x @ file:///${WHEELS}/x.whl", "${LINE}"])
 def test_variables_are_expanded_in_names_of_local_files(line: str) -> None:
-    text = f"-r ${{WHEELS}}/r.txt\n-f ${{WHEELS}}\n-i https://${{HOST}}/\nx @ https://${{HOST}}/x.zip\n{line}\n"
-    files = {"/job/r.txt": text, "/w": None, "/w/x.whl": "", "/w/r.txt": ""}
-    found = _closed(files, "r.txt", WHEELS="/w", HOST="u:pw@h.test", LINE="/w/x.whl")
+    text = f"-r file:///${{WHEELS}}/r.txt\n-f ${{WHEELS}}\n-f ~/f\n-i https://${{HOST}}/\nx @ https://${{HOST}}/x.zip\n{line}\n"
+    files = {"/job/r.txt": text, "/w": None, "/h/f": None, "/w/x.whl": "", "/w/r.txt": ""}
+    found = _closed(files, "r.txt", WHEELS="/w", HOST="u:pw@h.test", LINE="/w/x.whl", HOME="/h")
     assert list(found.files) == ["/job/r.txt", "/w/r.txt"]
-    assert (list(found.locals), found.find_links) == (["/w/x.whl"], ["/w"])
-    assert found.settings == ["--find-links ${WHEELS}", "--index-url https://${HOST}/"]
+    assert (list(found.locals), found.find_links) == (["/w/x.whl"], ["/w", "/h/f"])
+    assert found.settings == ["--find-links ${WHEELS}", "--find-links ~/f", "--index-url https://${HOST}/"]
     assert "pw" not in repr(found)
 
 

@@ -96,7 +96,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
         address, reference = _revision(place.partition("#")[0])
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
     if place.startswith("file:"):
-        path = _decoded(re.sub(r"^file:(//(localhost)?(?=/))?", "", place.partition("#")[0]))
+        path = _decoded(re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0]))
         return Requirement("path", name, path, "", editable, hashed)
     if "://" in place:
         hashed = hashed or bool(_HASH_IN_URL.search(place))

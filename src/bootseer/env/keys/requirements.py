@@ -91,7 +91,7 @@ class Requirements:
             if "://" in path and not path.startswith("file:"):
                 self.unpinned[f"the file {without_credentials(path)}"] = None
                 continue
-            path = posixpath.normpath(posixpath.join(cwd, re.sub(r"^file:(//)?", "", path)))
+            (path,) = _places(path, (cwd,))
             if path in seen:
                 continue
             seen.add(path)
@@ -172,7 +172,8 @@ class Requirements:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), option == "--constraint"))
                 elif option == "--find-links":
-                    self.find_links += [path for path in _places(value, (folder, cwd)) if files.kind(path) == "folder"]
+                    link = re.sub(r"^~(?=/)", lambda _: self.env.get("HOME", "~"), value)
+                    self.find_links += [path for path in _places(link, (folder, cwd)) if files.kind(path) == "folder"]
             self.settings += [
                 f"{option} {without_credentials(value)}".rstrip()
                 for option, value in _options(line)
@@ -342,5 +343,6 @@ def _requirement(line: str) -> Requirement | None:
 
 
 def _places(path: str, folders: Sequence[str]) -> list[str]:
-    path = re.sub(r"^file:(//)?", "", path)
+    # `file:///${HOME}/x` has four slashes.
+    path = re.sub(r"^(file:(//)?)?(/+(?=/))?", "", path)
     return list(dict.fromkeys(posixpath.normpath(posixpath.join(folder, path)) for folder in folders))

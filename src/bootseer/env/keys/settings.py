@@ -225,7 +225,8 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     indexes = any("index" in words and "no-index" not in words for words in (*(line.lower() for line in lines), *names))
     if indexes and files.kind(netrc) == "file":  # without it, an index may report that a package does not exist
         lines.append("netrc is there")
-    folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))
+    places = (posixpath.join(cwd, re.sub(r"^~(?=/)", lambda _: home, word)) for word in links)
+    folders = tuple(dict.fromkeys(path for path in places if files.kind(path) == "folder"))
     return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(asked), tuple(problems))
 
 
