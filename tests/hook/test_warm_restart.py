@@ -132,7 +132,7 @@ def test_a_restarted_launcher_finds_what_it_finds_after_exec_and_its_programs_st
     assert job.told() == [(0, ""), (1, ""), (1, ""), (2, ""), (2, "")]
     for expected, found in zip(by_exec[::2], warm[::2], strict=True):
         for facts in (expected, found):
-            for name in ("BOOTSEER_WARM", "BOOTSEER_TRACE", "TRACEPARENT"):
+            for name in ("BOOTSEER_WARM", "BOOTSEER_TRACE", "BOOTSEER_RUN_ID", "TRACEPARENT"):
                 facts["env"].pop(name, None)
             facts["fds"] = [number for number, handed_on in facts["fds"].items() if handed_on]  # not to the warm parent
             facts["environ"] = [word for word in facts["environ"] if word.partition("=")[0] in facts["env"]]

@@ -301,7 +301,7 @@ def wait(
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if own_group:
                 os.killpg(pid, info.si_signo)
-                if info.si_signo in ENDING:  # a command that reads the terminal in the background is stopped
+                if info.si_signo in ENDING and _is_stopped(pid):  # as one that reads the terminal in the background
                     os.killpg(pid, signal.SIGCONT)
             else:
                 os.kill(pid, info.si_signo)
@@ -310,6 +310,12 @@ def wait(
             os.kill(os.getpid(), signal.SIGSTOP)
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        return file.read().rpartition(b") ")[2].startswith(b"T")
+    return False
 
 
 def _reap(pid: int) -> int | None:

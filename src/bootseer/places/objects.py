@@ -131,7 +131,9 @@ class ObjectPlace(SmallReads):
         found = self._bucket.listed(folder.prefix)
         links = {name_of(link["path"]): link for link in self._bucket.listed(f"{folder.prefix}{_LINKS}/")["objects"]}
         plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
-        files = {name_of(one["path"]): one for one in found["objects"]}
+        # An object that marks the folder itself, as consoles make, has its path.
+        marker = folder.prefix.rstrip("/")
+        files = {name_of(one["path"]): one for one in found["objects"] if one["path"] != marker}
         return iter([
             *(folder_entry(join(path, name), 0) for name in plain),
             *(folder_entry(join(path, name), time_ns(link)) for name, link in links.items() if link["size"]),
