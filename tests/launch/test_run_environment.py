@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -208,7 +209,8 @@ def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None
 
 def test_a_daemon_keeps_the_snapshot_from_being_made_and_serves_the_first_job(place: Place) -> None:
     stop = place.outside / "stop"
-    script = place.counting_script(f"(while [ ! -e {stop} ]; do sleep 0.05; done) </dev/null >/dev/null 2>&1 &\n")
+    wait = f"while [ ! -e {stop} ]; do sleep 0.05; done; rm {stop}"
+    script = place.counting_script(f"({wait}) </dev/null >/dev/null 2>&1 &\n")
     for number in (1, 2):
         ran = place.run("--setup", script, "--", "touch", str(stop))
         assert "not snapshot-safe" in ran.stderr
@@ -216,7 +218,10 @@ def test_a_daemon_keeps_the_snapshot_from_being_made_and_serves_the_first_job(pl
         assert place.published()["published"] is False
         assert not place.documents()
         assert place.num_setups == number
-        stop.unlink()
+        end = time.monotonic() + 300
+        while stop.exists():  # until the daemon has seen it
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def test_secrets_are_in_no_snapshot(place: Place) -> None:
