@@ -34,7 +34,7 @@ _LONGEST = (
     *("shared_hdfs", "shared_s3", "tests/examples/test_demo.py", "tests/checkpoint/mount/test_programs.py"),
     *("tests/hdfs/test_reads_faults.py", "linked_hdfs", "tests/env/installing/test_choose.py"),
     *("tests/env/capturing/test_effects.py", "tests/env/installing/test_validate.py", "tests/cli/test_env.py"),
-    *("tests/hook/test_warm_torch.py", "tests/launch/test_run_environment.py"),
+    *("tests/launch/test_run_slurm.py", "tests/hook/test_warm_torch.py", "tests/launch/test_run_environment.py"),
     # Of `make quick`:
     *("tests/store/test_oci.py", "tests/store/test_registry.py", "tests/trace/test_event_properties.py"),
     *("tests/service/test_ingest.py", "tests/report/test_scan.py", "tests/peers/test_choice.py"),

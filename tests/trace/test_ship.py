@@ -244,6 +244,13 @@ def test_a_run_arrives_with_its_end_and_the_command_sees_no_token(service, run, 
     assert (start.job, start.team) == ("moe", "llm")
 
 
+def test_what_a_short_command_of_a_slurm_step_did_has_arrived_at_its_end(service, run):
+    """Slurm ends the processes of a step with it: a sender that goes on would be killed."""
+    more = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "moe"}
+    assert run("run", "--trace-to", f"service={service.url}", "--", "true", more=more).returncode == 0
+    assert any(b'"command"' in line and b'"end"' in line for line in service.raw_lines())
+
+
 @pytest.fixture
 def hung() -> Iterator[str]:
     """Takes connections and never answers."""

@@ -110,8 +110,8 @@ def export_spool(
 
 
 class Shipping:
-    """Sends the spool to the service while the command runs. The end of the run does not wait for it: the rest is sent
-    by a detached `bootseer ship`, for half a minute."""
+    """Sends the spool to the service while the command runs. The end of the run waits for it only where other processes
+    would end with it: the rest is sent by a detached `bootseer ship`, for half a minute."""
 
     def __init__(self, folder: str, url: str, env: Mapping[str, str]) -> None:
         self._folder = folder
@@ -120,6 +120,9 @@ class Shipping:
         self._link: Link | None = None
         self._is_unusable = False
         self._done = threading.Event()
+        self._is_pid_1 = os.getpid() == 1
+        self._is_last = self._is_pid_1 or "SLURM_JOB_ID" in env
+        """Whether processes of this one end with it: a container's, and those of a step of Slurm."""
 
     def watch(self, ended: threading.Event) -> None:
         """Send new events every few seconds until the command has ended. Never raises."""
@@ -130,6 +133,7 @@ class Shipping:
         except BootseerError as error:
             hint = getattr(error, "hint", "")
             self._is_unusable = True
+            self._done.set()
             say(f"nothing is sent to the service: {error}{f' ({hint})' if hint else ''}")
             return
         shipper = Shipper(self._folder, link)
@@ -138,22 +142,21 @@ class Shipping:
             while not ended.is_set() and shipper.step():
                 pass
             wait_s = pause_s(link)
-        if os.getpid() == 1 and link.last_s is not None:
-            while shipper.step():
-                pass
+        while self._is_last and not link.problem and shipper.step():
+            pass
         shipper.close()
         self._done.set()
 
     def finish(self) -> None:
         """Send the rest once the last event is written; events that the service has refused are only reported."""
         link = self._link
+        if self._is_last and not (link is not None and link.problem):
+            self._done.wait(_LAST_S)
         if self._is_unusable:
             return
         if link is not None and link.is_refused:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
-        elif os.getpid() == 1:  # the container, and maybe its spool, ends with this process
-            self._done.wait(_LAST_S if link is not None and link.last_s is not None else 0)
-        else:
+        elif not self._is_pid_1:
             words = [sys.executable, "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
             # A lock or a pipe of the caller that it held open would make others wait for it.
             inherited = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - numbers, not paths
