@@ -37,7 +37,7 @@ class Relay:
         self._pattern: re.Pattern[bytes] | None = pattern
         self._on_found = on_found
         self._terminal = os.isatty(target)
-        self._is_writing = False
+        self._is_forwarding = False
         if self._terminal:
             self._read, self.write = pty.openpty()
             tty.setraw(self.write)  # the real terminal does the line editing
@@ -73,22 +73,24 @@ class Relay:
     def _is_behind(self) -> bool:
         """Whether output of the command is not forwarded yet."""
         with contextlib.suppress(OSError):
-            return self._is_writing or fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4) != b"\0" * 4
-        return False
+            if fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4) != b"\0" * 4:
+                return True
+        return self._is_forwarding  # looked at last: what is not in the pipe any more was read after it was set
 
     def _forward(self) -> None:
-        line = b""
+        line, poll = b"", select.poll()
+        poll.register(self._read, select.POLLIN)
         while True:
+            self._is_forwarding = False
+            poll.poll()
+            self._is_forwarding = True
             try:
                 data = os.read(self._read, _READ_BYTES)
             except OSError:  # EIO: the last writer has closed the pseudo terminal
                 data = b""
             if not data:
                 return
-            self._is_writing = True
-            is_open = self._write(data)
-            self._is_writing = False
-            if not is_open:
+            if not self._write(data):
                 self._terminal = False
                 os.close(self._read)  # the command's next write gets EPIPE, as it would without the relay
                 return
