@@ -53,7 +53,7 @@ def enter_mount_namespace() -> None:
 
 
 def enter_user_namespace() -> None:
-    """Root becomes the user nobody first, because the trial is about ordinary users."""
+    """Root first changes to an unprivileged user, because the trial is about ordinary users."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

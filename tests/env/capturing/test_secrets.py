@@ -22,6 +22,15 @@ AWS = "AKI" + "A" + "Q3EGJKLMNPRSTUVW"
 GITLAB = "glpat" + "-" + "x1y2z3x1y2z3x1y2z3x1"
 NPM = "np" + "m_" + "a1B2" * 9
 OPENAI = "s" + "k-proj-" + "aB3" * 16
+C20 = "a1B2c3D4e5F6g7H8i9J0"
+OTHERS = {
+    "an AWS secret key": f"AWS_SECRET_ACCESS_{'KEY'}={C20 * 2}",
+    "a Google API key": "AIz" + "a" + (C20 * 2)[:35],
+    "a Google token": "ya2" + "9." + C20 * 2,
+    "a Slack token": "xox" + "b-" + C20 * 2,
+    "a PyPI token": "pypi" + "-AgE" + C20 * 3,
+    "a Docker token": "dck" + "r_pat_" + C20 * 2,
+}
 DRAWN = base64.b64encode(hashlib.sha512(b"a key").digest()).decode()
 KEY = "-----BEGIN " + f"OPENSSH PRIVATE KEY-----\n{DRAWN}\n{DRAWN}\n-----END " + "OPENSSH PRIVATE KEY-----\n"
 THEIRS = "it matches the rule betterleaks."
@@ -49,6 +58,7 @@ SECRETS = [
     ("/etc/environment", f"WANDB_API_KEY={'0a1b2c3d' * 5}\n", "a secret (WANDB_API_KEY)"),
     ("/etc/profile.d/job.sh", f"export GITLAB={GITLAB}\n", "a GitLab token"),
     ("/opt/app/settings.yaml", f"openai: {OPENAI}\n", "an API key"),
+    *(("/opt/app/settings.yaml", f"x: '{token}'\n", kind) for kind, token in OTHERS.items()),
     ("/opt/app/service.json", json.dumps({"private_key": KEY}), f"{THEIRS}private-key"),
     ("/opt/app/deploy_key", KEY, f"{THEIRS}private-key"),
     ("/opt/app/data.bin", f"\0{GITHUB}", f"{THEIRS}github-pat"),
