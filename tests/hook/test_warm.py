@@ -5,6 +5,7 @@ The launcher and its programs are real processes; what they import is small here
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -208,6 +209,24 @@ def test_a_program_ends_as_after_exec(launcher: Launcher):
     assert dict(zip(_ENDS, warm, strict=True))["interrupted"][0] == -signal.SIGINT
 
 
+_MODES = {
+    "fault handler": ("PYTHONFAULTHANDLER", "os.kill(os.getpid(), signal.SIGSEGV)"),
+    "safe path": ("PYTHONSAFEPATH", "print(sys.path)"),
+}
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_modes_of_python_that_variables_set_are_as_after_exec(launcher: Launcher, mode: str):
+    name, text = _MODES[mode]
+    (launcher.folder / "lib").mkdir()
+    launcher.env.update({name: "1", "PYTHONPATH": f"{HOOK}/path:{launcher.folder}/lib"})
+    launcher.remember(launcher.write("child.py", f"import os, signal, sys\n{text}\n"))
+    (by_exec,), (warm,) = launcher.run((["child.py"], {}), warm=False), launcher.run((["child.py"], {}))
+    assert launcher.reasons() == [""]
+    assert warm[:2] == by_exec[:2]
+    assert warm[2].partition("\n")[0] == by_exec[2].partition("\n")[0]  # below are frames, two of which are ours
+
+
 def test_what_is_random_differs_between_programs_of_one_parent(launcher: Launcher):
     launcher.write("generators.py", "import random\nown = random.Random()\nseeded = random.Random(3)\n")
     (launcher.folder / "transformers/utils").mkdir(parents=True)
@@ -391,6 +410,35 @@ def test_a_parent_that_is_killed_in_a_request_costs_only_its_time(launcher: Laun
     assert (launcher.folder / "ran").read_text() == "xx"
     (reason,) = launcher.reasons()
     assert reason in ("the warm parent ended before it answered", "the warm parent has ended")
+
+
+def test_an_exception_of_the_launchers_signal_handler_is_raised_in_the_launcher(launcher: Launcher):
+    """torchrun's `SignalException` ends torchrun, which must not start the program instead."""
+    launcher.remember(launcher.write("child.py", "open('ran', 'w')"))
+    launcher.before = (
+        """
+class SignalException(Exception): pass
+def handle(*_):
+    open("handled", "w").close()
+    raise SignalException("SIGTERM")
+signal.signal(signal.SIGTERM, handle)
+"""
+        + _AWAIT_GO
+    )
+    with launcher.start((["child.py"], {})) as process:
+        parent = _parent_of(process)
+        os.kill(parent, signal.SIGSTOP)
+        (launcher.folder / "go").touch()
+        time.sleep(0.5)  # the request has been made by now, most likely; all that follows holds if not
+        process.terminate()
+        while not (launcher.folder / "handled").exists():
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):  # it ends with the launcher
+            os.kill(parent, signal.SIGKILL)
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "SignalException: SIGTERM" in err
+    assert not (launcher.folder / "ran").exists()
 
 
 @pytest.mark.parametrize("end", ["exit", "kill", "wait"])

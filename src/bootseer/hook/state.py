@@ -93,6 +93,8 @@ def guarded(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             state = active()
             stop()
             if state is not None:
@@ -101,6 +103,18 @@ def guarded(function: F) -> F:
             return None
 
     return call  # type: ignore[return-value]
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised this while our code ran: then it is meant for the program, such as
+    torchrun's `SignalException`."""
+    import signal
+
+    codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def compiling() -> bool:

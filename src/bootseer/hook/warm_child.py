@@ -158,7 +158,12 @@ def _kernel(
         if adjusted != ours.read():
             ours.write(adjusted)
     ignored = int(status["SigIgn"], 16)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    with open("/proc/self/status") as file:
+        caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
+    numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    # Handlers of native code stay: PYTHONFAULTHANDLER and libraries install them in a fresh process too.
+    native = {one for one in numbers if caught >> (one - 1) & 1 and not callable(signal.getsignal(one))}
+    for number in numbers - native:
         is_ignored = bool(ignored >> (number - 1) & 1)
         if number in (signal.SIGPIPE, signal.SIGXFSZ):  # a starting Python ignores them
             signal.signal(number, signal.SIG_IGN)
@@ -217,12 +222,14 @@ def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) ->
     _streams(unbuffered="-u" in flags or bool(env.get(b"PYTHONUNBUFFERED")))
     _reseed(imports)
     if rest[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())
         sys.argv[:] = ["-m", *rest[2:]]
         return lambda: _run_module(rest[1])
     sys.argv[:] = rest
     path = os.path.join(os.getcwd(), rest[0])  # Python does not normalise it either
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     return lambda: _run_file(path)
 
 

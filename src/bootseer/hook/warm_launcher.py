@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bootseer.hook import programs
-from bootseer.hook.state import STAGE
+from bootseer.hook.state import STAGE, raised_by_signal
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 from bootseer.trace.tracer import process_tracer
 
@@ -93,10 +93,10 @@ class WarmLauncher:
         the warm parent is ended before it."""
 
         def make(original: Any) -> Any:
-            def wait(*args: Any) -> Any:
-                if os.getpid() == self._pid and any_child(args):
+            def wait(*args: Any, **kwargs: Any) -> Any:
+                if os.getpid() == self._pid and any_child((*args, *kwargs.values())):
                     self.retire("the launcher waits for any child")
-                return original(*args)
+                return original(*args, **kwargs)
 
             return wait
 
@@ -120,6 +120,8 @@ class WarmLauncher:
             except RefusedError as refused:
                 reason, refusal = str(refused), refused.facts
             except Exception as error:  # no failure here may prevent the start of the program
+                if raised_by_signal(error):
+                    raise
                 reason = f"{type(error).__name__}: {error}"
             else:
                 emit({"program": self._program, "child": pid, **facts}, began_s)

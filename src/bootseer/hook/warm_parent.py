@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # modules in this folder have common names and would hide others
+if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder have common names and would hide others
     del sys.path[0]
 
 import ctypes
