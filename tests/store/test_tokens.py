@@ -92,8 +92,28 @@ class TestBasic:
             ):
                 get(store, sha256(DATA))
 
+    def test_a_login_that_was_renewed_meanwhile_is_used(self, tmp_path: Path, docker_config: Path) -> None:
+        with Registry(tmp_path, basic=True) as registry:
+            log_in(docker_config, registry.host, username=USER, password="expired")
+            with closing(open_store(f"oci://{registry.host}/a/b")) as store:
+                with pytest.raises(AccessError):
+                    put(store, DATA)
+                log_in(docker_config, registry.host)
+                assert get(store, put(store, DATA).name) == DATA
+
 
 class TestBearer:
+    @pytest.mark.parametrize("expired", [{"username": USER, "password": "expired"}, {"identitytoken": "expired"}])
+    def test_a_login_that_was_renewed_meanwhile_is_used(
+        self, guarded: Registry, docker_config: Path, repository: str, expired: dict[str, str]
+    ) -> None:
+        log_in(docker_config, guarded.host, **expired)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            with pytest.raises(AccessError):
+                put(store, DATA)
+            log_in(docker_config, guarded.host)
+            assert get(store, put(store, DATA).name) == DATA
+
     def test_a_token_is_fetched_once_for_each_kind_of_access(
         self, guarded: Registry, asked: list[dict[str, list[str]]], docker_config: Path, repository: str
     ) -> None:

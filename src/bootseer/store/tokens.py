@@ -13,7 +13,8 @@ others wait. Bursts of token requests are how registries begin to respond 429.
 Logins come from `docker login` and similar programs: in `config.json` in `$DOCKER_CONFIG` or `~/.docker`, `auths` hold
 the secret itself, `credHelpers` and `credsStore` name a program that provides it; then from enroot's `.credentials` in
 `$ENROOT_CONFIG_PATH` or `~/.config/enroot`, in netrc format; then from kubelet's plugins (`credential_providers`). They
-are read when a registry requires a login, not before: helpers may be slow.
+are read when a registry requires a login, not before: helpers may be slow. A refused login is looked up again: those of
+clouds are valid for hours, mounts live for weeks, and helpers and cron jobs renew them.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ _KNOWN_PAIRS = frozenset(
     }
 )
 _MAX_TOKEN_BYTES = 256 * 1024
+_NO_TOKEN = (400, 401, 403, 404)
 _DEFAULT_LIFE_S = 60.0
 """The protocol's default for a token without a lifetime."""
 _FRESH = 0.8
@@ -247,6 +249,8 @@ class Authorizer:
                     return known.header  # another thread has fetched it meanwhile
                 return self._fetch(challenge, until).header
             credentials = self._login(self._origin)
+            if credentials is not None and credentials.basic == refused and self._login_changed():
+                credentials = self._login(self._origin)
             if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
                 reason = "not logged in" if credentials is None else "the login is refused"
                 raise self.denied(f"{self._host}: {reason}")
@@ -264,32 +268,36 @@ class Authorizer:
         target = Origin.of(realm)
         if target.scheme != "https" and self._origin.scheme == "https":
             raise PermanentError(f"{self._host} wants a login to be sent over http; refused")
-        credentials = self._login(target)
         asked = {key: challenge[key] for key in ("service", "scope") if challenge.get(key)}
-        if credentials is not None and credentials.identity_token:
-            form = {"grant_type": "refresh_token", "client_id": "bootseer", **asked}
-            answer = self._transport.send(
-                "POST",
-                realm,
-                until=until,
-                headers={"Content-Type": "application/x-www-form-urlencoded"},
-                body=urlencode({**form, "refresh_token": credentials.identity_token}).encode(),
-            )
-        else:
-            answer = self._transport.send(
-                "GET",
-                f"{realm}{'&' if urlsplit(realm).query else '?'}{urlencode(asked)}",
-                until=until,
-                authorization=credentials.basic if credentials is not None else None,
-            )
+        answer = self._request_token(realm, asked, self._login(target), until)
+        if answer.status in _NO_TOKEN and self._login_changed():
+            answer.finish()
+            answer = self._request_token(realm, asked, self._login(target), until)
         token = self._token_of(answer)
         self._tokens[scope] = token
         return token
 
+    def _request_token(self, realm: str, asked: dict[str, str], login: Credentials | None, until: float) -> Answer:
+        if login is not None and login.identity_token:
+            form = {"grant_type": "refresh_token", "client_id": "bootseer", **asked}
+            return self._transport.send(
+                "POST",
+                realm,
+                until=until,
+                headers={"Content-Type": "application/x-www-form-urlencoded"},
+                body=urlencode({**form, "refresh_token": login.identity_token}).encode(),
+            )
+        return self._transport.send(
+            "GET",
+            f"{realm}{'&' if urlsplit(realm).query else '?'}{urlencode(asked)}",
+            until=until,
+            authorization=login.basic if login is not None else None,
+        )
+
     def _token_of(self, answer: Answer) -> _Token:
         if answer.status != 200:
             answer.finish()
-            if answer.status in (400, 401, 403, 404):
+            if answer.status in _NO_TOKEN:
                 raise self.denied(f"{self._host}: {answer.origin} gives us no token (status {answer.status})")
             raise TransientError(
                 f"{answer.origin}, which gives out tokens for {self._host}, answers with status {answer.status}",
@@ -315,6 +323,11 @@ class Authorizer:
         for receiver in (self._origin, target):
             _check_receiver(self._origin.host, receiver, os.environ.get(AUTH_HOSTS, ""))
         return self._credentials
+
+    def _login_changed(self) -> bool:
+        """Look the refused login up again; returns whether there is another one now."""
+        refused, self._credentials = self._credentials, self._find(self._host)
+        return self._credentials != refused
 
     @contextmanager
     def _locked(self, until: float) -> Iterator[None]:
