@@ -20,7 +20,7 @@ from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.open import open_source
-from bootseer.image.sources.source import ImageSource
+from bootseer.image.sources.source import ImageSource, read_resumed
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_registry, open_store
 from erofs_images import facts_of_folder, needs_root
@@ -284,6 +284,27 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(registry: Registry, tmp
     assert document.layers[0].file.size_bytes > 3_000_000
     starts = [int(text.removeprefix("bytes=").split("-")[0]) for text in ranges[-3:]]
     assert starts[0] == 0 < starts[1] < starts[2]
+
+
+@needs_registry
+@needs_skopeo
+def test_a_registry_that_is_away_for_many_attempts_is_waited_for(registry: Registry, tmp_path: Path) -> None:
+    write_layout(tmp_path / "layout", [BASE])
+    _push(tmp_path / "layout", registry, "a:latest")
+    refused: list[Request] = []
+
+    def refuse(request: Request) -> Fault | None:
+        if "/blobs/" not in request.path or len(refused) >= 7:
+            return None
+        refused.append(request)
+        return Fault(status=503)
+
+    with FaultProxy(registry.host) as proxy:
+        source = _open(f"{proxy.host}/a")
+        proxy.plan = refuse
+        assert b"".join(read_resumed(source.layers[0])) == b"".join(source.layers[0].read(0))
+        source.close()
+    assert len(refused) == 7
 
 
 @needs_registry

@@ -94,7 +94,7 @@ class TestBasic:
 
     def test_a_login_that_was_renewed_meanwhile_is_used(self, tmp_path: Path, docker_config: Path) -> None:
         with Registry(tmp_path, basic=True) as registry:
-            log_in(docker_config, registry.host, username=USER, password="expired")
+            log_in(docker_config, registry.host, username=USER, password=PASSWORD[1:])
             with closing(open_store(f"oci://{registry.host}/a/b")) as store:
                 with pytest.raises(AccessError):
                     put(store, DATA)

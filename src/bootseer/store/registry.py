@@ -370,7 +370,7 @@ class Registry:
         self.expect(answer, f"blob {digest}", 200, 206)
         if answer.status == 200:
             if answer.length is None or (ranged and (start > 0 or answer.length != length)):
-                raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends something else")
+                raise TransientError(f"{self}: blob {digest}: the registry, or a proxy before it, ignores the range")
             return answer.length
         span = answer.content_range
         if span is None or not ranged or span[0] != start:

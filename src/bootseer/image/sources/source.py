@@ -89,7 +89,7 @@ def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
 
     try:
         while offset < layer.size_bytes:
-            piece = retrying(next_piece, deadline_s=_STALL_S, rng=rng)
+            piece = retrying(next_piece, attempts=None, deadline_s=_STALL_S, rng=rng)
             if piece is None:
                 return
             offset += len(piece)
