@@ -10,7 +10,6 @@ S_PER_H = 3600
 
 
 def seconds(ns: int | float) -> float:
-    """Nanoseconds to seconds."""
     return ns / NS_PER_S
 
 

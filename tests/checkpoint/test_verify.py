@@ -12,7 +12,7 @@ from bootseer.checkpoint import verify as module
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.verify import Problem, verify
 from bootseer.errors import NotFoundError
-from bootseer.places.folder_reads import FolderFile
+from bootseer.places.folder import FolderFile
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
 _MIB = 1 << 20

@@ -49,7 +49,6 @@ def test_values_are_compared(run: Run) -> None:
     [
         (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
-        (["--figures", "figures", "--nodes", "2"], "--figures draws the shipped scenarios"),
         (["month", "--what-if", "links.node-gbit=1,10"], "compared only for starts"),
         (["--nodes", "0"], "nodes"),
         (["--nodes", "two"], "moe: "),

@@ -49,15 +49,14 @@ def test_ranges_are_exactly_these_bytes(reads: NativeReads, path: str) -> None:
     for (start, length), (data, outcome) in zip(ranges, read_ranges(file, ranges), strict=True):
         assert outcome == (None, "")
         assert data == DATA[start : start + length]
-    nodes, num_retries = reads.facts()
-    assert nodes[""]["bytes"] == sum(length for _, length in ranges)
-    assert num_retries == 0
+    assert reads.nodes()[""]["bytes"] == sum(length for _, length in ranges)
+    assert reads.num_retries == 0
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, len(DATA) + 1), (len(DATA), 1), (-1, 1)])
 def test_a_range_outside_of_the_file_is_an_error(reads: NativeReads, path: str, start: int, length: int) -> None:
-    ((_, outcome),) = read_ranges(reads.open(path), [(start, length)])
-    assert isinstance(outcome.error, PermanentError)
+    with pytest.raises(PermanentError):
+        read_ranges(reads.open(path), [(start, length)])
 
 
 def test_what_is_not_there_is_not_found(reads: NativeReads, folder: str) -> None:

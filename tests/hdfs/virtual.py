@@ -18,9 +18,10 @@ from bootseer.errors import PermanentError
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import SilentError
 from bootseer.hdfs.reads import HdfsFile
-from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run
+from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run
 from bootseer.hdfs.requests import Ticket as Asked
 from bootseer.hdfs.schedule import Schedule
+from bootseer.io.reads import ReadOutcome
 
 MIB = 1 << 20
 PACKET = 64 << 10

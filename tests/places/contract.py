@@ -19,7 +19,7 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
 )
-from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.reads import ReadOutcome
 from bootseer.places.place import OpenFile, Place
 
 _WAIT_S = 120.0

@@ -128,7 +128,6 @@ class EndedJobs:
         ]
 
     def close(self) -> None:
-        """Stop serving."""
         with self._lock:
             for secret in list(self._jobs):
                 self._drop(secret)

@@ -72,7 +72,6 @@ class Catalog(Generic[D]):
         return found and found[0]
 
     def _read_document(self, key: str, timeout_s: float) -> tuple[D, bytes] | None:
-        """The document, and its stored bytes."""
         self.kind.check_key(key)
         name = self.kind.document_name(key)
         try:
@@ -205,7 +204,6 @@ class Catalog(Generic[D]):
         return found
 
     def write_tombstone(self, tombstone: Tombstone) -> None:
-        """Write or replace a tombstone."""
         put(self.store, self.kind.trash + tombstone.name, tombstone.encode(self.kind.tombstone_schema))
 
     def _present(self, key: str) -> tuple[bool, D | None]:

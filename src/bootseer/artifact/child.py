@@ -60,7 +60,6 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
 
 
 def _read_to_end(answer: int, deadline_s: float) -> bytes:
-    """What the child writes until it ends."""
     result, end, poll = b"", time.monotonic() + deadline_s, select.poll()
     poll.register(answer, select.POLLIN)
     with os.fdopen(answer, "rb", buffering=0) as pipe:

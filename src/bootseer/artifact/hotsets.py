@@ -102,7 +102,6 @@ class HotSets:
         return merged
 
     def workloads(self) -> list[str]:
-        """The workloads that have sets."""
         prefix = hotset_name(self._digest, "")
         found: set[str] = set()
         for store in (self._local, self._store):

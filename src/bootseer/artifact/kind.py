@@ -44,7 +44,6 @@ class Tombstone:
         return f"{self.key.replace(':', '-')}-{self.identity[:16]}"
 
     def encode(self, schema: str) -> bytes:
-        """JSON."""
         return encode(self, schema)
 
     @classmethod

@@ -72,7 +72,6 @@ class LeaseRecord:
         return self.since_s + self.beat * self.interval_s
 
     def encode(self) -> bytes:
-        """JSON."""
         return encode(self, SCHEMA)
 
     @classmethod

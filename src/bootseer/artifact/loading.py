@@ -59,7 +59,6 @@ class CachedLayer:
 
     @property
     def stored_bytes(self) -> int:
-        """Its stored size."""
         return sum(stripe.size_bytes for stripe in self.index.stripes)
 
     @property

@@ -134,7 +134,6 @@ class Materializer:
             raise TransientError(f"{self.subject.name} cannot be read: {failed}")
 
     def fall_back(self, reason: str) -> None:
-        """Record that a fallback is used."""
         _LOG.info("fallback: %s", reason)
         self.mode, self.reason = "fallback", reason
 

@@ -51,7 +51,6 @@ def workload_key(command: Sequence[str], *, setup: str = "", role: str = "") -> 
 
 
 def _parts(words: Sequence[str], depth: int) -> Iterator[str]:
-    """The parts of a command that count, in order."""
     words = [*words]
     while words and _ASSIGNMENT.fullmatch(words[0]):
         words.pop(0)
@@ -94,7 +93,6 @@ def _script(word: str) -> str:
 
 
 def _text(program: str, text: str, depth: int) -> Iterator[str]:
-    """The parts of the text behind `-c` that count."""
     if not _is_shell(program) or depth >= _MAX_DEPTH:
         yield f"text {text}"
         return

@@ -14,7 +14,6 @@ import threading
 from array import array
 from collections import deque
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Self
 
 from bootseer.blocks.block_file import BlockFile
@@ -84,9 +83,7 @@ class BlockWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
     @property

@@ -163,7 +163,6 @@ def _bytes_of(index: Index, chosen: bytes) -> int:
 
 
 def add_pin(entry: Path, name: str, boot: str) -> None:
-    """Pin a leased entry. Raises `OSError`."""
     folder = entry / disk.PINS
     folder.mkdir(mode=0o700, exist_ok=True)
     disk.write_file(folder / _pin_name(name), boot.encode(), durable=False)

@@ -235,7 +235,6 @@ class Attempt:
         raise TransientError(f"{self._uri()}: others keep replacing it; try again")
 
     def _put_back(self) -> None:
-        """Restore the previous version: it was not replaced."""
         if self._has_old:
             with contextlib.suppress(BootseerError):
                 try:

@@ -25,7 +25,6 @@ CHUNK_BYTES = 1 << 20
 
 
 def num_chunks(size_bytes: int) -> int:
-    """Number of chunks of a segment."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
@@ -179,7 +178,6 @@ class Policy:
 
 
 def encode_policy(policy: Policy) -> bytes:
-    """Encode a policy."""
     return json.dumps({"schema": SCHEMA, **asdict(policy)}, indent=1).encode() + b"\n"
 
 

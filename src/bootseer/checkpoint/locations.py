@@ -50,7 +50,6 @@ class FileSystem:
 
     @property
     def writing(self) -> Writing:
-        """The writer shared by this process."""
         with self._lock:
             self._writing = self._writing or Writing(self.files)
             return self._writing

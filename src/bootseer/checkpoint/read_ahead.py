@@ -82,7 +82,6 @@ class ReadAhead:
 
     @property
     def num_streams(self) -> int:
-        """Number of streams with a window."""
         return sum(stream.proven for stream in self._streams.values())
 
     def on_read(self, offset: int, length: int, limit_bytes: int) -> Advice:

@@ -61,13 +61,6 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     metavar="FOLDER",
     help="Write the event lines of each start to this folder, for `bootseer report` and the service.",
 )
-@click.option(
-    "--figures",
-    "drawn_in",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="Simulate the shipped scenarios and write their figures to this folder, as HTML and PNG.",
-)
 @json_option("bootseer.simulation/1")
 def simulate_command(
     scenario: str,
@@ -79,7 +72,6 @@ def simulate_command(
     html: Path | None,
     reports: tuple[Path, ...],
     events: Path | None,
-    drawn_in: Path | None,
     output: Output,
 ) -> None:
     """Simulate startups of a job in virtual time. Fetching and peers use the same code as on real nodes; links,
@@ -93,16 +85,10 @@ def simulate_command(
     bootseer simulate moe --nodes 16,64 --arm lazy --arm bootseer --seeds 5 --html figures.html
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
-    bootseer simulate --figures figures/ --seeds 3
     """
     from bootseer.sim.scenario import read_scenario
     from bootseer.sim.start import ARMS, MORE_ARMS
 
-    if drawn_in is not None:
-        if nodes or arms or changes or reports or html or events:
-            raise UsageError("--figures draws the shipped scenarios: combine it only with --seed and --seeds")
-        _figures(drawn_in, range(seed, seed + seeds), output)
-        return
     variants = [
         (label, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
         for label, chosen in _variants(changes)
@@ -179,16 +165,6 @@ def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> No
     caption += "Days: maximum age of snapshots. GPU-hours of starts, and their share of the total."
     document = {"simulated": True, "scenario": scenario.name, "parameters": scenario.digest, "policies": done}
     output(document, rows, caption)
-
-
-def _figures(folder: Path, seeds: range, output: Output) -> None:
-    from bootseer.sim.evaluation import write
-
-    written = write(folder, seeds, lambda name: click.echo(f"simulating {name}", err=True))
-    lines = [f"{path}" for path in written]
-    if len(written) == 1:
-        lines.append("No PNG: no browser (chromium or google-chrome) in PATH.")
-    output({"simulated": True, "figures": lines[: len(written)]}, *lines)
 
 
 def _seeds(seeds: range) -> str:

@@ -157,7 +157,6 @@ class EnvironmentDocument:
 
     @property
     def name(self) -> str:
-        """The document's name in a store."""
         return document_name(self.key)
 
     @property

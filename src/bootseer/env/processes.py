@@ -54,13 +54,11 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> dict[int, Process]:
-    """All processes by id."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
     return {pid: found for pid in pids if (found := process(pid)) is not None}
 
 
 def below(pid: int, table: dict[int, Process]) -> set[int]:
-    """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for one in table.values():
         children.setdefault(one.parent, []).append(one.pid)

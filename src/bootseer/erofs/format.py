@@ -84,7 +84,6 @@ class Superblock:
     uuid: bytes = bytes(16)
 
     def encode(self) -> bytes:
-        """Block 0 of the image."""
         packed = _SUPER.pack(
             MAGIC,
             0,
@@ -133,7 +132,6 @@ def encode_rdev(major: int, minor: int) -> int:
 
 
 def decode_rdev(value: int) -> tuple[int, int]:
-    """Reverse of `encode_rdev`."""
     return (value >> 8) & 0xFFF, (value & 0xFF) | (value >> 12) & 0xFFF00
 
 
@@ -198,7 +196,6 @@ def xattr_count(area_bytes: int) -> int:
 
 
 def xattr_bytes(count: int) -> int:
-    """Reverse of `xattr_count`."""
     return _XATTR_HEADER.size + 4 * (count - 1) if count else 0
 
 

@@ -83,18 +83,15 @@ class ErofsReader:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the image in bytes."""
         return self._size
 
     def root(self) -> Inode:
-        """The root directory."""
         root = self.inode(self._super.root_nid)
         if not stat.S_ISDIR(root.mode):
             raise CorruptError("EROFS image: the root is not a directory")
         return root
 
     def inode(self, number: int) -> Inode:
-        """The inode with this number (nid)."""
         at = self._meta + number * SLOT
         fields = INODE.unpack(self._read(at, INODE.size))
         form, xattr_count, mode, _, size, first_block, _, uid, gid, seconds, nanoseconds, nlink = fields
@@ -128,7 +125,6 @@ class ErofsReader:
         return Attributes(inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.rdev, self.xattrs(inode))
 
     def xattrs(self, inode: Inode) -> dict[bytes, bytes]:
-        """Extended attributes by their full names."""
         return decode_xattrs(self._read(inode.xattrs_at, inode.xattrs_bytes)) if inode.xattrs_bytes else {}
 
     def read(self, inode: Inode) -> Iterator[bytes]:
@@ -150,7 +146,6 @@ class ErofsReader:
         return data
 
     def readlink(self, inode: Inode) -> bytes:
-        """The target of a symbolic link."""
         if not stat.S_ISLNK(inode.mode) or not 0 < inode.size <= MAX_TARGET:
             raise CorruptError(f"EROFS image: inode {inode.number} is not a symbolic link")
         return self.pread(inode, 0, inode.size)

@@ -101,7 +101,6 @@ class Tree:
         )
 
     def is_directory(self, inode: int) -> bool:
-        """Whether the inode is a directory."""
         return inode in self._children
 
     def child(self, directory: int, name: bytes) -> int | None:

@@ -79,13 +79,11 @@ class ErofsWriter:
         return self._position
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append to the current file's data."""
         self._position += len(data)
         self._check_size()
         self._sink.write(data)
 
     def write_zeros(self, count: int) -> None:
-        """Append `count` zeros, in constant memory."""
         self._position += count
         self._check_size()
         while count > 0:

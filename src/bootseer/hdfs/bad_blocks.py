@@ -85,7 +85,6 @@ class BadBlockReports:
 
 
 def _located(block: Block, nodes: Iterable[Node]) -> bytes:
-    """A `LocatedBlockProto` with these nodes."""
     nodes_field = b"".join(field(3, field(1, _node(node))) for node in nodes)
     return field(1, identity(block)) + field(2, block.start) + nodes_field + field(4, True) + field(5, block.token)
 

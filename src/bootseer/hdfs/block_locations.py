@@ -103,7 +103,6 @@ class LocatedFile:
 
 
 def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> LocatedFile:
-    """Parse a `LocatedBlocksProto`; `known_nodes` as in `parse_block`. Raises `MalformedError`."""
     message = Message(answer)
     size_bytes = message.number(1)
     readable = 6 not in message and 7 not in message
@@ -150,7 +149,6 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
 
 
 def parse_node(message: Message) -> Node:
-    """Parse a `DatanodeIDProto`. Raises `MalformedError`."""
     port, ipc_port = message.number(4), message.number(6, 0)
     if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
         raise MalformedError(f"a DataNode at port {port}")
@@ -184,7 +182,6 @@ class FileStatus:
 
 
 def parse_status(path: str, message: Message) -> FileStatus:
-    """Parse a `HdfsFileStatusProto`. Raises `MalformedError`."""
     return FileStatus(
         path=path,
         is_folder=message.number(1) == _FOLDER,

@@ -314,7 +314,6 @@ def _names(node: Node) -> tuple[str, str]:
 
 
 def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
-    """An `OpWriteBlockProto`."""
     block = new.block
     base = field(1, identity(block)) + field(2, block.token)
     request = field(1, field(1, base) + field(2, holder))
@@ -374,7 +373,6 @@ class ExcludedNodes:
                 self._excluded[node] = time.monotonic() + _BAD_S
 
     def names(self) -> Nodes:
-        """The nodes that are excluded now."""
         with self._lock:
             now_s = time.monotonic()
             self._excluded = {node: until_s for node, until_s in self._excluded.items() if until_s > now_s}

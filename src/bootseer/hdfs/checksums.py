@@ -104,7 +104,6 @@ def _one_by_one(
 
 
 def _joined(kind: int, chunk_bytes: int, sums: npt.NDArray[np.uint8]) -> list[int]:
-    """Combine the CRCs of each group's chunks."""
     table, places = _tables(kind, chunk_bytes)
     found = table[sums.reshape(-1, _GROUP * SUM_BYTES) + places]
     joined: list[int] = np.bitwise_xor.reduce(found, axis=1).tolist()

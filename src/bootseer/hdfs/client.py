@@ -114,7 +114,6 @@ class HdfsClient:
         self._ask(lambda names: names.set_owner(path, owner, group))
 
     def set_mtime(self, path: str, mtime_ms: int) -> None:
-        """Set the modification time."""
         self._ask(lambda names: names.set_mtime(path, mtime_ms))
 
     def put(
@@ -251,7 +250,6 @@ class HdfsClient:
         return quota, max(quota - used, 0)
 
     def reads(self) -> Reads:
-        """The reads of this client, which share the statistics of DataNodes."""
         return self._reads
 
     def close(self) -> None:
@@ -337,9 +335,8 @@ class Reads:
         """Statistics of all reads so far. `fallback` says why hdfs-native was used, "" if it was not."""
         facts = self._own.facts()
         if self._reason:
-            nodes, num_retries = self._fallback.facts()
-            facts["nodes"] |= nodes
-            facts["retries"] += num_retries
+            facts["nodes"] |= self._fallback.nodes()
+            facts["retries"] += self._fallback.num_retries
             facts["fallback"] = self._reason
         return facts
 

@@ -131,7 +131,6 @@ class DataNodeConnection:
                 views = _skip_bytes(views, got)
 
     def receive_bytes(self, length: int, on_silence: Callable[[float], None]) -> bytes:
-        """Receive a few bytes."""
         if length <= len(self._early):
             data, self._early = self._early[:length], self._early[length:]
             return bytes(data)
@@ -392,7 +391,6 @@ def _parse_answer(data: bytes) -> tuple[int, int, int]:
 
 
 def _skip_bytes(views: list[memoryview], length: int) -> list[memoryview]:
-    """The views without their first `length` bytes."""
     for number, view in enumerate(views):
         if length < len(view):
             return [view[length:], *views[number + 1 :]]

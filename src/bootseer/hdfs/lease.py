@@ -265,7 +265,6 @@ class Lease:
 
 
 def identity(block: Block) -> bytes:
-    """An `ExtendedBlockProto` of the block."""
     return field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
 
 

@@ -396,7 +396,6 @@ class Names:
             raise
 
     def delete(self, path: str, *, recursive: bool) -> bool:
-        """Remove; returns whether the path existed."""
         with self._namenode.parsing(path):
             return bool(self._ask("delete", field(1, path) + field(2, recursive), path).number(1))
 

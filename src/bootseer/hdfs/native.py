@@ -337,7 +337,6 @@ class NativeWriter:
             self._native.call(self._uri, lambda _: self._file.close(), _HANG_UP_S)
 
     def _step(self, step: Callable[[FileWriter], object], timeout_s: float) -> None:
-        """One call of the library; refused after an error."""
         if self._state is not _State.OPEN:
             raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
         try:

@@ -10,55 +10,33 @@ larger reads.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from hdfs_native import Client, FileReader
 
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.errors import PermanentError, TransientError
 from bootseer.hdfs.native import Native, leak, note_read, wait_for_inherited_connections
-from bootseer.hdfs.requests import ReadOutcome
-from bootseer.io.executor import Executor, report_exception
-from bootseer.io.fork import after_fork, in_each_process
+from bootseer.io.fork import after_fork
+from bootseer.io.reads import PooledRead, PooledReads, ReadOutcome
 
 _WORKERS = 16
 _MAX_TRIES = 3
 _OPEN_S = 60.0
 
-Done: TypeAlias = Callable[[ReadOutcome], None]
 
-
-class NativeReads:
-    """Reads of many files. Safe to use from many threads."""
+class NativeReads(PooledReads):
+    """Reads of many files."""
 
     def __init__(self, native: Native) -> None:
+        super().__init__("bootseer-hdfs-native", _WORKERS, native.uri)
         self.native = native
-        self.threads = Executor("bootseer-hdfs-native", _WORKERS)
-        self._facts = {"bytes": 0, "requests": 0, "seconds": 0.0, "failures": 0}
-        self._num_retries = 0
-        in_each_process(self._begin_process)
+        self.num_retries = 0
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
         opened = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
         return NativeFile(self, path, opened)
-
-    def facts(self) -> tuple[dict[str, dict[str, float]], int]:
-        """Statistics of all reads so far, for one node with the name "", and the number of retries."""
-        with self._lock:
-            return {"": dict(self._facts)}, self._num_retries
-
-    def close(self) -> None:
-        self._closed = True
-        self.threads.close()
-
-    def submit(self, job: Callable[[], None], urgent: bool) -> None:
-        """Run in a worker thread. Raises `TransientError` if there is none."""
-        if self._closed:
-            raise PermanentError(f"{self.native.uri}: reading has ended")
-        self.threads.submit(job, urgent=urgent)
 
     def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
         """Read a range. After an error the file is opened again, which lists the replicas in another order."""
@@ -84,18 +62,7 @@ class NativeReads:
                 if tries == _MAX_TRIES or time.monotonic() >= until:
                     raise
                 with self._lock:
-                    self._num_retries += 1
-
-    def done(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
-        with self._lock:
-            self._facts["requests"] += 1
-            self._facts["bytes"] += num_bytes
-            self._facts["seconds"] += seconds
-            self._facts["failures"] += failed
-
-    def _begin_process(self) -> None:
-        self._lock = threading.Lock()
-        self._closed = False
+                    self.num_retries += 1
 
 
 class NativeFile:
@@ -120,18 +87,29 @@ class NativeFile:
         self,
         offset: int,
         into: memoryview,
-        done: Done,
+        done: Callable[[ReadOutcome], None],
         *,
         check: bool = True,
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
         inline: bool = False,
-    ) -> NativeRead:
+    ) -> PooledRead:
         """See `OpenFile.read_into`. The library always verifies checksums, and cannot avoid nodes."""
-        ticket = NativeRead(self._reads, self, offset, into, done, time.monotonic() + deadline_s)
-        ticket.start(urgent=urgent)
-        return ticket
+        into = into.cast("B")
+        if offset < 0 or offset + len(into) > self.size_bytes:
+            raise PermanentError(f"{self.uri} has {self.size_bytes} bytes; {offset + len(into)} were asked for")
+        until = time.monotonic() + deadline_s
+
+        def fill() -> None:
+            at = 0
+            for piece in self._reads.fetch(self, offset, len(into), until) if into else []:
+                into[at : at + len(piece)] = piece
+                at += len(piece)
+
+        read = PooledRead(self._reads, self.uri, len(into), fill, done, until)
+        self._reads.submit(read, urgent=urgent)
+        return read
 
     def close(self) -> None:
         """Reads in flight still end."""
@@ -153,59 +131,6 @@ class NativeFile:
         reader, self._reader = self._reader, None
         if reader is not None:
             leak(reader)
-
-
-class NativeRead:
-    """A read in flight, carried out by one worker thread."""
-
-    def __init__(
-        self, reads: NativeReads, file: NativeFile, offset: int, into: memoryview, done: Done, until: float
-    ) -> None:
-        self._reads, self._file, self._done, self._until = reads, file, done, until
-        self._offset, self._into = offset, into.cast("B")
-        self._cancelled = False
-
-    def start(self, *, urgent: bool) -> None:
-        end = self._offset + len(self._into)
-        if self._offset < 0 or end > self._file.size_bytes:
-            text = f"{self._file.uri} has {self._file.size_bytes} bytes; {end} were asked for"
-            self._done(ReadOutcome(PermanentError(text), ""))
-        elif not self._into:
-            self._done(ReadOutcome(None, ""))
-        else:
-            try:
-                self._reads.submit(self._run, urgent)
-            except TransientError as error:
-                self._done(ReadOutcome(error, ""))
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    def prioritize(self) -> None:
-        self._reads.threads.prioritize(self._run)
-
-    def remaining_s(self) -> float:
-        return 0.0
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        error: BootseerError | None = None
-        if self._cancelled or began >= self._until:
-            error = TransientError(f"{self._file.uri}: this read was cancelled, or its deadline is over")
-        else:
-            try:
-                at = 0
-                for piece in self._reads.fetch(self._file, self._offset, len(self._into), self._until):
-                    self._into[at : at + len(piece)] = piece
-                    at += len(piece)
-            except BootseerError as raised:
-                error = raised
-            except Exception as raised:  # the reader waits, whatever the error
-                error = TransientError(f"{self._file.uri}: {type(raised).__name__}: {raised}")
-                report_exception()
-            num_bytes = 0 if error else len(self._into)
-            self._reads.done(num_bytes, time.monotonic() - began, failed=error is not None)
-        self._done(ReadOutcome(error, ""))
 
 
 @dataclass(frozen=True, slots=True)

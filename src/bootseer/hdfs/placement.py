@@ -278,7 +278,6 @@ class PlacedWriter(BlockFileWriter):
 
 
 def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
-    """The nodes that already have `share` of the files."""
     counts = collections.Counter(node for nodes in files for node in nodes)
     return frozenset(node for node, count in counts.items() if count >= share)
 

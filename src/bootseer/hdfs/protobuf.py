@@ -49,7 +49,6 @@ def field(number: int, value: int | str | bytes) -> bytes:
 
 
 def delimited(message: bytes) -> bytes:
-    """A message prefixed by its length."""
     return varint(len(message)) + message
 
 

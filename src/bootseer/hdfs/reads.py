@@ -16,9 +16,10 @@ from typing import Any
 from bootseer.errors import PermanentError
 from bootseer.hdfs.block_locations import LocatedFile
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Ticket
+from bootseer.hdfs.requests import HdfsSource, ReadSettings, Ticket
 from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
+from bootseer.io.reads import ReadOutcome
 
 _OPEN_S = 30.0
 _CANCELLED = "the read was cancelled"

@@ -17,18 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 
-
-class ReadOutcome(NamedTuple):
-    """The end of one read."""
-
-    error: BootseerError | None
-    node: str
-    """`host:port` of the DataNode that served it, of the last one if several did; "" if none did."""
+if TYPE_CHECKING:
+    from bootseer.io.reads import ReadOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +305,6 @@ class NodeQueue:
         self.seconds += seconds
 
     def has_urgent(self) -> bool:
-        """Whether an urgent piece waits here."""
         while self._urgent and not self._is_queued(self._urgent[0]):
             self._urgent.popleft()
         return bool(self._urgent)

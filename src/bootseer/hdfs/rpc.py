@@ -272,7 +272,6 @@ class RpcConnection:
         self._socket.sendall(data)
 
     def _receive(self, length: int) -> bytes:
-        """Receive bytes of answers, which may be wrapped."""
         if self._wraps is None:
             return self._receive_plain(length)
         while len(self._unwrapped) < length:

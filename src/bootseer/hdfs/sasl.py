@@ -198,7 +198,6 @@ class _Layer:
 
 
 def has_ciphers() -> bool:
-    """Whether the package `cryptography` is installed."""
     return importlib.util.find_spec("cryptography") is not None
 
 
@@ -207,7 +206,6 @@ def _md5(data: bytes) -> bytes:
 
 
 def _cipher(name: str, key: bytes, *, seal: bool) -> Any:
-    """The stream cipher of one direction."""
     from cryptography.hazmat.decrepit.ciphers.algorithms import ARC4, TripleDES
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.modes import CBC
@@ -252,12 +250,10 @@ class Token:
 
     @classmethod
     def parse(cls, data: bytes) -> Token:
-        """Parse a `TokenProto`. Raises `MalformedError`."""
         message = Message(data)
         return cls(message.data(1), message.data(2), message.text(3), message.text(4))
 
     def login(self, uri: str, protections: Sequence[str]) -> Digest:
-        """The login by it, as `Digest`."""
         user, secret = (base64.b64encode(part).decode() for part in (self.identifier, self.secret))
         return Digest(user, secret, uri, protections)
 

@@ -387,7 +387,6 @@ class Schedule:
             self.ended.append(ticket)
 
     def _no_replica_left(self, piece: Piece, now_s: float) -> None:
-        """No DataNode is left that could have the piece."""
         original = piece.original
         if original is not None:
             self._drop_hedge(original)

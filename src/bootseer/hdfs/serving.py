@@ -24,10 +24,11 @@ from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.datanode import BlockRead, ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
+from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
+from bootseer.io.reads import ReadOutcome
 from bootseer.io.timer import Timer
 from bootseer.logs import logger
 
@@ -237,7 +238,6 @@ class Serving:
             _call_back(ended)
 
     def _next_callback(self) -> Job | None:
-        """The next callback or report."""
         with self._lock:
             if self._schedule.ended:
                 return partial(_call_back, self._schedule.ended.popleft())
@@ -258,7 +258,6 @@ class Serving:
             return partial(self._probe, *self._probes.pop()) if self._probes else None
 
     def _tick(self) -> None:
-        """Called by the timer."""
         with self.schedule() as schedule:
             self._ticking = False
             now_s = time.monotonic()
@@ -364,7 +363,6 @@ class Serving:
         return self.settings.reconnect_s if alone else self.settings.silent_s
 
     def _locate(self, source: HdfsSource) -> None:
-        """Refresh the locations of a file."""
         answer: LocatedFile | BootseerError
         try:
             answer = self.namenode.locate(source.located.path)
@@ -379,8 +377,6 @@ class Serving:
             schedule.located(source, answer, time.monotonic())
 
     def _probe(self, block: Block, node: Node) -> None:
-        """Probe an excluded DataNode."""
-
         try:
             connection = self._connections.new(node)
             with self._lock:

@@ -61,7 +61,6 @@ class Executor:
         self._idle_s = self._first_idle_s
 
     def __len__(self) -> int:
-        """The number of threads."""
         return len(self._threads)
 
     def submit(self, job: Job, *, urgent: bool = True, at_once: bool = False) -> None:

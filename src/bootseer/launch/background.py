@@ -42,7 +42,6 @@ class Background:
         self._is_open = True
 
     def messages(self) -> list[dict[str, Any]]:
-        """All messages received so far."""
         self._receive(0.0)
         return self._messages
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bootseer.artifact.progress import ProgressCallback, Show
@@ -111,9 +110,7 @@ class CheckpointStart:
                 raise
             self._plain_folder, self._reason = None, f"it cannot be shown in {target} otherwise ({error})"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """After the command: report what was read, and unmount.
 
         A signal ends the wait for pending write-back, not the write-back itself: the daemon finishes it alone.
@@ -167,7 +164,6 @@ def _slot(session: Session | None) -> str:
 
 
 def _report_figures(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The daemon's counters under the report's names."""
     place, peers = status["place"], status.get("peers") or {}
     names = ("read_bytes", "place_bytes", "cache_bytes", "peer_bytes", "same_bytes", "rebuilt", "refused")
     return {

@@ -186,7 +186,6 @@ def _run_once(
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
 ) -> int:
-    """One start of the command, to its end."""
     relays = []
     if options.began_pattern is not None and session is not None:
         from bootseer.launch.relay import Relay, forward_window_size

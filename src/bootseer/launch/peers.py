@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
@@ -109,10 +108,7 @@ class PeersStart:
         self._session.add_observer(self._report.watch)
         return {FOLDER: str(path)}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the service and remove its folder."""
+    def __exit__(self, *_: object) -> None:
         os.environ.pop(FOLDER, None)
         with reporting_errors("the peer service was not stopped cleanly"):
             if self._service is not None:
@@ -183,7 +179,6 @@ class PeersStart:
             raise error_named(str(reply["kind"]), str(reply["error"]))
 
     def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
-        """Run the service, in its process."""
         from bootseer.peers.members import Listed, open_source
         from bootseer.peers.objects import OBJECT, ObjectFiles
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
@@ -231,7 +226,6 @@ class PeersStart:
             self._owned_folder = None
 
     def _record(self, until: str) -> None:
-        """Emit the event about the peers of this start."""
         if self._owned_folder is None:
             return
         job = JobPeers.open(self._owned_folder.path) if self._owned_folder.path.exists() else None

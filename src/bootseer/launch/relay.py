@@ -71,7 +71,6 @@ class Relay:
             self._thread.join(_POLL_S)
 
     def _is_behind(self) -> bool:
-        """Whether output of the command is not forwarded yet."""
         with contextlib.suppress(OSError):
             if fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4) != b"\0" * 4:
                 return True

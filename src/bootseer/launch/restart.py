@@ -126,7 +126,6 @@ class Restarts:
         )
 
     def close(self) -> None:
-        """End the warm parents."""
         if self._warm is not None:
             self._warm.close()
 
@@ -182,7 +181,6 @@ def is_elastic(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """How the command ended, as text."""
     try:
         return f"the command was ended by {signal.Signals(code - _SIGNALLED).name}"
     except ValueError:

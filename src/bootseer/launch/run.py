@@ -105,7 +105,6 @@ def _peer_service(
 
 
 def _checkpoint_mount(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:
-    """The checkpoint mount; yields the variable with its folder."""
     if options.checkpoint is None:
         return nullcontext({})
     from bootseer.launch.checkpoint import CheckpointStart

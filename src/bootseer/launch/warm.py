@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import msgspec
@@ -148,9 +147,7 @@ class WarmStart:
         self._report.send(until)
         self._recorded.wait(_KEEP_S)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._report.send(COMMAND_ENDED)
 
     def _known(self) -> Known:

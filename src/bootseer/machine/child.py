@@ -33,7 +33,6 @@ class Outcome:
 
     @property
     def output(self) -> str:
-        """Its stdout, followed by its stderr."""
         return self.stdout + self.stderr
 
 

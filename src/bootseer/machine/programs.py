@@ -59,7 +59,6 @@ def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, op
 
 
 def check_runtimes() -> Check:
-    """The container runtimes: one is enough."""
     name, opens = "runc or crun", ("run --image, image run",)
     install = "apt-get install runc crun, or put a released static binary of one into a folder of PATH"
     checks = [

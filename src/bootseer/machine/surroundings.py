@@ -60,7 +60,6 @@ def check_spool(folder: Path) -> Check:
 
 
 def check_devices(folders: Sequence[Path] = CDI_FOLDERS) -> Check:
-    """Whether there are CDI files."""
     name, opens = "CDI", ("image run --gpus: GPUs in containers",)
     files = []
     for folder in folders:

@@ -149,7 +149,6 @@ def _configure(context: int, command: int, key: bytes | None, value: bytes | Non
 
 
 def _context_log(context: int) -> str:
-    """The messages of a mount context as one line."""
     words = []
     with contextlib.suppress(OSError):  # ENODATA when all was read
         while message := os.read(context, 1024):

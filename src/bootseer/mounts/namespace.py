@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, error_named
@@ -104,7 +103,6 @@ class Namespace:
         return _fd_path(self._held["root"])
 
     def folder(self, name: str) -> Path:
-        """A folder that `build` returned."""
         return _fd_path(self._folders[name])
 
     def enter(self) -> None:
@@ -139,9 +137,7 @@ class Namespace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

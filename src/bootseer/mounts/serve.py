@@ -329,7 +329,6 @@ class _MountDaemon:
             self._session.close(force=True)
 
     def _finish_writes(self) -> control.Answer:
-        """Finish pending writes, once."""
         if self._write_result is None:
             try:
                 self._write_result = self._served.finish_writes()

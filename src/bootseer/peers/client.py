@@ -45,7 +45,6 @@ class Watch:
 
     @property
     def num_bytes(self) -> int:
-        """Received bytes of the response."""
         return self._request.num_bytes
 
     def progress(self, num_bytes: int) -> float:
@@ -179,7 +178,6 @@ class Client:
         return bytes(body)
 
     def close(self) -> None:
-        """Close idle connections."""
         with self._lock:
             connections = [connection for idle in self._idle.values() for connection, _ in idle]
             self._idle.clear()

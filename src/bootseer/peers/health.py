@@ -112,12 +112,10 @@ class Health:
         self.num_given_up = 0
 
     def begin(self, peer: str, now_s: float, length: int = 1 << 20) -> PeerRequest:
-        """A request begins."""
         self.requests += 1
         return PeerRequest(peer, length, now_s, now_s, now_s, now_s)
 
     def connected(self, request: PeerRequest, now_s: float) -> None:
-        """The request is sent."""
         request.sent_s = request.active_s = now_s
 
     def filling(self, request: PeerRequest, now_s: float, *, moves: bool = True) -> None:
@@ -127,7 +125,6 @@ class Health:
             request.moved_s = now_s
 
     def received(self, request: PeerRequest, num_bytes: int, now_s: float) -> None:
-        """Bytes of the response arrived."""
         self._note_active(request, now_s)
         if request.body_s is None:
             request.body_s = now_s

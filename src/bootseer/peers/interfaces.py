@@ -117,12 +117,10 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def joined(host: str, port: int) -> str:
-    """`host:port`, with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is `host:port`."""
     found = _ADDRESS.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 1 << 16
 

@@ -143,7 +143,6 @@ class JobPeers:
         _replace(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
 
     def unregister(self, identity: str) -> None:
-        """Stop serving a file."""
         self._file(identity, "json").unlink(missing_ok=True)
 
     def registered(self, identity: str) -> dict[str, Any] | None:
@@ -177,14 +176,12 @@ class JobPeers:
             return known
 
     def identities(self) -> set[str]:
-        """The identities of all registered files."""
         try:
             return {path.stem for path in (self.folder / "files").glob("[!.]*.json")}
         except OSError:
             return set()
 
     def register_blocks(self, source: BlockSource) -> None:
-        """`register` a block file."""
         identity = source.index.identity
         _replace(self._file(identity, "index"), source.index.encode())
         fields = {"store": source.store, "plain_http": source.plain_http, "cache": str(source.cache)}
@@ -203,7 +200,6 @@ class JobPeers:
         return source if index.identity == identity else None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Publish the service's statistics."""
         _replace(self.folder / "state.json", json.dumps(state).encode())
 
     def state(self) -> dict[str, Any]:
@@ -220,7 +216,6 @@ class JobPeers:
 
     @property
     def stage(self) -> str:
-        """The stage of this node's start."""
         with contextlib.suppress(OSError, ValueError):
             return (self.folder / "stage").read_text()
         return "begin"
@@ -239,7 +234,6 @@ class JobPeers:
 
     @property
     def training(self) -> bool:
-        """Whether training has begun."""
         return (self.folder / "began").exists()
 
     def training_began(self) -> None:
@@ -268,7 +262,6 @@ class JobPeers:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:

@@ -154,7 +154,6 @@ class Membership:
         return changed
 
     def pause_s(self) -> float:
-        """Delay until the next `refresh`."""
         if time.monotonic() - self._began_s < _FAST_FOR_S:
             return _FAST_S
         return max(_SLOW_S, _PER_PEER_S * len(self._answers))

@@ -94,7 +94,6 @@ class PeerGroup:
         return route
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What each node sent, by name."""
         with self.lock:
             return {
                 name: {"bytes": sent.bytes, "requests": sent.requests, "late": sent.late, "wrong": sent.wrong}
@@ -103,7 +102,6 @@ class PeerGroup:
             }
 
     def close(self) -> None:
-        """Close the connections."""
         self.client.close()
 
 

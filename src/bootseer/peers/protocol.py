@@ -131,7 +131,6 @@ class Signer:
         return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
 
     def encode(self, request: Request | Question | StartReport, host: str) -> bytes:
-        """The bytes of the next request."""
         self.number += 1
         if not isinstance(request, Request):
             return (
@@ -194,7 +193,6 @@ def encode_readers(found: dict[str, int]) -> bytes:
 
 
 def parse_readers(body: bytes) -> dict[str, int]:
-    """Parse what `encode_readers` encoded. Raises `CorruptError`."""
     try:
         lines = [line.split("\t") for line in body.decode().splitlines()]
         return {name: int(blocks, 16) for name, blocks in lines}

@@ -80,7 +80,6 @@ class BlockFiles:
         """The peers to ask as a global owner, and as an owner in a rack: never one that would ask its own kind."""
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
-        """An `Opener`."""
         source = job.block_source(identity)
         if source is None:
             return None
@@ -106,7 +105,6 @@ class BlockFiles:
         return {"filled_bytes": sum(stats.bytes_by_purpose.values()) - stats.peer_bytes}
 
     def close(self) -> None:
-        """End all fetching."""
         self._fetcher.close(1.0)
         for group in self._groups:
             group.close()

@@ -180,7 +180,6 @@ class Bucket:
                 self.retry(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
 
     def head(self, key: str) -> Any:
-        """What is known of an object."""
         try:
             return self.retry(key, partial(obstore.head, self.reader, key))
         except PermanentError as error:
@@ -289,7 +288,6 @@ def allows_http() -> bool:
 
 
 def time_ns(meta: Any) -> int:
-    """When an object was put."""
     return int(meta["last_modified"].timestamp() * 1e9)
 
 

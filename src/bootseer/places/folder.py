@@ -13,13 +13,24 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from bootseer.errors import AccessError, AlreadyExistsError, NotFoundError, PermanentError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    IsFolderError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+)
+from bootseer.io.fork import in_each_process
+from bootseer.io.reads import PooledRead, PooledReads, ReadOutcome
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
-from bootseer.places.folder_reads import FolderFile, FolderReads, version_of
 from bootseer.places.local_files import (
     drop,
     gid_of,
@@ -46,6 +57,12 @@ from bootseer.places.place import (
 # Non-blocking: opening a FIFO must not wait for its other end. No effect on files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_NAME_BYTES = 255
+_NUM_THREADS = 8
+
+
+def version_of(status: os.stat_result) -> str:
+    """Differs for every other file, and changes with every write."""
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 class FolderPlace(SmallReads):
@@ -55,8 +72,8 @@ class FolderPlace(SmallReads):
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.realpath(root))
-        self._reads = FolderReads()
         self.uri = f"file://{self._root}".removesuffix("/")
+        self._reads = PooledReads("bootseer-folder", _NUM_THREADS, self.uri)
 
     def name_problem(self, name: str) -> str:
         if not is_utf8(name):
@@ -93,7 +110,6 @@ class FolderPlace(SmallReads):
         return FolderFile(descriptor, uri, self._reads, lambda error: mapped(error, uri))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """See `Place.delay_s`: unknown here."""
         return 0.0
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
@@ -218,7 +234,9 @@ class FolderPlace(SmallReads):
         return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
     def facts(self) -> dict[str, object]:
-        return self._reads.facts()
+        return {
+            "nodes": self._reads.nodes(), "retries": 0, "hedges": 0, "hedges_won": 0, "refreshes": 0, "fallback": "",
+        }  # fmt: skip
 
     def close(self) -> None:
         self._reads.close()
@@ -319,3 +337,105 @@ def _entry(path: str, status: os.stat_result) -> Entry | None:
         group=group_of(status.st_gid),
         version=version_of(status),
     )
+
+
+class FolderFile:
+    """An `OpenFile` in a folder. Takes over the descriptor, which is closed when the last read has ended."""
+
+    def __init__(
+        self, descriptor: int, uri: str, reads: PooledReads, mapped: Callable[[OSError], BootseerError]
+    ) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise (
+                IsFolderError(f"{uri} is a folder") if stat.S_ISDIR(status.st_mode) else NotFoundError(f"no file {uri}")
+            )
+        self.uri = uri
+        self.size_bytes = status.st_size
+        self.version = version_of(status)
+        self._descriptor = descriptor
+        self._reads = reads
+        self._mapped = mapped
+        self._closed = False
+        in_each_process(self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 1  # the opener, and each read of this process in flight
+
+    def nodes(self, offset: int) -> tuple[str, ...]:
+        return ()
+
+    def delay_s(self, offset: int, length: int) -> float:
+        return 0.0
+
+    def read_into(
+        self,
+        offset: int,
+        into: memoryview,
+        done: Callable[[ReadOutcome], None],
+        *,
+        check: bool = True,
+        urgent: bool = True,
+        avoid: frozenset[str] = frozenset(),
+        deadline_s: float = 60.0,
+        inline: bool = False,
+    ) -> PooledRead:
+        """See `OpenFile.read_into`. The file system does its own checks, and there is only one copy."""
+        if offset < 0 or offset + len(into) > self.size_bytes:
+            raise PermanentError(f"{self.uri}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
+        with self._lock:
+            if self._closed:
+                raise PermanentError(f"{self.uri}: read after it was closed")
+            self._users += 1
+
+        def ended(outcome: ReadOutcome) -> None:
+            self.release()
+            done(outcome)
+
+        read = PooledRead(
+            self._reads, self.uri, len(into), partial(self.fill, offset, into), ended, time.monotonic() + deadline_s
+        )
+        try:
+            self._reads.submit(read, urgent=urgent)
+        except BaseException:
+            self.release()
+            raise
+        return read
+
+    def read_here(self, offset: int, length: int) -> bytes:
+        """A range inside the file, read by the calling thread, which keeps the file open meanwhile."""
+        data = bytearray(length)
+        self.fill(offset, memoryview(data))
+        return bytes(data)
+
+    def fill(self, offset: int, into: memoryview) -> None:
+        """Read in this thread. Raises `BootseerError`s."""
+        try:
+            while into:
+                count = os.preadv(self._descriptor, [into], offset)
+                if count == 0:
+                    raise TransientError(f"{self.uri} became shorter while it was read")
+                offset, into = offset + count, into[count:]
+            # Checked after the read: bytes read before a change belong to this version.
+            if version_of(os.fstat(self._descriptor)) != self.version:
+                raise TransientError(f"{self.uri} was changed while it was read")
+        except OSError as error:
+            raise self._mapped(error) from error
+
+    def release(self) -> None:
+        """A read has ended, or the opener has closed the file."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.release()

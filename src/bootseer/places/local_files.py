@@ -85,7 +85,6 @@ def create(folder: int, name: str, data: bytes, mode: int) -> None:
 
 
 def drop(name: str, folder: int) -> None:
-    """Remove a file, ignoring errors."""
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder)
 

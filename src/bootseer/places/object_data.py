@@ -14,20 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import obstore
 from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.io.reads import ReadOutcome
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
 from bootseer.places.place import ChangedError, Entry
-
-if TYPE_CHECKING:
-    from bootseer.hdfs.requests import ReadOutcome
 
 _MAX_AT_ONCE = 48
 _FIRST_AT_ONCE = 8.0
@@ -70,7 +68,6 @@ class _Read:
         self.file.reads.prioritize(self)
 
     def remaining_s(self) -> float:
-        """See `Ticket.remaining_s`: not known."""
         return 0.0
 
     def put(self, start: int, data: memoryview) -> bool:
@@ -97,8 +94,6 @@ class _Read:
         self._tell(error)
 
     def _tell(self, error: BootseerError | None) -> None:
-        from bootseer.hdfs.requests import ReadOutcome  # its module is of no use to starts without such reads
-
         self._done(ReadOutcome(error, ""))
 
 
@@ -409,7 +404,6 @@ class ObjectFile:
         self._closed = False
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """See `OpenFile.nodes`: a bucket has none."""
         return ()
 
     def delay_s(self, offset: int, length: int) -> float:

@@ -13,12 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
-
-if TYPE_CHECKING:
-    from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.reads import ReadOutcome
 
 RESERVED_PREFIXES = (".stripes", ".attempts")
 """Prefixes of BootSeer's own names, which users neither see nor can create (`bootseer.checkpoint.head.is_hidden`)."""
@@ -56,7 +54,6 @@ def folder_of(path: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The last component of a path."""
     return path.rpartition("/")[2]
 
 

@@ -71,7 +71,6 @@ class Grant:
     """The user's name from the proxy; empty for tokens."""
 
     def allows(self, scope: str) -> bool:
-        """Whether it covers this scope."""
         return self.scope in (ADMIN, scope)
 
 
@@ -205,7 +204,6 @@ class Gate:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -287,7 +285,6 @@ def same_origin(headers: Headers) -> bool:
 
 
 def refusal(status: int, why: str, headers: dict[str, str] | None = None) -> Response:
-    """The response to a rejected request."""
     return JSONResponse({"error": why}, status, headers)
 
 

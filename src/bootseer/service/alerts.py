@@ -235,7 +235,6 @@ class Alerts:
         """Why the last message to a webhook was not delivered."""
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:

@@ -76,7 +76,6 @@ class Settings:
 
     @property
     def database_url(self) -> str:
-        """URL of the database."""
         return self.database or default_url(self.data)
 
     @property
@@ -134,7 +133,6 @@ class Service:
         self.pages.changed()
 
     def start(self) -> None:
-        """Start the background threads."""
         for part in self._parts:
             part.start()
             self._started += 1
@@ -147,7 +145,6 @@ class Service:
         self.database.close()
 
     def routes(self) -> list[Any]:
-        """All routes."""
         return [
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),

@@ -213,7 +213,6 @@ class Deriver:
         self._thread.start()
 
     def wake(self) -> None:
-        """A new batch has arrived."""
         self._woken.set()
 
     def close(self) -> None:

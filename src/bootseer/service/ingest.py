@@ -192,7 +192,6 @@ class Ingest:
         return found[:MAX_REQUESTS]
 
     def start(self) -> None:
-        """Start writing rows."""
         self._registrar.start()
 
     def close(self) -> None:
@@ -205,7 +204,6 @@ class Ingest:
         return self._registrar.lag_s
 
     def routes(self) -> list[Route]:
-        """The routes for senders."""
         from bootseer.service import otlp_in
 
         async def traces(request: Request) -> Response:
@@ -265,7 +263,6 @@ class Ingest:
         return min(max(2.0, len(self._seen) / _RATE), 30.0)
 
     def refuse(self, refused: Refused) -> Response:
-        """The response to a rejected request."""
         self.counts[f"refused_{refused.status}"] += 1
         wait = refused.retry_after_s
         return refusal(refused.status, str(refused), {"retry-after": f"{wait:.0f}"} if wait is not None else None)

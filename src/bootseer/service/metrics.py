@@ -42,7 +42,6 @@ _OTHER: Final = "other"
 
 
 def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
-    """All metrics."""
     today = day_of(now_ns)
     where = Filter(today - today % _PERIOD_DAYS)
     made = Figures()
@@ -171,7 +170,6 @@ class Metrics:
         self._made: tuple[float, str] = (float("-inf"), "")
 
     def routes(self) -> list[Route]:
-        """`/metrics`."""
         return [Route("/metrics", self._endpoint, methods=["GET"])]
 
     def _text(self) -> str:

@@ -132,7 +132,6 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def lines_of_spans(request: Any) -> Found:
-    """The lines of an `ExportTraceServiceRequest`."""
     lines: list[bytes] = []
     refused = 0
     for resource in request.resource_spans:

@@ -327,7 +327,6 @@ class OverTime:
         return self._learned[1]
 
     def routes(self) -> list[Route]:
-        """The routes."""
         answers: tuple[tuple[str, Callable[[Connection, Mapping[str, str], int], dict[str, Any]]], ...] = (
             ("fleet", lambda connection, asked, ns: fleet(connection, _filter(asked, ns), ns)),
             ("history", lambda connection, asked, ns: history(connection, _job(asked), _filter(asked, ns, "90d"))),

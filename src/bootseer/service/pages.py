@@ -307,7 +307,6 @@ class Pages:
 
     @staticmethod
     def _stored(connection: Connection, number: int) -> bytes:
-        """The JSON of a start's report."""
         table = schema.start_report.c
         packed = connection.execute(select(table.json).where(table.start_id == number)).scalar_one()
         return zstandard.decompress(packed)
@@ -419,7 +418,6 @@ def _colour(stage: str) -> str:
 
 
 def openapi() -> Answer:
-    """The OpenAPI 3.1 document of `/api/v1`."""
     since = {"name": "since", "in": "query", "schema": {"type": "string", "enum": list(_SINCE)}}
     team = {"name": "team", "in": "query", "schema": {"type": "string"}}
     kind = {"name": "kind", "in": "query", "schema": {"type": "string", "enum": list(_KINDS)}}

@@ -190,7 +190,6 @@ def nodes(
 
 
 def teams(connection: Connection) -> list[str]:
-    """All teams."""
     return sorted(filter(None, connection.execute(select(start.c.team).distinct()).scalars()))
 
 

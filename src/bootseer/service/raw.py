@@ -143,7 +143,6 @@ class RawStore:
                 gone.add(name)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects."""
         for name in names:
             self.store.delete(name)
 

@@ -49,7 +49,6 @@ def class_of(value_s: float) -> int:
 
 
 def bound_s(number: int) -> float:
-    """The upper bound of a class."""
     return _FIRST_S * math.pow(2.0, number / _PER_DOUBLING)
 
 
@@ -295,7 +294,6 @@ class Upkeep:
         self._thread = threading.Thread(target=self._run, name="bootseer-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def changed(self, days: Iterable[int]) -> None:

@@ -66,16 +66,13 @@ class Engine:
         self._halted = False
 
     def link(self, name: str, bytes_per_s: float) -> Link:
-        """Create a link."""
         self.links.append(Link(name, bytes_per_s, len(self.links)))
         return self.links[-1]
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
-        """Call it at this time."""
         heapq.heappush(self._calls, (max(time_s, self.now), next(self._numbers), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it after this delay."""
         self.at(self.now + delay_s, call)
 
     def soon(self, call: Callable[[], None]) -> None:
@@ -93,7 +90,6 @@ class Engine:
         return flow
 
     def stop(self, flow: Flow) -> None:
-        """Abort a flow."""
         if self._flows.pop(flow, flow) is None:
             for link in flow.links:
                 del link.flows[flow]

@@ -214,7 +214,6 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number with three significant digits."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     text = f"{value:,.{min(max(digits, 0), 9)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -26,8 +26,9 @@ from bootseer.errors import TransientError
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import DataNodeError, SilentError
 from bootseer.hdfs.placement import has_distinct_nodes
-from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
+from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
+from bootseer.io.reads import ReadOutcome
 from bootseer.peers.protocol import Question
 from bootseer.peers.readers import UNIT_BLOCKS, Readers
 from bootseer.sim.engine import Engine, Flow, Link
@@ -61,7 +62,6 @@ class Cluster:
         self._num_blocks = 0
 
     def file(self, num_bytes: int, nodes: Sequence[Node]) -> HdfsSource:
-        """A file of one block."""
         self._num_blocks += 1
         block = Block(0, num_bytes, "pool", self._num_blocks, 1, b"", tuple(nodes))
         path = f"/{self._num_blocks}"
@@ -168,7 +168,6 @@ class Reads:
             step()
 
     def ask(self, source: HdfsSource, offset: int, length: int, done: Callable[[ReadOutcome], None]) -> Ticket:
-        """Read a range of a part."""
         into = self._cluster.memory[:length]
         ticket = Ticket(source, offset, into, done, False, True, frozenset(), _SETTINGS.deadline_s)
         self.schedule.submit(ticket, self.engine.now)
@@ -219,7 +218,6 @@ class Reads:
         return not rest or self.schedule.claim(run, rest) is not None
 
     def end(self, transfer: _Transfer, error: DataNodeError | None) -> None:
-        """End a request."""
         if transfer.over:
             return
         transfer.over, transfer.run.connection = True, None

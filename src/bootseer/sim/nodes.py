@@ -58,7 +58,6 @@ class Store:
         self._in_second = 0
 
     def takes(self, now_s: float) -> bool:
-        """Whether it accepts another request."""
         if int(now_s) != self._second:
             self._second, self._in_second = int(now_s), 0
         self._in_second += 1
@@ -156,7 +155,6 @@ class Job:
 
     @property
     def store_bytes(self) -> float:
-        """Bytes sent by the store."""
         return self.store.link.carried
 
     def requests(self) -> tuple[int, int]:
@@ -233,7 +231,6 @@ class Loader:
     # Requests of readers
 
     def prefetch(self, blocks: Iterable[Key]) -> None:
-        """Load a hot set."""
         for file, block in self.scheduler.rotate_hot(list(blocks)):
             if (file, block) not in self.node.here:
                 self.scheduler.want(file, (block,), Purpose.HOT, self._engine.now)

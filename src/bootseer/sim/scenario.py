@@ -203,7 +203,6 @@ class Scenario(_Part, frozen=True):
 
 
 def shipped() -> list[str]:
-    """Names of the shipped scenarios."""
     folder = resources.files(__package__) / "scenarios"
     return sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
 

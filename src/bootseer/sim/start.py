@@ -122,7 +122,6 @@ class Outcome:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The result without the spans."""
         ready = [spans[-2][2] for spans in self.spans.values()]
         return {
             "arm": self.arm, "nodes": self.nodes, "seed": self.seed, "parameters": self.digest,
@@ -261,7 +260,6 @@ class _Start:
             self._datanodes.hung |= set() if fault.upload_factor else {name}
 
     def ready(self) -> None:
-        """A node is ready to train."""
         self._left -= 1
         if not self._left:
             rest, ranks = self._scenario.rest, self._num_nodes * self._scenario.gpus_per_node
@@ -282,7 +280,6 @@ class _NodeStart:
         self._engine.at(self._scenario.rest.allocate_s, self._image)
 
     def _stage(self, name: str) -> None:
-        """End a stage and begin the next one."""
         spans = self._start._outcome.spans.setdefault(self._node.name, [])
         spans.append((name, self._begin_s, self._engine.now))
         self._begin_s = self._engine.now

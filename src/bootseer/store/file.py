@@ -27,7 +27,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bootseer.errors import (
     AccessError,
@@ -42,10 +41,10 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.io.deadline import within
+from bootseer.io.reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places import open_place
-from bootseer.places.folder import FolderPlace
-from bootseer.places.folder_reads import FolderFile
+from bootseer.places.folder import FolderFile, FolderPlace
 from bootseer.places.place import Entry, OpenFile, Place, folder_of, name_of
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -58,9 +57,6 @@ from bootseer.store.store import (
     range_end,
     upload_ended,
 )
-
-if TYPE_CHECKING:
-    from bootseer.hdfs.requests import ReadOutcome
 
 _LOG = logger(__name__)
 STORE_GROUP = "BOOTSEER_STORE_GROUP"
@@ -164,7 +160,6 @@ class PlaceStore:
         """Set group and mode as the store requires."""
 
     def new_path(self) -> str:
-        """A path for an upload."""
         if not self._swept:
             self._swept = not self.place.is_local
             self._sweep()

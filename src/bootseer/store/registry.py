@@ -79,7 +79,6 @@ class BlobUpload:
                 self._send_chunk()
 
     def commit(self) -> str:
-        """Publish the blob; returns its digest."""
         if self._ended:
             raise upload_ended(str(self._registry))
         self._open()
@@ -236,7 +235,6 @@ class Registry:
             self._addresses.pop(digest, None)
 
     def blob_size(self, digest: str, *, timeout_s: float = 60.0) -> int:
-        """The size of a blob."""
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", until=until)
         self.expect(answer, f"blob {digest}", 200)

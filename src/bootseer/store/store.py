@@ -100,7 +100,6 @@ class Store(Protocol):
 
 
 def is_content_name(name: str) -> bool:
-    """Whether this is a content name."""
     return _CONTENT.fullmatch(name) is not None
 
 

@@ -402,7 +402,6 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 
 @contextlib.contextmanager
 def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
-    """Map urllib3's errors to ours."""
     try:
         yield
     except NameResolutionError as error:

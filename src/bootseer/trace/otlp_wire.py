@@ -109,7 +109,6 @@ class _Transport(HTTPAdapter):
 
     @property
     def must_wait(self) -> bool:
-        """Whether a Retry-After is in force."""
         return time.monotonic() < self._not_before
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
@@ -146,7 +145,6 @@ def _num_rejected(content: bytes) -> int:
 
 
 def span(finished: Finished) -> ReadableSpan:
-    """The span in the library's type."""
     event = finished.event
     trace = trace_id(event)
     attributes = {encodable(key): _value(value) for key, value in finished.attrs.items() if value is not None}

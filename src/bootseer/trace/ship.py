@@ -200,7 +200,6 @@ class Link:
             self.send(line, sender, None)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -395,7 +394,6 @@ def _open_positions(folder: int) -> int:
 
 
 def _listing(folder: str) -> dict[str, tuple[int, int]]:
-    """Inode and size of each spool file."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:

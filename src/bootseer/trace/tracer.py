@@ -273,7 +273,6 @@ def process_tracer() -> Tracer | None:
 
 
 def set_process_tracer(tracer: Tracer | None) -> None:
-    """Replace the tracer of this process."""
     global _resolved, _tracer, _began
     with _lock:
         _tracer, _resolved, _began = tracer, True, False

@@ -59,7 +59,6 @@ class Stored:
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
         return self.offset + self.length
 
 

@@ -379,7 +379,6 @@ class _Files:
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[CheckpointFile]:
-        """The file, for one read."""
         with self._opening[name]:
             file = self._open.get(name)
             if file is None:

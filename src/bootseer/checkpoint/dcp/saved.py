@@ -48,7 +48,6 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._names = names
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """See `pickle.Unpickler.find_class`. Raises `ForeignName`."""
         if (module, name) in self._names:
             return self._names[module, name]
         found = getattr(torch, name, None) if module == "torch" else None

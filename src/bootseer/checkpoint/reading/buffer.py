@@ -302,7 +302,6 @@ class ChunkBuffer:
             self._emptied.notify_all()
 
     def _make_idle(self, piece: BufferedPiece) -> None:
-        """The last holder has released the piece."""
         if piece.dropped or piece.key.start < 0:
             self._remove(piece)
             return

@@ -17,8 +17,8 @@ from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadConte
 from bootseer.checkpoint.reading.peer_chunks import PeerRead, Unit
 from bootseer.checkpoint.reading.transfer import Done, RangeRequest, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import report_exception
+from bootseer.io.reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places.place import OpenFile, Ticket
 
@@ -75,7 +75,6 @@ class ChunkRead:
 
     @property
     def where(self) -> str:
-        """Description for error messages."""
         start = self._request.start
         part, _ = self._place()
         return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"

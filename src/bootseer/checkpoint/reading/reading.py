@@ -25,8 +25,8 @@ from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters, Job, RangeRequest, Source, failure
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
+from bootseer.io.reads import ReadOutcome
 from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import UNIT_BLOCKS
 from bootseer.places.place import OpenFile, Place, Ticket, read_blocking

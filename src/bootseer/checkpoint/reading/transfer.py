@@ -161,7 +161,6 @@ class Counters:
             self._counts[name] += count
 
     def all(self) -> dict[str, int]:
-        """All counters, including zeros."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -119,7 +118,6 @@ def load_sharded(
 
 
 def _files_of(index: bytes, uri: str, names: Collection[str] | None) -> dict[str, list[str]]:
-    """The tensors to read from each file."""
     try:
         weights = json.loads(index)["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -173,8 +171,6 @@ class _File(NamedTuple):
 
 
 def _read_all(files: Mapping[str, _File], device: Device) -> dict[str, torch.Tensor]:
-    """The chosen tensors of all files, in their order."""
-
     def read(job: tuple[str, Span[_Named]]) -> dict[str, torch.Tensor]:
         of_file = files[job[0]]
         return _read_span(of_file.file, of_file.header.data, job[1], device)
@@ -244,9 +240,7 @@ class safe_open:  # noqa: N801 - the name that users know
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def keys(self) -> list[str]:

@@ -45,7 +45,6 @@ _MAX_NAMED = 5
 
 
 def new_mark() -> str:
-    """A unique value."""
     return secrets.token_hex(8)
 
 

@@ -234,7 +234,6 @@ class Exclusions:
 
     @property
     def passthrough_folders(self) -> list[str]:
-        """Passthrough folders of captures."""
         found = [path for path, rule in self._folders.items() if rule.passthrough]
         return sorted(
             {home + path[1:] for path in found if path.startswith("~") for home in self._homes}

@@ -56,7 +56,6 @@ class Group:
         self._queue = check(libc.fanotify_init(flags, how), "watch files")
 
     def fileno(self) -> int:
-        """The queue's descriptor."""
         return self._queue
 
     def watch_mount(self, path: str, mask: int) -> None:

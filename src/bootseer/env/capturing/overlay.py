@@ -75,7 +75,6 @@ def is_within(path: str, folders: Iterable[str]) -> bool:
 
 
 def mount_of(path: str, rows: Sequence[Mount]) -> Mount:
-    """The mount that contains a path."""
     return next(row for row in reversed(rows) if row.path == path or is_below(path, row.path))
 
 
@@ -106,7 +105,6 @@ def user_overlay_points(candidates: Iterable[str], rows: Sequence[Mount], passth
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """The folder and its parents, up to the root."""
     while True:
         yield path
         if path == "/":

@@ -47,12 +47,10 @@ class PathState:
 
     @property
     def kind(self) -> Kind:
-        """Its kind."""
         return _KINDS[stat.S_IFMT(self.status.st_mode)]
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return self.status.st_size
 
     def overlay_marks(self) -> dict[str, bytes]:
@@ -221,7 +219,6 @@ class Walk:
             raise PermanentError(f"read what the setup changed: {error.filename}: {error.strerror}") from error
 
     def changes(self) -> list[Change]:
-        """All changes, sorted by path."""
         for inode in self._changed_inodes & self._unchanged_links.keys():
             self._changes.update((change.path, change) for change in self._unchanged_links[inode])
         return [self._changes[path] for path in sorted(self._changes)]

@@ -185,7 +185,6 @@ class _AccessLog:
         return has_events
 
     def report(self, table: Iterable[Mount], passthrough: Iterable[str]) -> dict[str, object]:
-        """The message for the parent."""
         written = {path.removesuffix(_DELETED) for path in self._written}
         opened = {path.removesuffix(_DELETED) for path in self._opened} - written
         local = {mount.path.rstrip("/"): mount.kind in _LOCAL for mount in table}
@@ -204,7 +203,6 @@ def _existing(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _is_local(path: str, local: dict[str, bool]) -> bool:
-    """Whether a path lies on a local mount."""
     while path and path not in local:
         path = path.rpartition("/")[0]
     return local.get(path, False)

@@ -116,7 +116,6 @@ def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
 
 
 def _from_folder_name(folder: str) -> tuple[str, str] | None:
-    """Name and version from the name of the folder."""
     stem = folder.rpartition(".")[0]
     if folder.endswith(".egg-info"):
         stem = _EGG_PYTHON.sub("", stem)

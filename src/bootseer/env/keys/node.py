@@ -371,7 +371,6 @@ def id_ranges(kind: str) -> list[list[int]]:
 
 
 def umask() -> str:
-    """The umask in octal digits."""
     found = re.search(r"^Umask:\s*(\d+)$", _head("/proc/self/status", 65_536), re.MULTILINE)
     return found[1] if found else ""
 

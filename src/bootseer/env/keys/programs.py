@@ -169,7 +169,6 @@ def outputs(command: Command) -> list[str]:
 
 
 def _checkout(names: Sequence[str]) -> list[str]:
-    """The folder that `git clone` creates."""
     for index, word in enumerate(names):
         if "://" in word or "/" in word or ":" in word:
             return list(names[index + 1 : index + 2]) or [posixpath.basename(word.rstrip("/")).removesuffix(".git")]

@@ -55,7 +55,6 @@ class Paths:
         self._look = look
 
     def expand(self, word: str) -> str:
-        """The word with known variables expanded."""
         word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expand(word, self.values))
         if word == "~" or word.startswith("~/"):
             word = self.values.get("HOME", "~") + word[1:]

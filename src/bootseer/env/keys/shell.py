@@ -81,7 +81,6 @@ class Shell:
 
 
 def parse(text: str) -> Shell:
-    """Parse a script."""
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
     shell = Shell()
     text = _without_heredocs(text, shell)

@@ -69,7 +69,6 @@ class NodeCatalog:
         self._prune()
 
     def forget(self, key: str) -> None:
-        """Delete the copy of a snapshot."""
         with contextlib.suppress(BootseerError):
             self.store.delete(document_name(key))
 

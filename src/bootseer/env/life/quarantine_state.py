@@ -101,7 +101,6 @@ class State:
         )
 
     def encode(self) -> bytes:
-        """JSON."""
         return encode(self, SCHEMA)
 
     @classmethod

@@ -181,7 +181,6 @@ class _LayerMount(LazyMount):
             return point
 
     def _serve_by_fuse(self) -> Path:
-        """Serve the tree by a FUSE daemon."""
         from bootseer.mounts.trees import layer_tree
 
         self.layers.serve_tree(layer_tree, None)

@@ -168,7 +168,6 @@ class _Planner:
             self._refuse(entry, "the setup changed it, and it differs here from what the setup found")
 
     def _may_delete_contents(self, path: str) -> bool:
-        """Whether a folder may be deleted with its entries."""
         return self.captured or is_system(path)
 
     def _operation(self, entry: Entry, found: os.stat_result | None) -> Operation | None:

@@ -79,7 +79,6 @@ class _Writer:
                 self._set_attributes_of(folder, _name(step), step.entry)
 
     def _apply_in_folder(self, steps: Sequence[Step]) -> None:
-        """Apply steps of one folder."""
         with self._tree.folder(_parent(steps[0])) as folder:
             if any(step.operation in ("make", "replace") for step in steps):
                 _delete_stale(folder)
@@ -166,7 +165,6 @@ class _Writer:
                 os.utime(opened_path, ns=times)
 
     def _set_attributes_of(self, folder: int, name: str, entry: Entry) -> None:
-        """Set the attributes of an existing file."""
         with _opened_path(folder, name) as opened_path:
             found = Path(opened_path).stat()
             # A hard link may have been placed here by another user, to have root change the owner of a foreign file.

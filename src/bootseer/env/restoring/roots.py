@@ -97,7 +97,6 @@ def is_checked(path: str, before: str) -> bool:
 
 
 def divide(changes: Iterable[Change], folders: Folders) -> Division:
-    """Divide what a setup changed."""
     finder = _RootFinder(folders)
     for change in changes:
         finder.add(change)

@@ -75,13 +75,11 @@ class SafeTree:
         return opened
 
     def target(self, path: str) -> str:
-        """The target of a symbolic link."""
         above, _, name = path.rpartition("/")
         with self.folder(above) as folder:
             return os.readlink(name, dir_fd=folder)
 
     def names(self, path: str) -> list[str]:
-        """The names in a folder."""
         with self.folder(path) as folder:
             opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:

@@ -112,7 +112,6 @@ def settle_header(data: bytes, source: Source | None) -> bytes | None:
 
 
 def _is_valid(magic: bytes, flags: int, stamp: bytes, source: Source) -> bool:
-    """Whether the header matches this source."""
     if flags == _TIMESTAMP:
         return stamp == _stamp(source.mtime_ns, source.size)
     return flags in {_UNCHECKED, _CHECKED} and stamp == _digest(magic, source.read())

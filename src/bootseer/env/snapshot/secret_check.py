@@ -200,7 +200,6 @@ class SecretCheck:
 
 
 def raise_if_secret(found: Sequence[str]) -> None:
-    """Raise `PermanentError` if something was found."""
     if found:
         _log.warning("refused: %d possible secrets, the first %s", len(found), found[0])
         raise PermanentError(

@@ -242,7 +242,6 @@ class _CapturedSetup:
         return [*done.reasons, *found.unsafe, *self._packages_outside()]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
-        """The snapshot to publish."""
         unknown = self._unaccounted(self.changes) if self.reads.complete else ()
         # Written by daemons at each start: restored, they would be in the way.
         runtime_files = {path for daemon in self.daemons for path in (*daemon.pid_files, daemon.output)}

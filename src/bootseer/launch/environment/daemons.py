@@ -103,7 +103,6 @@ class RelaunchedDaemons:
             ) from error
 
     def close(self) -> None:
-        """End them and their children."""
         self._background.stop(_END_S)
 
 
@@ -336,7 +335,6 @@ def _is_ready(one: _DaemonStart, family: set[int], own: set[str]) -> bool:
 
 
 def _read_start_pipe(one: _DaemonStart) -> None:
-    """Update whether exec has succeeded or failed."""
     if one.running_since_s is None and not one.start_error:
         with contextlib.suppress(BlockingIOError):
             one.start_error = os.read(one.start_pipe, _MAX_ERROR_BYTES)

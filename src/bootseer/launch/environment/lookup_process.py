@@ -174,7 +174,6 @@ class LookupProcess:
 
 
 def _encoded(decision: Decision) -> dict[str, Any]:
-    """The decision as a message."""
     message = {field.name: getattr(decision, field.name) for field in fields(decision)}
     documents = {name: message[name].encode().decode() for name in DOCUMENTS if message[name] is not None}
     return {**message, **documents, "action": decision.action.value}

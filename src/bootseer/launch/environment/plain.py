@@ -111,7 +111,6 @@ def prepare_script(script: str, argv: Sequence[str], folder: Path, env: Mapping[
 
 
 def say_failed(label: str, code: int) -> None:
-    """Report that the setup failed."""
     say(f"the environment setup failed ({label}, exit code {code}); the command was not started")
 
 

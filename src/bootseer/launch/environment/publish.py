@@ -92,7 +92,6 @@ class Publishing:
         self._report()
 
     def stop(self) -> None:
-        """Cancel it."""
         self._background.stop()
         self._report()
 
@@ -132,7 +131,6 @@ def start_publishing(task: Task, publication: Publication) -> Publishing:
 
 
 def _publish(task: Task, publication: Publication, send: Send) -> None:
-    """Validate, write and publish, in the background process."""
     began_s = time.monotonic()
     options = task.options
     key, num_changes = publication.key.digest[:12], len(publication.changes)

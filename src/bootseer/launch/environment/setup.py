@@ -168,7 +168,6 @@ class SetupRun:
         self._before = Installed()
 
     def run(self) -> SetupResult:
-        """All steps, until one fails."""
         task = self._task
         began_s = time.time()
         with interruptible():
@@ -251,7 +250,6 @@ class SetupRun:
         return way
 
     def _record_new_packages(self, done: SetupResult) -> SetupResult:
-        """Record the new packages, and compile their bytecode."""
         after = self._installed()
         new = new_distributions(self._before, after)
         if self._python is not None:
@@ -269,7 +267,6 @@ class SetupRun:
                 self._host.spawn(compile_command(program, group, workers), {})
 
     def _step(self, stage: str, label: str, argv: Sequence[str], more: Mapping[str, str], **attrs: str) -> int:
-        """Run a step as a stage; its exit code."""
         with self._task.stage(stage) as facts:
             facts.update(file=Path(label).name, **attrs)
             code = self._host.spawn(argv, more)

@@ -197,7 +197,6 @@ class SavedSnapshot:
 
     @contextmanager
     def _mounted(self) -> Iterator[tuple[Layer, Sequence[Entry]]]:
-        """Its mounted files, and its manifest's entries."""
         with ExitStack() as opened:
             store = open_store(self.uri, plain_http=self.plain_http)
             opened.callback(store.close)

@@ -182,7 +182,6 @@ class EnvironmentStart:
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
-        """Restore the snapshot; the same decision, or the fallback."""
         from bootseer.launch.environment.restore import restore
         from bootseer.launch.environment.view import fallback_for
 
@@ -213,7 +212,6 @@ class EnvironmentStart:
         return replace(again, code=decision.code, reason=decision.reason)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
-        """Run the setup in a capture; its exit code."""
         from bootseer.launch.environment.capture import capture
 
         try:

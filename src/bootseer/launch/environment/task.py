@@ -109,17 +109,14 @@ class Task:
 
     @cached_property
     def cwd(self) -> str:
-        """The job's working folder."""
         return os.getcwd()  # noqa: PTH109 - a name
 
     @property
     def what(self) -> str:
-        """File names of the setup."""
         return ", ".join(Path(path).name for path in (self.setup, *self.requirements) if path)
 
     @property
     def node(self) -> str:
-        """Name of this node."""
         return self.session.tracer.identity.node if self.session is not None else os.uname().nodename
 
     @property
@@ -129,7 +126,6 @@ class Task:
 
     @property
     def store_uri(self) -> str:
-        """URI of the store of snapshots."""
         return self.options.store or own_store(self.options.cache)
 
     @property

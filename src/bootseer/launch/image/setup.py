@@ -98,7 +98,6 @@ def is_below(path: str, folder: str) -> bool:
 
 
 def _texts(setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str]) -> Iterator[str]:
-    """The setup's variables and files."""
     # Without BOOTSEER_CHECKPOINT and the like, whose folders differ in each start.
     yield from (value for name, value in env.items() if not is_irrelevant(name))
     files = NodeFiles(FactCache(None))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from bootseer.sim import evaluation
 from bootseer.sim.scenario import Scenario, read_scenario
+
+with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    import simulated
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +32,16 @@ def small(name: str, changes: Iterable[str] = ()) -> Scenario:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "read_scenario", small)
-    monkeypatch.setattr(evaluation, "_NODES", (1, 2))
-    monkeypatch.setattr(evaluation, "_SEEDS", 2)
+    monkeypatch.setattr(simulated, "read_scenario", small)
+    monkeypatch.setattr(simulated, "_NODES", (1, 2))
+    monkeypatch.setattr(simulated, "_SEEDS", 2)
 
 
 @pytest.mark.usefixtures("quick")
 def test_all_figures_say_that_and_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no browser
     done: list[str] = []
-    assert evaluation.write(tmp_path, range(1), done.append) == [tmp_path / "index.html"]
+    assert simulated.write(tmp_path, range(1), done.append) == [tmp_path / "index.html"]
     page = (tmp_path / "index.html").read_text()
     figures = page.split("<figure ")[1:]
     assert {re.findall(r'id="([^"]+)"', figure)[0] for figure in figures} == WANTED
@@ -47,19 +51,19 @@ def test_all_figures_say_that_and_what_is_simulated(tmp_path: Path, monkeypatch:
         for digest in re.findall(r"[a-z0-9-]+ \(([0-9a-f]{12})\)", figure.split("<figcaption>")[1]):
             assert f"({digest})</summary>" in page
         assert "NaN" not in figure
-    simulated = len(done)
+    num_done = len(done)
     # What has been simulated is not simulated again, and gives the same bytes.
-    evaluation.write(tmp_path, range(1), done.append)
-    assert len(done) == simulated
+    simulated.write(tmp_path, range(1), done.append)
+    assert len(done) == num_done
     assert (tmp_path / "index.html").read_text() == page
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(not any(map(shutil.which, evaluation._BROWSERS)), reason="no chromium")
+@pytest.mark.skipif(not any(map(shutil.which, simulated._BROWSERS)), reason="no chromium")
 def test_a_figure_is_drawn_as_png(tmp_path: Path) -> None:
-    figure = evaluation.Figure("one", "One line", evaluation.lines({"a": [(1, [2.0]), (2, [3.0])]}, y="s"), "", "here")
-    browser = next(filter(None, map(shutil.which, evaluation._BROWSERS)))
-    png = evaluation._photographed(browser, figure, tmp_path).read_bytes()
+    figure = simulated.Figure("one", "One line", simulated.lines({"a": [(1, [2.0]), (2, [3.0])]}, y="s"), "", "here")
+    browser = next(filter(None, map(shutil.which, simulated._BROWSERS)))
+    png = simulated._photographed(browser, figure, tmp_path).read_bytes()
     assert png.startswith(b"\x89PNG")
     assert int.from_bytes(png[16:20], "big") == 920
     assert len(png) > 5000  # blank ones are smaller

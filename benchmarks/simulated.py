@@ -1,14 +1,19 @@
 """The figures of `docs/evaluation.md`: shipped scenarios, simulated and drawn as one page and a PNG of each figure.
 
 Results of simulations are cached next to the figures, by parameters and program version, so that an interrupted run can
-be continued, and several runs with different seeds can share the work.
+be continued, and several runs with different seeds can share the work. One seed takes about ten minutes of one
+processor. Without a browser (chromium, google-chrome) on PATH there are no PNGs.
+
+    python benchmarks/simulated.py docs/simulated --seeds 3
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -276,3 +281,12 @@ def _lines(
 ) -> str:
     starts = [{"arm": names[one["arm"]], "nodes": one["nodes"], "value": value(one)} for one in document["starts"]]
     return lines(by_nodes(starts, "value"), y=y, x="nodes of 8 GPUs")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Draw the figures of docs/evaluation.md.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    given = parser.parse_args()
+    for drawn in write(given.folder, range(given.seeds), lambda name: print(f"simulating {name}", file=sys.stderr)):
+        print(drawn)
