@@ -112,6 +112,18 @@ def test_an_index_gives_the_image_of_the_platform(tmp_path: Path) -> None:
         _open(f"oci:{tmp_path}:multi", platform=Platform("linux", "riscv64"))
 
 
+def test_a_manifest_below_an_index_need_not_state_its_type(tmp_path: Path) -> None:
+    write_layout(tmp_path / "plain", [BASE])
+    plain = _open(f"oci:{tmp_path / 'plain'}")
+    manifest = {name: value for name, value in json.loads(plain.manifest).items() if name != "mediaType"}
+    entry = add_blob(tmp_path / "plain", json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
+    rows = [{**entry, "platform": {"os": "linux", "architecture": "amd64"}}]
+    index = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json", "manifests": rows}
+    add_to_index(tmp_path / "plain", index, "indexed")
+    found = _open(f"oci:{tmp_path / 'plain'}:indexed", platform=Platform("linux", "amd64"))
+    assert (found.digest, found.layers[0].digest) == (entry["digest"], plain.layers[0].digest)
+
+
 @pytest.mark.parametrize("text", ["linux", "linux/", "a/b/c/d", "Linux/amd64"])
 def test_what_is_no_platform_is_refused(text: str) -> None:
     with pytest.raises(UsageError):

@@ -44,7 +44,9 @@ def open_layout(reference: Reference, platform: Platform) -> ImageSource:
 
     def read(digest: str) -> tuple[bytes, str, str]:
         data = _read_file(_blob(folder, digest), MAX_MANIFEST_BYTES)
-        return checked(data, Descriptor(digest, len(data)), where), entry.media_type, digest
+        # Only the type of the entry's own document is known here: one below an index states its type, or is a manifest.
+        media_type = entry.media_type if digest == entry.digest else ""
+        return checked(data, Descriptor(digest, len(data)), where), media_type, digest
 
     manifest, digest = resolve_manifest(read, entry.digest, platform, where)
     data = _read_file(_blob(folder, manifest.config.digest), manifest.config.size_bytes)
