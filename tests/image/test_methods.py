@@ -138,6 +138,18 @@ def test_each_way_shows_the_same_tree(image: Image, way: MountMethod, writable: 
     again.close()
 
 
+@pytest.mark.parametrize("way", [MountMethod.EROFS_FILE, MountMethod.FUSE_TREE, MountMethod.UNPACK])
+def test_an_attribute_of_a_user_namespaces_overlay_hides_nothing(way: MountMethod) -> None:
+    layers = [
+        layer(directory("d"), file("d/below")),
+        layer(directory("d", xattrs={"user.overlay.opaque": b"y"}), file("d/above")),
+    ]
+    with made_image(layers) as image:
+        mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[way])
+        assert sorted(path.name for path in (mounted.root / "d").iterdir()) == ["above", "below"]
+        mounted.close()
+
+
 def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Image) -> None:
     """A cache on tmpfs, from whose files EROFS is not mounted."""
     said: list[str] = []

@@ -157,9 +157,11 @@ class ErofsTree:
         return self._reader.readlink(self._inode(inode))
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
+        # An image may have attributes of the unprivileged form, which hide nothing in mounts of the host.
         return {
             _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
             for name, value in self._reader.xattrs(self._inode(inode)).items()
+            if not name.startswith(_UNPRIVILEGED)
         }
 
     def total(self) -> tuple[int, int]:
