@@ -56,6 +56,15 @@ def test_what_was_punched_out_is_forgotten_over_a_boot(cache, index, data, boot)
     cached.close()
 
 
+def test_blocks_of_a_file_that_something_reads_without_a_lease_stay(cache, index, data):
+    fill(cache, index, data)
+    entry = cache.entries()[0]
+    with (entry.path / "data").open("rb") as file:  # as the kernel does for a mount
+        assert cache.prune(entry.disk_bytes - 3 * BLOCK).steps == ()
+        assert file.read() == data
+    assert cache.prune(entry.disk_bytes - 3 * BLOCK).steps
+
+
 def test_whole_entries_go_when_cold_blocks_are_not_enough(cache):
     files = {seed: content(6, seed, zeros=False) for seed in (1, 2, 3)}
     indexes = {seed: index_of(data) for seed, data in files.items()}

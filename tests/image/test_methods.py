@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.places import unpacked_folder
+from bootseer.artifact.cache_space import unmount_idle
+from bootseer.artifact.places import blocks_folder, unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
+from bootseer.cache.cache import Cache
 from bootseer.errors import UsageError
 from bootseer.image.catalog import read_document
 from bootseer.image.mounting import methods
@@ -148,6 +150,27 @@ def test_an_attribute_of_a_user_namespaces_overlay_hides_nothing(way: MountMetho
         mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[way])
         assert sorted(path.name for path in (mounted.root / "d").iterdir()) == ["above", "below"]
         mounted.close()
+
+
+def test_a_copy_of_a_mount_in_another_namespace_survives_eviction() -> None:
+    """As a container of another engine has it that binds the mount point."""
+    content = os.urandom(4 << 20)
+    with made_image([layer(file("noise", content))]) as image:
+        request = image.request(loading="pull")
+        mounted = mount_image(request, image.folder / "at", facts=WAYS[MountMethod.EROFS_FILE])
+        script = f"echo ready; read line; cat {mounted.root}/noise"
+        with subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"ready\n"
+            mounted.close()
+            cache = Cache(blocks_folder(request.cache))
+            assert unmount_idle(image.runtime, cache, idle_s=0)
+            cache.prune(1 << 20)
+            # What is read from now on comes from the file: nothing of this mount is in memory yet.
+            assert other.communicate(b"\n")[0] == content
 
 
 def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Image) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import shutil
+import signal
 import stat
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -201,6 +203,20 @@ def punch(fd: int, offset: int, length: int) -> None:
     if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def has_other_users(fd: int) -> bool:
+    """Whether anything else has this file open for reading or writing, such as a mount of it in any mount namespace.
+    False where the file system cannot tell."""
+    try:
+        # The kernel grants a write lease only for a file that nothing else has open. A process that opens it meanwhile
+        # waits, and we get a signal, by default one that would kill us.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    return False
 
 
 @cache

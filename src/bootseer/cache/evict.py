@@ -56,6 +56,15 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
         states, _ = entries.states_of(entry, index, boot)
     except Damaged:
         return False
+    data = disk.open_file(entry / disk.DATA)
+    try:
+        # Its pin is gone, but a container may have a copy of its mount in another mount namespace: it would read zeros.
+        return not disk.has_other_users(data) and _punch(entry, index, states, data, num_bytes, boot)
+    finally:
+        os.close(data)
+
+
+def _punch(entry: Path, index: Index, states: bytes, data: int, num_bytes: int, boot: str) -> bool:
     cold = cold_blocks(states, entries.use_of(entry, index.num_blocks), index.codecs())
     # From the end: most readers begin at the start of a file.
     evicted = list(reversed(cold))[: -(-num_bytes // index.block_size)]
@@ -73,13 +82,9 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
         # Only blocks that were durable before stay durable: nothing was synced here.
         durable = Durable.from_states(bytes(map(min, durable.states, left)))
         _forget(entry, index, durable)
-    data = disk.open_file(entry / disk.DATA)
-    try:
-        # All missing blocks, including space written by a process that died before it marked them ready.
-        for first, behind in _runs(left):
-            disk.punch(data, first * index.block_size, (behind - first) * index.block_size)
-    finally:
-        os.close(data)
+    # All missing blocks, including space written by a process that died before it marked them ready.
+    for first, behind in _runs(left):
+        disk.punch(data, first * index.block_size, (behind - first) * index.block_size)
     if durable is not None and not (entry / disk.DURABLE).exists():
         durable.store(entry, index)
     return True
