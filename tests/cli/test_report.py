@@ -366,6 +366,18 @@ def test_a_sites_own_lines_are_read_by_its_patterns(run, tmp_path):
     ]
 
 
+def test_local_times_have_the_offset_of_their_own_date(run, log):
+    """A log that is read after daylight saving time has begun or ended since it was written."""
+    name = log(b"2026-07-20 10:00:00,000 step 1 done\n2026-01-20 10:00:00,000 step 1 done\n")
+    more = {"TZ": "Europe/Berlin"}
+    words = ("report", name, "--json")
+    summer, winter = (
+        json.loads(run(*words, "--began-pattern", pattern, more=more).stdout)["startup"]["zero_ns"]
+        for pattern in ("2026-07.* done", "2026-01.* done")
+    )
+    assert (summer, winter) == (1_784_534_400 * 10**9, 1_768_899_600 * 10**9)  # 08:00 and 09:00 UTC
+
+
 def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
     """At torchrun's default level only its start and the failures are in the log: 1.2 s, 2.4 s and 3.0 s."""
     ran = run("report", str(GOLDEN / "torchelastic" / "restarts.log"))

@@ -30,7 +30,9 @@ class Data:
     reader = torch.load
     def __init__(self): self.read = torch.load
 data = Data()
-{TWELVE_STEPS}restored = "bootseer" not in torch.load.__code__.co_filename
+defaults = kept.__kwdefaults__, kept.__code__.co_varnames  # some programs look for `weights_only` there
+{TWELVE_STEPS}restored = kept is not torch.load
+assert defaults == (torch.load.__kwdefaults__, torch.load.__code__.co_varnames)
 print(restored, pickle.loads(pickle.dumps(data)).read is torch.load, copy.deepcopy(data).read is torch.load)
 torch.save(torch.ones(1), "kept.pt")
 print(kept("kept.pt"), kept.__module__, kept.__name__)

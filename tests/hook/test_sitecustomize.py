@@ -47,6 +47,13 @@ def test_pythonpath_of_the_user_stays_behind_ours(run, tmp_path):
     assert done.stdout == "42\n"
 
 
+def test_it_is_valid_in_interpreters_of_system_tools():
+    """Where it is not, the job's own sitecustomize would not run, and each such tool would print an error."""
+    source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 6))
+    assert not [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+
+
 def test_every_marked_package_begins_the_watch():
     """Some import torch themselves, before what is marked in them."""
     source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()

@@ -45,6 +45,21 @@ def test_a_write_after_close_opens_a_file_again(tmp_path: Path) -> None:
     assert sorted(number for texts in lines(tmp_path).values() for number in numbers(texts)) == [0, 1]
 
 
+def test_a_program_that_closes_all_descriptors_gets_no_event_in_its_own_file(tmp_path: Path) -> None:
+    sink = SpoolSink(str(tmp_path), "n")
+    os.close(probe := os.open("/dev/null", os.O_RDONLY))
+    sink.write(encode(EVENT))
+    os.close(probe)  # the number of the spool file, as `os.closerange` does
+    own = os.open(tmp_path / "own", os.O_WRONLY | os.O_CREAT)
+    assert own == probe
+    sink.write(encode(EVENT._replace(mono_ns=1)))
+    os.write(own, b"x")
+    os.close(own)
+    sink.close()
+    assert (tmp_path / "own").read_bytes() == b"x"
+    assert sorted(number for texts in lines(tmp_path).values() for number in numbers(texts)) == [0, 1]
+
+
 def test_threads_share_one_file_and_no_line_is_torn(tmp_path: Path) -> None:
     sink = SpoolSink(str(tmp_path), "n")
     start = threading.Barrier(8)

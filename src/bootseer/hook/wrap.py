@@ -67,6 +67,11 @@ class Picklable:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    def __getattr__(self, name: str) -> Any:  # __defaults__, __code__, ...
+        if name == "__wrapped__":
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timedelta, tzinfo
 from difflib import get_close_matches
 
 from bootseer.errors import UsageError
@@ -34,6 +34,19 @@ _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9
 
 class NoSuchJobError(UsageError):
     """The place is neither a file nor a job that has run on this machine."""
+
+
+class _LocalZone(tzinfo):
+    """This machine's zone as it was at each time: a log of the summer may be read in winter."""
+
+    def utcoffset(self, at: datetime | None) -> timedelta | None:
+        return at.replace(tzinfo=None).astimezone().utcoffset() if at is not None else None
+
+    def dst(self, at: datetime | None) -> None:
+        return None
+
+    def tzname(self, at: datetime | None) -> None:
+        return None
 
 
 def read_report(
@@ -102,7 +115,7 @@ def _read(
     options: Options | None = None,
     watch: Callable[[Moment], None] | None = None,
 ) -> Scanned:
-    zone = datetime.now().astimezone().tzinfo or UTC
+    zone = _LocalZone()
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
         progress = _Progress()

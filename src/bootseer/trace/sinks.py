@@ -52,6 +52,8 @@ class SpoolSink:
         self._folder = folder
         self._node = safe_name(node)
         self._fd = -1
+        self._file = (0, 0)
+        """Inode and device of the file."""
         self._pid = 0
         self._torn = False
         in_each_process(self._renew_lock)
@@ -63,7 +65,7 @@ class SpoolSink:
     def write(self, line: bytes) -> None:
         with self._lock:
             try:
-                if self._pid != os.getpid():  # first use, or after a fork: each process has its own file
+                if not self._is_open():
                     self._open()
                 data = b"\n" + line if self._torn else line
                 written = os.write(self._fd, data)
@@ -74,6 +76,17 @@ class SpoolSink:
             else:
                 self.lost += self._torn
 
+    def _is_open(self) -> bool:
+        """Whether the descriptor is the file of this process. Not after a fork, nor if the program has closed all
+        descriptors: then the number may be one of its own files."""
+        if self._pid != os.getpid():
+            return False
+        try:
+            status = os.fstat(self._fd)
+        except OSError:
+            return False
+        return (status.st_ino, status.st_dev) == self._file
+
     def _open(self) -> None:
         self._pid, self._fd = 0, -1  # the parent's descriptor stays open in the parent
         folder = self._folder
@@ -83,11 +96,12 @@ class SpoolSink:
         name = f"{self._node}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(os.path.join(folder, name), flags, mode)
-        self._pid = os.getpid()
+        status = os.fstat(self._fd)
+        self._file, self._pid = (status.st_ino, status.st_dev), os.getpid()
 
     def close(self) -> None:
         with self._lock:
-            if self._fd >= 0 and self._pid == os.getpid():
+            if self._is_open():
                 with contextlib.suppress(OSError):
                     os.close(self._fd)
             self._fd, self._pid = -1, 0

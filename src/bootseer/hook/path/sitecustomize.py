@@ -2,12 +2,10 @@
 
 It does nothing until the program imports a module that the hook watches (`bootseer.hook.watch`) or ends with an
 exception (`bootseer.hook.import_errors`), which costs other programs well under a millisecond. It must work in an
-interpreter without BootSeer: the package that contains this file is made importable as `bootseer`, unless the
-environment has one. Afterwards the sitecustomize that this one hides is run. A failure here may cost the trace, but
-never the program.
+interpreter without BootSeer, and be valid Python 3.6, which system tools still use: hence no `__future__` import. The
+package that contains this file is made importable as `bootseer`, unless the environment has one. Afterwards the
+sitecustomize that this one hides is run. A failure here may cost the trace, but never the program.
 """
-
-from __future__ import annotations
 
 import sys
 
@@ -35,7 +33,7 @@ def _watch_imports() -> None:
         """First on the meta path, until the first import of a framework: then it starts `bootseer.hook.watch`."""
 
         @classmethod
-        def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        def find_spec(cls, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
             if name not in FRAMEWORKS:
                 return None
             try:
@@ -51,7 +49,7 @@ def _watch_imports() -> None:
     class Package:
         """Last on the meta path: finds this file's `bootseer` if the environment has none."""
 
-        begin: Any = None
+        begin: "Any" = None
         """In a warm parent: starts marking in a copy of it."""
 
         @classmethod
@@ -60,7 +58,7 @@ def _watch_imports() -> None:
                 sys.meta_path.append(cls)
 
         @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        def find_spec(name: str, path: "Any" = None, target: "Any" = None) -> "Any":
             if name != "bootseer":
                 return None
             from importlib.util import spec_from_file_location
