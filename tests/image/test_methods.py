@@ -152,12 +152,15 @@ def test_an_attribute_of_a_user_namespaces_overlay_hides_nothing(way: MountMetho
         mounted.close()
 
 
-def test_a_copy_of_a_mount_in_another_namespace_survives_eviction() -> None:
+@pytest.mark.parametrize("way", [MountMethod.EROFS_FILE, MountMethod.UNPACK])
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_copy_of_a_mount_in_another_namespace_survives_eviction(way: MountMethod, writable: bool) -> None:
     """As a container of another engine has it that binds the mount point."""
     content = os.urandom(4 << 20)
     with made_image([layer(file("noise", content))]) as image:
         request = image.request(loading="pull")
-        mounted = mount_image(request, image.folder / "at", facts=WAYS[MountMethod.EROFS_FILE])
+        changes = image.folder / "changes" if writable else None
+        mounted = mount_image(request, image.folder / "at", writable=changes, facts=WAYS[way])
         script = f"echo ready; read line; cat {mounted.root}/noise"
         with subprocess.Popen(
             ["unshare", "--mount", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -167,9 +170,10 @@ def test_a_copy_of_a_mount_in_another_namespace_survives_eviction() -> None:
             assert other.stdout.readline() == b"ready\n"
             mounted.close()
             cache = Cache(blocks_folder(request.cache))
-            assert unmount_idle(image.runtime, cache, idle_s=0)
+            unmount_idle(image.runtime, cache, idle_s=0)
+            delete_idle_trees(request.cache, image.runtime, idle_s=0)
             cache.prune(1 << 20)
-            # What is read from now on comes from the file: nothing of this mount is in memory yet.
+            # What is read from now on comes from the disk: nothing of this mount is in memory yet.
             assert other.communicate(b"\n")[0] == content
 
 

@@ -27,6 +27,7 @@ from bootseer.erofs.format import Attributes
 from bootseer.erofs.reader import Inode
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io import locks
+from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owners
 
@@ -91,7 +92,9 @@ def _is_used(tree: Path, runtime: Runtime) -> bool:
     """Whether a mount, possibly one in the making, uses the tree."""
     if runtime.is_mounting():  # checked first: the mount may be recorded while we look at the records
         return True
-    return any(state.details.get(UNPACKED) == tree.name and runtime.health(state) != "gone" for state in runtime.all())
+    if any(state.details.get(UNPACKED) == tree.name and runtime.health(state) != "gone" for state in runtime.all()):
+        return True
+    return kernel.is_mounted_anywhere(tree.name)  # a container may have a copy of a mount that is unmounted here
 
 
 @contextlib.contextmanager
