@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from bootseer.image.catalog import read_document
 from bootseer.image.mounting import methods
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
+from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.method import Facts, MountMethod
 from bootseer.store.open import open_store
@@ -149,6 +151,27 @@ def test_an_attribute_of_a_user_namespaces_overlay_hides_nothing(way: MountMetho
     with made_image(layers) as image:
         mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[way])
         assert sorted(path.name for path in (mounted.root / "d").iterdir()) == ["above", "below"]
+        mounted.close()
+
+
+def test_a_restarted_daemon_shows_the_same_folders_that_several_layers_have() -> None:
+    names = ("a", "b", "c", "d")
+    layers = [
+        layer(*(entry for name in names for entry in (directory(name), file(f"{name}/{kind}-{name}"))))
+        for kind in ("low", "up")
+    ]
+    with made_image(layers) as image:
+        mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[MountMethod.FUSE_TREE])
+        (state,) = image.runtime.all()
+        assert state.daemon is not None
+        daemon = Daemon(image.runtime.folder(state), state.daemon)
+        for name in ("c", "b", "a"):
+            list((mounted.root / name).iterdir())
+        os.kill(int(str(daemon.status()["pid"])), signal.SIGKILL)
+        for name in ("d", "a", "b", "c"):
+            found = sorted(path.name for path in (mounted.root / name).iterdir() if path.is_file())
+            assert found == [f"low-{name}", f"up-{name}"]
+        assert daemon.status()["restarts"] == 1
         mounted.close()
 
 

@@ -232,8 +232,9 @@ def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) ->
 class MergedTree:
     """The merged tree of an image, with whiteouts and opaque folders applied; the first of `files` is the lowest layer.
 
-    An inode number encodes the layer and its inode. Only merged folders are numbered in order of discovery, and keep
-    their numbers. All methods run on the session's one thread.
+    An inode number encodes the layer and its inode; for a merged folder those of the uppermost part. So every process
+    assigns the same numbers, and a restarted daemon (`recovery`) understands those that the kernel keeps. All methods
+    run on the session's one thread.
     """
 
     def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
@@ -242,7 +243,7 @@ class MergedTree:
             raise UsageError("an image without layers", hint="convert it again")
         self._layers = [ErofsTree(source, file, on_error) for file in reversed(files)]
         self._merged: dict[int, tuple[Part, ...]] = {}
-        self._numbers: dict[tuple[Part, ...], int] = {}
+        """Merged folders found so far, by their inode numbers."""
         self._root = self._visible_parts([(layer, 1) for layer in range(len(self._layers))])
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
@@ -310,18 +311,26 @@ class MergedTree:
         if inode == 1:
             return self._root
         if inode >= _FIRST_MERGED:
+            if inode not in self._merged:
+                self._find_merged()
             return self._merged[inode]
         number, layer = divmod(inode, len(self._layers))
         return ((layer, number),)
 
+    def _find_merged(self) -> None:
+        """Find all merged folders: the kernel looked this one up in a process that died."""
+        waiting = [1]
+        while waiting:
+            waiting += [entry.inode for entry in self.entries(waiting.pop()) if entry.inode >= _FIRST_MERGED]
+
     def _inode_of(self, parts: tuple[Part, ...]) -> int:
         if parts == self._root:
             return 1
-        if len(parts) == 1:
-            layer, number = parts[0]
-            return number * len(self._layers) + layer
-        inode = self._numbers.setdefault(parts, _FIRST_MERGED + len(self._numbers))
-        self._merged[inode] = parts
+        layer, number = parts[0]
+        inode = number * len(self._layers) + layer
+        if len(parts) > 1:
+            inode += _FIRST_MERGED
+            self._merged[inode] = parts
         return inode
 
     def _attributes_of(self, parts: tuple[Part, ...]) -> Attributes:
