@@ -22,6 +22,8 @@ DIGEST = "sha256:" + "0a" * 32
         (f"registry.example/a:t@{DIGEST}", Reference(SourceKind.REGISTRY, "registry.example", "a", "t", DIGEST)),
         ("docker://registry.example#team/a:b", Reference(SourceKind.REGISTRY, "registry.example", "team/a", "b")),
         ("docker://registry.example:5000/a:b", Reference(SourceKind.REGISTRY, "registry.example:5000", "a", "b")),
+        ("docker.io/ubuntu:24.04", Reference(SourceKind.REGISTRY, "docker.io", "library/ubuntu", "24.04")),
+        ("docker.io/team/a", Reference(SourceKind.REGISTRY, "docker.io", "team/a", "latest")),
         ("oci:some/folder", Reference(SourceKind.LAYOUT, path="some/folder")),
         ("oci:/a/b:v1.2", Reference(SourceKind.LAYOUT, tag="v1.2", path="/a/b")),
         ("oci:/a:b/c", Reference(SourceKind.LAYOUT, path="/a:b/c")),

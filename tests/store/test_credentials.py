@@ -67,6 +67,18 @@ def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> No
     assert find_credentials("registry.example") == Credentials()
 
 
+@pytest.mark.parametrize("host", ["docker.io", "index.docker.io", "registry-1.docker.io"])
+@pytest.mark.parametrize("key", ["https://index.docker.io/v1/", "docker.io"])
+def test_the_login_for_docker_hub_counts_for_all_its_names(
+    config: Callable[[Any], None], helper: Callable[[str], None], host: str, key: str
+) -> None:
+    config({"auths": {key: {"auth": encoded("me:word")}}})
+    assert find_credentials(host) == Credentials("me", "word")
+    helper('test "$(cat)" = https://index.docker.io/v1/ && echo \'{"Username": "helped", "Secret": "word"}\'')
+    config({"credHelpers": {key: "mine"}})
+    assert find_credentials(host) == Credentials("helped", "word")
+
+
 def test_logins_of_enroot_are_found_and_its_commands_not_run(
     config: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,12 @@ def test_a_missing_blob_and_a_missing_repository_are_not_found(registry: Registr
         assert list(other.tags()) == []
 
 
+def test_docker_hubs_server_has_another_name_than_its_images() -> None:
+    with closing(Client("docker.io", "library/a")) as client:
+        assert str(client) == "docker.io/library/a"
+        assert client._base == "https://registry-1.docker.io/v2/library/a/"
+
+
 def test_a_host_that_is_not_there_is_named() -> None:
     port = free_port()
     refused = pytest.raises(TransientError, match=f"cannot connect to 127.0.0.1:{port}: Connection refused")

@@ -140,6 +140,8 @@ def _in_registry(text: str) -> Reference:
         raise UsageError(f"{shown(text)!r}: {tag!r} is not a tag", hint="use letters, digits, . _ and -")
     if not colon and not digest:
         tag = "latest"
+    if host == "docker.io" and "/" not in repository:
+        repository = f"library/{repository}"
     return Reference(SourceKind.REGISTRY, host, repository, tag, digest)
 
 

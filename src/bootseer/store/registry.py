@@ -152,6 +152,8 @@ MANIFEST_TYPES = (
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
 _REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SERVERS = {"docker.io": "registry-1.docker.io"}
+"""Registries whose server has another name than their images: docker.io itself redirects to a web site."""
 _NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="?next"?')
 _ADDRESS_S = 60.0
 _MAX_ADDRESSES = 1024
@@ -180,10 +182,11 @@ class Registry:
         self.host = host
         self.repository = repository
         scheme = "http" if plain_http else "https"
-        self._base = f"{scheme}://{host}/v2/{repository}/"
+        self._base = f"{scheme}://{_SERVERS.get(host, host)}/v2/{repository}/"
         self._origin = Origin.of(self._base)
         self._transport = Transport()
-        self._authorizer = Authorizer(self._transport, host, scheme, partial(find_credentials, repository=repository))
+        find = partial(find_credentials, repository=repository)
+        self._authorizer = Authorizer(self._transport, host, self._origin, find)
         self._lock = threading.Lock()
         self._addresses: dict[str, tuple[str, float]] = {}
 

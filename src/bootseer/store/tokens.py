@@ -43,6 +43,8 @@ from bootseer.store.transport import Answer, Origin, Transport
 _HELPER_S = 20.0
 _MAX_CONFIG_BYTES = 1024 * 1024
 _HELPER = re.compile(r"[A-Za-z0-9._-]+")
+_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+"""Names of the same registry."""
 _NETRC = re.compile(r"\s*machine\s+(\S+)\s+login\s+(\S+)\s+password\s+(\S.*)")
 
 
@@ -132,11 +134,12 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _lookup(table: dict[str, Any], host: str) -> Any:
-    """Older programs wrote whole URLs in place of the host name."""
+    """Older programs wrote whole URLs in place of the host name, and all of them do for Docker Hub."""
     if host in table:
         return table[host]
+    names = _DOCKER_HUB if host in _DOCKER_HUB else (host,)
     for key, value in table.items():
-        if key.partition("://")[2].partition("/")[0] == host or key.partition("/")[0] == host:
+        if key.partition("://")[2].partition("/")[0] in names or key.partition("/")[0] in names:
             return value
     return None
 
@@ -157,9 +160,10 @@ def _ask(helper: str, host: str) -> Credentials | None:
     if not _HELPER.fullmatch(helper):
         raise AccessError(f"{helper!r} is not the name of a credential helper")
     program = f"docker-credential-{helper}"
+    server = "https://index.docker.io/v1/" if host in _DOCKER_HUB else host
     try:
         ended = subprocess.run(
-            [program, "get"], input=host.encode(), capture_output=True, timeout=_HELPER_S, check=False
+            [program, "get"], input=server.encode(), capture_output=True, timeout=_HELPER_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise AccessError(f"{program}, which knows the login for {host}, does not work: {error}") from error
@@ -202,14 +206,14 @@ class _Token:
 
 
 class Authorizer:
-    """Authorization for one registry. `host` is its name in logins and messages."""
+    """Authorization for one registry. `host` is its name in logins and messages, `origin` that of its server."""
 
     def __init__(
-        self, transport: Transport, host: str, scheme: str, find_credentials: Callable[[str], Credentials]
+        self, transport: Transport, host: str, origin: Origin, find_credentials: Callable[[str], Credentials]
     ) -> None:
         self._transport = transport
         self._host = host
-        self._origin = Origin.of(f"{scheme}://{host}")
+        self._origin = origin
         self._find = find_credentials
         self._lock = threading.Lock()
         self._credentials = Credentials(until=-math.inf)
