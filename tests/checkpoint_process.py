@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.locations import close_all
+from bootseer.checkpoint import locations
+
+
+def close_all() -> None:
+    """End what the adapters have opened in this process."""
+    process = locations._processes[-1]
+    with process.lock:
+        systems = list(process.systems.values())
+        process.systems.clear()
+    for system in systems:
+        system.close()
 
 
 @pytest.fixture(autouse=True)

@@ -78,8 +78,8 @@ class UsageError(BootseerError):
 
 def error_named(kind: str, message: str) -> BootseerError:
     """An error that another process reported by the name of its class; `PermanentError` for unknown names."""
-    kinds: tuple[type[BootseerError], ...] = (TransientError, NotFoundError, AccessError, CorruptError, UsageError)
-    return {each.__name__: each for each in kinds}.get(kind, PermanentError)(message)
+    found = globals().get(kind)
+    return (found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError)(message)
 
 
 class Interrupted(BaseException):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places.place import OpenFile, Place
 
 GOOD = "good"

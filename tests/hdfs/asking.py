@@ -9,7 +9,7 @@ from typing import Any
 from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from hdfs.whole_files import put_over
 
 MIB = 1024 * 1024

@@ -9,7 +9,7 @@ from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.errors import DataNodeError
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 
 PIECE = 100
 BLOCK = 1000

@@ -22,8 +22,7 @@ from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import NativeSettings
-from bootseer.hdfs.native_reads import NativeFile
+from bootseer.hdfs.native import NativeFile, NativeSettings
 from bootseer.hdfs.protobuf import field
 from bootseer.hdfs.rpc import UnreachableError
 from hdfs.whole_files import put_over, read_all

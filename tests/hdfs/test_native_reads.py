@@ -18,8 +18,7 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import Native, NativeSettings
-from bootseer.hdfs.native_reads import NativeReads
+from bootseer.hdfs.native import Native, NativeReads, NativeSettings
 from hdfs.whole_files import put_over, read_ranges
 
 pytestmark = needs_hdfs

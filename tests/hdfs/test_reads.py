@@ -21,7 +21,7 @@ from bootseer.errors import IsFolderError, NotFoundError, PermanentError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from hdfs.asking import MIB, Waiting, error_of, put, read
 from hdfs_cluster import HdfsCluster, needs_hdfs
 

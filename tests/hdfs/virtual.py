@@ -21,7 +21,7 @@ from bootseer.hdfs.reads import HdfsFile
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run
 from bootseer.hdfs.requests import Ticket as Asked
 from bootseer.hdfs.schedule import Schedule
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 
 MIB = 1 << 20
 PACKET = 64 << 10

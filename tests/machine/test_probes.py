@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.machine import kernel, programs, surroundings
+from bootseer.machine import kernel, probes
 from bootseer.machine.check import REQUIRED, Check, usable
 from bootseer.machine.probes import run_checks, run_probes
 
@@ -79,11 +79,11 @@ def _program(folder: Path, name: str, script: str) -> None:
 
 def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for probe in (programs.check_runtimes, programs.check_mkfs_erofs, programs.check_java):
+    for probe in (probes.check_runtimes, probes.check_mkfs_erofs, probes.check_java):
         check = probe()
         assert check.status == "missing"
         assert check.install
-    assert programs.check_torch().status == "missing"
+    assert probes.check_torch().status == "missing"
     # Without mkfs.erofs the answer comes from the kernel's word alone, and says so.
     assert kernel.check_erofs().status in ("limited", "missing")
 
@@ -105,20 +105,20 @@ def test_version_of_a_program(
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "sh").symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", f"{tmp_path}:{tmp_path}/tools")
-    probes = {
-        "runc": programs.check_runtimes,
-        "crun": programs.check_runtimes,
-        "java": programs.check_java,
-        "mkfs.erofs": programs.check_mkfs_erofs,
+    found_by = {
+        "runc": probes.check_runtimes,
+        "crun": probes.check_runtimes,
+        "java": probes.check_java,
+        "mkfs.erofs": probes.check_mkfs_erofs,
     }
-    check = probes[name]()
+    check = found_by[name]()
     assert (check.status, check.found) == ("ok", found)
 
 
 def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path, "runc", "echo 'cannot allocate memory' >&2; exit 137")
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = programs.check_runtimes()
+    check = probes.check_runtimes()
     assert check.status == "broken"
     assert "code 137" in check.why
 
@@ -126,12 +126,12 @@ def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: py
 def test_hdfs_needs_the_modules_of_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hdfs_native", reason="extra hdfs")
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
-    check = programs.check_hdfs()
+    check = probes.check_hdfs()
     assert (check.status, check.found.split()[0]) == ("ok", "hdfs-native")
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "nowhere"))
-    assert programs.check_hdfs().status == "limited"
-    monkeypatch.setattr(programs, "HDFS_MODULES", ("a_module_that_nobody_has",))
-    check = programs.check_hdfs()
+    assert probes.check_hdfs().status == "limited"
+    monkeypatch.setattr(probes, "HDFS_MODULES", ("a_module_that_nobody_has",))
+    check = probes.check_hdfs()
     assert (check.status, check.install) == ("missing", "pip install 'bootseer[hdfs]'")
 
 
@@ -140,7 +140,7 @@ def test_torch_of_the_python_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch = pytest.importorskip("torch")
     _program(tmp_path, "python3", f'exec "{sys.executable}" "$@"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    check = programs.check_torch()
+    check = probes.check_torch()
     assert check.status == "ok"
     assert check.found.startswith(torch.__version__)
     assert f"{torch.cuda.device_count()} GPUs" in check.found
@@ -150,24 +150,24 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     _program(tmp_path, "python3", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    check = programs.check_torch()
+    check = probes.check_torch()
     assert check.status == "broken"
     assert "OSError: libcudart.so.12" in check.why
 
 
 def test_spool_folder(tmp_path: Path) -> None:
-    good = surroundings.check_spool(tmp_path / "new" / "spool")
+    good = probes.check_spool(tmp_path / "new" / "spool")
     assert good.status == "ok"
     assert " free" in good.found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    assert surroundings.check_spool(tmp_path / "file").why == f"{tmp_path}/file is not a folder"
-    assert surroundings.check_spool(tmp_path / "file" / "below").status == "broken"
+    assert probes.check_spool(tmp_path / "file").why == f"{tmp_path}/file is not a folder"
+    assert probes.check_spool(tmp_path / "file" / "below").status == "broken"
 
 
 def test_spool_folder_that_takes_no_files() -> None:
     """/proc refuses files even from root."""
-    assert surroundings.check_spool(Path("/proc/bootseer")).status == "broken"
+    assert probes.check_spool(Path("/proc/bootseer")).status == "broken"
 
 
 _SYSTEM_PYTHON = "/usr/bin/python3"  # the one that runs the tests may lie in a folder that nobody cannot enter
@@ -211,9 +211,9 @@ def test_an_ordinary_user_gets_answers_too() -> None:
 
 
 def test_files_that_describe_devices_are_named(tmp_path: Path) -> None:
-    assert surroundings.check_devices([tmp_path, tmp_path / "missing"]).status == "missing"
+    assert probes.check_devices([tmp_path, tmp_path / "missing"]).status == "missing"
     (tmp_path / "nvidia.yaml").write_text("")
-    assert surroundings.check_devices([tmp_path]).found == str(tmp_path / "nvidia.yaml")
+    assert probes.check_devices([tmp_path]).found == str(tmp_path / "nvidia.yaml")
 
 
 @pytest.mark.root

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import Place

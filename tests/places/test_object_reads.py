@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import TransientError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy, once

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.service.closing import AFTER_BEGAN_NS, CAP_NS, QUIET_NS, Seen, closes_ns
+from bootseer.service.derive import AFTER_BEGAN_NS, CAP_NS, QUIET_NS, Seen, closes_ns
 
 NODES = st.integers(0, 2_000)
 

@@ -40,7 +40,7 @@ def test_no_name_leads_elsewhere(job: str, sender: str, attempt: int, tmp_path_f
     key = parse_name(kept.name)
     assert key is not None
     assert (key.day, key.attempt, key.sequence) == (20_000, attempt, 1)
-    assert list(raw.names(20_000, key.folder, attempt)) == [kept.name]
+    assert list(raw.names(20_000)) == [kept.name]
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-from bootseer import errors
-from bootseer.errors import BootseerError, TransientError
-from bootseer.mounts.process import end_child
+from bootseer.errors import BootseerError, TransientError, error_named
+from bootseer.mounts.process import end_child, json_lines
 
 DEADLINE_S = 300.0
 """More than the deadlines of all requests together: only for a client that hangs."""
 _MAX_BYTES = 64 << 20
-_PIECE_BYTES = 1 << 20
 _END_S = 10.0
 
 
@@ -42,35 +39,27 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         _run_and_report(work, report)
     os.close(report)
     try:
-        result = _read_to_end(answer, deadline_s)
+        found, kind, message = next(
+            json_lines(answer, time.monotonic() + deadline_s, max_bytes=_MAX_BYTES), (None, "", "")
+        )
         status = end_child(pid, _END_S, kill=False)
-    except BaseException:
+    except BaseException as error:
         end_child(pid)
+        if isinstance(error, TimeoutError):
+            raise TransientError(
+                f"the child process that accesses the store has no result after {deadline_s:g} s"
+            ) from None
         raise
-    found, kind, message = json.loads(result) if result else (None, "", "")
+    finally:
+        os.close(answer)
     if kind:
-        error = getattr(errors, kind, None)
-        raise (error if isinstance(error, type) and issubclass(error, BootseerError) else BootseerError)(message)
+        raise error_named(kind, message)
     if status is None:
         end_child(pid)
         raise TransientError(f"the child process that accessed the store did not exit within {_END_S:g} s")
     if status:
         raise TransientError(f"the child process that accessed the store ended with status {status}")
     return found
-
-
-def _read_to_end(answer: int, deadline_s: float) -> bytes:
-    result, end, poll = b"", time.monotonic() + deadline_s, select.poll()
-    poll.register(answer, select.POLLIN)
-    with os.fdopen(answer, "rb", buffering=0) as pipe:
-        while len(result) < _MAX_BYTES:
-            if not poll.poll(1000 * max(0.0, end - time.monotonic())):
-                raise TransientError(f"the child process that accesses the store has no result after {deadline_s:g} s")
-            piece = pipe.read(_PIECE_BYTES)
-            if not piece:
-                break
-            result += piece
-    return result
 
 
 def _run_and_report(work: Callable[[], Any], report: int) -> None:
@@ -85,6 +74,6 @@ def _run_and_report(work: Callable[[], Any], report: int) -> None:
         result = [None, kind, message[:4000]]
     try:
         with os.fdopen(report, "wb") as pipe:
-            pipe.write(json.dumps(result).encode())
+            pipe.write(json.dumps(result).encode() + b"\n")
     finally:
         os._exit(code)

@@ -83,8 +83,7 @@ class HotSets:
             self._write(self._local, hot_set, "kept on this node")
 
     def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
-        """Merge a start's record and imports into the set on the node and, with `publish`, in the store; returns the
-        merged set."""
+        """Merge a start's record and imports into the node's set and, with `publish`, the store's; returns the set."""
         # The start has loaded the set before and reported the problems.
         known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)

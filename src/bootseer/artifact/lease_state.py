@@ -142,7 +142,6 @@ class Watch:
         return Next.OVER if now_s >= self._until_s else Next.LOOK
 
     def pause_s(self, now_s: float, chance: float) -> float:
-        """How long to wait before the next observation. `chance`: random, 0 to 1, so that waiters do not
-        synchronize."""
+        """How long to wait before the next observation. `chance`: random, 0 to 1, to spread the waiters."""
         self._pause_s = min(self._pause_s * _SLOWER, _LAST_LOOK_S)
         return min(self._pause_s * (0.75 + chance / 2), max(self._until_s - now_s, 0.0))

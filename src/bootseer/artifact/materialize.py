@@ -266,8 +266,7 @@ class Materializer:
         return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again))
 
     def _pull(self) -> None:
-        """Fetch everything that is missing at full speed, evicting other files if it does not fit. Raises
-        `CacheFull`."""
+        """Fetch all that is missing at full speed, evicting other files if it does not fit. Raises `CacheFull`."""
         if self.full is not None:
             raise self.full
         try:

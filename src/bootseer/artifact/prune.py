@@ -114,8 +114,7 @@ class _Pruning(Generic[D]):
             self.done.expired.append(key)
 
     def delete_objects(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
-        """Delete the objects of due tombstones that nothing uses. Returns the tombstones that are not needed any
-        more."""
+        """Delete unused objects of due tombstones. Returns the tombstones that are not needed any more."""
         catalog, done = self.catalog, self.done
         deleted = done.deleted
         unneeded = []

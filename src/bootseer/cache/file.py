@@ -146,8 +146,7 @@ class CachedFile:
         self._read[first : ((end - 1) >> self._shift) + 1] = b"\1" * (((end - 1) >> self._shift) + 1 - first)
 
     def descriptor(self) -> int:
-        """A descriptor of the file at `path`, for `sendfile`; its content at missing blocks is undefined. The caller
-        closes it."""
+        """A descriptor for `sendfile`; its content at missing blocks is undefined. The caller closes it."""
         self._check_open()
         return os.dup(self._data)
 

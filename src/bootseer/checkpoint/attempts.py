@@ -137,8 +137,7 @@ class Attempt:
                     self._place.delete(rest, recursive=True)
 
     def take_over(self) -> list[str]:
-        """Take over what dead writers of the same target have left: returns hidden folders in this attempt, to be
-        removed."""
+        """Take over what dead writers of this target have left: hidden folders in this attempt, to be removed."""
         attempts, found = folder_of(self.path), []
         entries = {name_of(entry.path): entry for entry in _listed(self._place, attempts)}
         for name, entry in entries.items():
@@ -246,8 +245,7 @@ class Attempt:
                 self._has_old = False
 
     def _drop_old(self) -> None:
-        """Delete the previous version, which was replaced. Renamed first: a partly deleted one must never be
-        restored."""
+        """Delete the replaced version. Renamed first: a partly deleted one must never be restored."""
         if self._has_old:
             gone = f"{self.path}-{secrets.token_hex(4)}{GONE}"
             with contextlib.suppress(BootseerError):  # otherwise `collect` does it

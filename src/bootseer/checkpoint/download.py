@@ -359,7 +359,6 @@ def _copy_file(
     threads: Tasks | None,
     copy: Callable[[CheckpointFile, Head | None, int, int, int], None],
 ) -> None:
-    """Download a file, by these threads or in this one."""
     head = files.head(info.path) if info.is_striped and local.exists() else None
     if head is None:
         local.unlink(missing_ok=True)

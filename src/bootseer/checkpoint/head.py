@@ -284,7 +284,6 @@ def _digests(segment: Segment) -> bytes:
 
 
 def _padded(length: int) -> int:
-    """The length of a head with `length` bytes of content."""
     return length + (_LENGTH_REST - length) % _LENGTH_STEP
 
 

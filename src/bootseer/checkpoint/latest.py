@@ -77,8 +77,7 @@ def read_latest(place: Place, folder: str) -> str | None:
 
 
 def move_latest(files: Files, folder: str, name: str) -> str:
-    """Let `latest` name a checkpoint that was just published, unless it names a later one. Returns the name it holds
-    now."""
+    """Let `latest` name a just published checkpoint, unless it names a later one; returns the name it holds now."""
     _check_published(files, folder, name)
     with _locked(files.place, folder):
         try:

@@ -147,19 +147,6 @@ def resolve_below(root: str, path: str, *, follow: bool = True) -> Location:
     return Location(system, root, posixpath.normpath("/" + path).strip("/"))
 
 
-def close_all() -> None:
-    """Release all connections, threads and memory; later calls start anew.
-
-    For programs that load once and then run for days. No read or write may be in flight.
-    """
-    process = _processes[-1]
-    with process.lock:
-        systems = list(process.systems.values())
-        process.systems.clear()
-    for system in systems:
-        system.close()
-
-
 def is_uri(uri: str) -> bool:
     """Whether `resolve` accepts this."""
     try:

@@ -171,7 +171,6 @@ class _File:
     local: Path
     size_bytes: int
     mode: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +263,7 @@ def _file(name: str, local: Path) -> _File:
     status = _status(local)
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{local} is not a regular file", hint="sockets, pipes and devices cannot be put")
-    return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
+    return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777)
 
 
 def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) -> None:

@@ -85,8 +85,7 @@ class Copy(NamedTuple):
 
 
 def split_overlaps(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
-    """Split ranges (start, end) into pieces that do not overlap, in the order of the file, and the copies between
-    them."""
+    """Split ranges (start, end) into pieces that do not overlap, in the file's order, and the copies between them."""
     pieces: list[Piece] = []
     copies: list[Copy] = []
     for number in sorted(range(len(ranges)), key=lambda number: (ranges[number][0], -ranges[number][1])):

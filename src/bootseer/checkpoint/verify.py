@@ -20,7 +20,7 @@ from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, row_of, xor_into
 from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
 from bootseer.places.place import OpenFile
 

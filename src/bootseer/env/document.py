@@ -200,7 +200,6 @@ class EnvironmentDocument:
         )
 
     def _check(self) -> None:
-        """Checks beyond the types of the fields."""
         # Compared without normalisation: components must equal those of other keys exactly.
         if any(len(name) + len(text) > MAX_TEXT for name, text in self.components.items()):
             raise _wrong("components")

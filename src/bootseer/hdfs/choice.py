@@ -133,8 +133,7 @@ class NodeChoice:
             self._late_s = min(max(4 * usual_s, self._min_late_s), self._max_late_s)
 
     def note_served(self, node: str, asked_bytes: int, num_bytes: int, seconds: float, now_s: float) -> None:
-        """A request for `asked_bytes` has succeeded, maybe ended early; meanwhile the node sent `num_bytes` on all its
-        connections."""
+        """A request for `asked_bytes` has succeeded, maybe early; meanwhile the node sent `num_bytes` in all."""
         stats = self._stats.setdefault(node, _NodeStats())
         stats.failures = 0
         # A request that was ended early, because it is slow, still measures the rate.
@@ -254,8 +253,7 @@ class NodeQueues:
             self.notify(queue)
 
     def is_full(self, queue: NodeQueue) -> bool:
-        """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes do not block all
-        threads."""
+        """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes cannot block all."""
         return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._connections_per_node)
 
     def backlog_bytes(self, node: str) -> int:

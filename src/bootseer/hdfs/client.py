@@ -23,8 +23,7 @@ from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.block_writer import ExcludedNodes
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
-from bootseer.hdfs.native import Native, NativeNames, NativeSettings, NativeWriter
-from bootseer.hdfs.native_reads import NativeFile, NativeReads
+from bootseer.hdfs.native import Native, NativeFile, NativeNames, NativeReads, NativeSettings, NativeWriter
 from bootseer.hdfs.placement import FileSettings, MultiBlockWriter, PlacedWriter, PlacementGroup
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.rpc import UnsupportedError

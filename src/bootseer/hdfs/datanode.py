@@ -119,8 +119,7 @@ class DataNodeConnection:
             raise DataNodeError(f"the connection broke: {error}") from error
 
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
-        """Fill all of `views`. `on_silence` is called with the seconds since the last byte; it raises to end the
-        wait."""
+        """Fill `views`. `on_silence` is called with the seconds since the last byte; it raises to end the wait."""
         left = sum(map(len, views))
         while left:
             if not self._early and isinstance(self._channel, Messages):
@@ -294,7 +293,6 @@ class BlockRead:
         self._check([piece for piece in (skip, *into, excess) if piece], sums)
 
     def _check(self, data: Sequence[memoryview], sums: memoryview) -> None:
-        """Verify checksums, if the DataNode sends them."""
         wrong = checksums.first_wrong(self._kind, self._chunk, data, sums) if self._has_sums else None
         if wrong is not None:
             raise WrongBytesError(f"wrong bytes at {self._at - sum(map(len, data)) + wrong} of the block")
@@ -376,8 +374,7 @@ class BlockRead:
 
 @functools.lru_cache(64)
 def _parse_answer(data: bytes) -> tuple[int, int, int]:
-    """Parse the answer: checksum kind, bytes per checksum, offset of the data. Cached: most small files have the same
-    one."""
+    """Checksum kind, bytes per checksum, offset of the data. Cached: most small files have the same answer."""
     answer = Message(data)
     status = answer.number(1)
     if status != _SUCCESS:

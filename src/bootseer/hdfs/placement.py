@@ -228,8 +228,7 @@ class PlacedWriter(BlockFileWriter):
         self._apart = apart
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append; the first call allocates the block. Blocks while HDFS is slower. After an error the file cannot be
-        used."""
+        """Append; the first call allocates the block. Blocks while HDFS is slower. An error ends the file."""
         self._check_usable()
         if self.size_bytes + len(data) > self._settings.block_size:
             raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")

@@ -19,7 +19,7 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Ticket
 from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 
 _OPEN_S = 30.0
 _CANCELLED = "the read was cancelled"

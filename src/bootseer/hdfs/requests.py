@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, PermanentError, Transie
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 
 if TYPE_CHECKING:
-    from bootseer.io.reads import ReadOutcome
+    from bootseer.io.pooled_reads import ReadOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +382,7 @@ class NodeQueue:
         return found
 
     def _pop(self, waiting: deque[Piece], waits_s: Callable[[Piece], float]) -> Piece | None:
-        """Among the next pieces, the one that others would begin last: other nodes keep the pieces only they can
-        serve."""
+        """Among the next pieces, the one that others would begin last: they keep those that only they can serve."""
         seen: list[Piece] = []
         found, found_s = None, 0.0
         while waiting and len(seen) < _LOOKAHEAD_PIECES and found_s < math.inf:

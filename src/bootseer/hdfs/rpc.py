@@ -96,8 +96,7 @@ class Login:
         self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
 
     def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
-        """Choose one of the server's offers (`SaslAuth`) and begin the login. Raises `UnsupportedError`,
-        `AccessError`."""
+        """Choose a server's offer (`SaslAuth`) and begin the login. Raises `UnsupportedError`, `AccessError`."""
         for offer in offers:
             mechanism = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
@@ -187,8 +186,7 @@ class RpcConnection:
             return read_delimited(answer, at)[0]
 
     def _answer(self, first: bytes) -> tuple[Message, bytes, int]:
-        """Receive the next answer of length `first`; returns its header, all of it, and the header's end. Raises its
-        error."""
+        """Receive the next answer of length `first`: its header, all of it, and the header's end. Raises its error."""
         (length,) = struct.unpack(">I", first)
         if length > _MAX_ANSWER_BYTES:
             raise MalformedError(f"an answer of {length} bytes")

@@ -259,8 +259,7 @@ class Token:
 
 
 def delegation_token(services: Iterable[str]) -> Token | None:
-    """The job's delegation token for one of these services, from the token file; None if there is none. Raises
-    `AccessError`."""
+    """The job's token for one of these services, from the token file; None without one. Raises `AccessError`."""
     name = os.environ.get("HADOOP_TOKEN_FILE_LOCATION")
     if not name:
         return None

@@ -28,7 +28,7 @@ from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadSettings, Run, Ticke
 from bootseer.hdfs.schedule import Schedule
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.timer import Timer
 from bootseer.logs import logger
 
@@ -296,8 +296,7 @@ class Serving:
                 _LOG.info("DataNode %s %s: %s", run.queue.name, consequence, error)
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
-        """Read a run over this connection, or a new one. Returns False if an idle connection turned out to be
-        closed."""
+        """Read a run over this connection, or a new one. Returns False if an idle connection proves to be closed."""
         is_new = connection is None
         if connection is None:
             connection = self._connections.new(run.queue.node)

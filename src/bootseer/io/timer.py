@@ -58,8 +58,7 @@ class Timer:
                 self._change.notify()
 
     def close(self, timeout_s: float = 0.0, *, drop: bool = False) -> None:
-        """End the threads when no call is left, and wait for them: running reads may need their calls. `drop`: cancel
-        pending calls."""
+        """End the threads when no call is left, as running reads may need theirs, and wait. `drop`: cancel calls."""
         if drop:
             with self._change:
                 self._heap.clear()

@@ -74,8 +74,7 @@ class Observers:
 
 
 def load_exporter() -> None:
-    """Import OpenTelemetry, which takes longer than the rest of `bootseer run`. `export_spool` reports a missing
-    package."""
+    """Import OpenTelemetry, which takes longer than all the rest. `export_spool` reports a missing package."""
     with suppress(ImportError):
         from bootseer.trace import otlp_wire  # noqa: F401
 

@@ -319,7 +319,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _reap(pid: int) -> int | None:
-    """The command's exit code if it has ended. PID 1 reaps all orphans, too."""
     while True:
         try:
             ended, status = os.waitpid(-1 if os.getpid() == 1 else pid, os.WNOHANG)

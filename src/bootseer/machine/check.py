@@ -13,6 +13,8 @@ PYTHON: Final = "Python"
 SPOOL: Final = "spool"
 REQUIRED: Final = frozenset({KERNEL, PYTHON, SPOOL})
 """Nothing can be measured without these. All others only enable further features."""
+CDI_FOLDERS: Final = ("/etc/cdi", "/var/run/cdi")
+"""Where container engines look for CDI files; later folders have precedence."""
 
 
 @dataclass(frozen=True, slots=True)

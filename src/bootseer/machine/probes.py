@@ -1,22 +1,225 @@
-"""Run all probes of this machine in parallel, with a deadline, for `bootseer doctor`.
+"""The probes of this machine (programs, Python packages, terminal, disk, clock; `kernel` has the others), and running
+them in parallel, with a deadline, for `bootseer doctor`.
 
-A probe that raises or hangs gives a `broken` check.
+A program counts as installed only if it prints its version in time. A probe that raises or hangs gives a `broken`
+check.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import struct
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bootseer.machine import kernel, programs, surroundings
-from bootseer.machine.check import KERNEL, PYTHON, SPOOL, Check
+from bootseer.machine import child, kernel
+from bootseer.machine.check import CDI_FOLDERS, KERNEL, PYTHON, SPOOL, Check, Status
+from bootseer.units import format_bytes
+
+_ENOUGH_BYTES = 64 * 1024**2
+"""A startup writes some 100 kB per rank, but with less free space than this the disk is nearly full."""
+
+_STA_UNSYNC = 0x40
+_TIMEX_BYTES = 256
+"""struct timex has 208 bytes on 64-bit Linux; the rest is reserve for later kernels."""
+
+
+def check_terminal() -> Check:
+    opens = ("progress while a job starts", "colours in reports")
+    if not sys.stderr.isatty():
+        reason = "stderr is not a terminal: output is plain text"
+        return Check("terminal", "limited", "none", reason, "", opens)
+    size = shutil.get_terminal_size()
+    found = f"{size.columns} x {size.lines}"
+    if size.columns < 80:
+        return Check("terminal", "limited", found, "narrower than 80 columns: tables wrap", "", opens)
+    return Check("terminal", "ok", found, opens=opens)
+
+
+def check_spool(folder: Path) -> Check:
+    """Whether files can be written to `folder`, or, if it does not exist yet, to its nearest existing parent."""
+    opens = ("measuring: events of each process",)
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing} is not a folder"
+        return Check(SPOOL, "broken", str(folder), reason, "name another one with --spool", opens)
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        reason = f"{existing}: {os.strerror(error.errno or 0)}"
+        return Check(SPOOL, "broken", str(folder), reason, "name another one with --spool", opens)
+    found = f"{folder}, {format_bytes(free)} free"
+    if free < _ENOUGH_BYTES:
+        return Check(SPOOL, "limited", found, "nearly full: events may be lost", "free some space", opens)
+    return Check(SPOOL, "ok", found, opens=opens)
+
+
+def check_devices(folders: Sequence[Path] = tuple(map(Path, CDI_FOLDERS))) -> Check:
+    name, opens = "CDI", ("image run --gpus: GPUs in containers",)
+    files = []
+    for folder in folders:
+        if folder.is_dir():
+            files += [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".yaml", ".yml")]
+    if files:
+        return Check(name, "ok", ", ".join(str(path) for path in files[:3]), opens=opens)
+    reason = f"no file in {' or '.join(str(folder) for folder in folders)}"
+    install = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, on machines with GPUs"
+    return Check(name, "missing", "", reason, install, opens)
+
+
+def check_clock() -> Check:
+    """The clock's synchronisation as known to the kernel (adjtimex), by any daemon."""
+    name, opens = "clock", ("tight comparison of nodes",)
+    buffer = ctypes.create_string_buffer(_TIMEX_BYTES)  # modes = 0: read only
+    if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
+        return Check(name, "limited", "", "the kernel does not report whether it is synchronised", "", opens)
+    # modes, offset, freq, maxerror, esterror, status; the man page adjtimex(2) has the layout.
+    _, _, _, max_error_us, _, status = struct.unpack_from("=I4xqqqqi", buffer)
+    if status & _STA_UNSYNC:
+        reason = "not synchronised: offsets between nodes are estimated from barriers"
+        return Check(name, "limited", "", reason, "apt-get install chrony", opens)
+    return Check(name, "ok", f"synchronised within {max_error_us / 1000:.1f} ms", opens=opens)
+
+
+_DEADLINE_S = 8.0
+HDFS_MODULES = ("hdfs_native", "google_crc32c", "numpy")
+"""The modules of the extra `hdfs`."""
+TORCH_DEADLINE_S = 20.0
+"""A first `import torch` from a slow disk takes this long; more than that is a finding."""
+
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
+
+# Prints the version before the import, which may hang. The working folder is removed from the path: any user could have
+# put a `torch.py` there, and the doctor often runs as root.
+_ASK_TORCH = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import importlib.metadata as metadata, importlib.util as util
+if util.find_spec("torch") is None:
+    sys.exit(3)
+try:
+    print("version", metadata.version("torch"), flush=True)
+except metadata.PackageNotFoundError:
+    pass
+import torch
+print("version", torch.__version__, flush=True)
+print("gpus", torch.cuda.device_count() if torch.cuda.is_available() else 0, flush=True)
+print("cuda", torch.version.cuda or "none", flush=True)
+"""
+
+
+def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, opens: tuple[str, ...]) -> Check:
+    """Check a program by its output for `argv`, in which `pattern` finds the version."""
+    program, option = argv
+    path = shutil.which(program)
+    if path is None:
+        return Check(name, "missing", "", f"no {Path(program).name} on PATH", install, opens)
+    answer = child.run([path, option], deadline_s=_DEADLINE_S)
+    found = re.search(pattern, answer.output)
+    if found:
+        return Check(name, "ok", found[1], opens=opens)
+    reason = answer.error or f"{Path(program).name} {option} ended with code {answer.code} and printed no version"
+    return Check(name, "broken", "", reason, install, opens)
+
+
+def check_runtimes() -> Check:
+    name, opens = "runc or crun", ("run --image, image run",)
+    install = "apt-get install runc crun, or put a released static binary of one into a folder of PATH"
+    checks = [
+        _version(program, (program, "--version"), pattern=rf"{program} version (\S+)", install=install, opens=opens)
+        for program in ("runc", "crun")
+    ]
+    found = ", ".join(f"{check.name} {check.found}" for check in checks if check.status == "ok")
+    if found:
+        return Check(name, "ok", found, opens=opens)
+    status: Status = "broken" if any(check.status == "broken" for check in checks) else "missing"
+    return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
+
+
+def check_mkfs_erofs() -> Check:
+    # Versions before 1.6 do not know the option and print their help, which also contains the version.
+    opens = ("the trial mount of EROFS; BootSeer writes EROFS without it",)
+    pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
+    install = "apt-get install erofs-utils"
+    return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)
+
+
+def check_java() -> Check:
+    opens = ("hdfs:// on a machine of its own (benchmarks, tests)",)
+    install = "apt-get install default-jre-headless"
+    return _version("Java", ("java", "-version"), pattern=r'version "([^"]+)"', install=install, opens=opens)
+
+
+def check_hdfs() -> Check:
+    """The HDFS client in this Python. No Hadoop installation is needed, only the cluster's addresses."""
+    install, opens = "pip install 'bootseer[hdfs]'", ("checkpoints, images and environments in hdfs://",)
+    missing = [module for module in HDFS_MODULES if importlib.util.find_spec(module) is None]
+    if missing:
+        return Check("HDFS", "missing", "", f"Python has no module {missing[0]}", install, opens)
+    settings = os.environ.get("HADOOP_CONF_DIR", "")
+    if settings and not Path(settings).is_dir():
+        reason = "HADOOP_CONF_DIR is not a folder: only addresses work, not names of services"
+        return Check("HDFS", "limited", settings, reason, "name the folder with core-site.xml", opens)
+    found = f"hdfs-native {importlib.metadata.version('hdfs-native')}"
+    return Check("HDFS", "ok", f"{found}, settings in {settings}" if settings else found, opens=opens)
+
+
+def check_buckets() -> Check:
+    install, opens = "pip install 'bootseer[s3]'", ("checkpoints, images and environments in s3://, gs:// and az://",)
+    if importlib.util.find_spec("obstore") is None:
+        return Check("buckets", "missing", "", "Python has no module obstore", install, opens)
+    return Check("buckets", "ok", f"obstore {importlib.metadata.version('obstore')}", opens=opens)
+
+
+def check_python() -> Check:
+    found = platform.python_version()
+    opens = ("everything",)
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        return Check(PYTHON, "broken", found, "older than 3.11", "apt-get install python3.11", opens)
+    if sys.version_info[:2] > _NEWEST_PYTHON:
+        return Check(PYTHON, "limited", found, "newer than 3.13, the last one tested", "", opens)
+    return Check(PYTHON, "ok", found, opens=opens)
+
+
+def check_torch() -> Check:
+    """PyTorch in the `python3` on PATH, which a job would use; it need not be the Python that runs BootSeer."""
+    name, opens = "PyTorch", ("stages inside the training process", "checkpoint read into tensors")
+    install = "pip install torch, in the environment that the job runs in"
+    python = shutil.which("python3")
+    if python is None:
+        return Check(name, "missing", "", "no python3 on PATH", "apt-get install python3", opens)
+    answer = child.run([python, "-c", _ASK_TORCH], deadline_s=TORCH_DEADLINE_S)
+    facts = dict(re.findall(r"^(version|gpus|cuda) (\S+)$", answer.output, re.MULTILINE))
+    if "cuda" in facts:
+        cuda = "no CUDA" if facts["cuda"] == "none" else f"CUDA {facts['cuda']}"
+        return Check(name, "ok", f"{facts['version']}, {cuda}, {facts['gpus']} GPUs", opens=opens)
+    if answer.code == 3:
+        return Check(name, "missing", "", "python3 on PATH has no torch", install, opens)
+    # The last line of a traceback is the reason.
+    last = answer.output.strip().rpartition("\n")[2][:200]
+    reason = answer.error or (last if "Error" in last else f"import torch ended with code {answer.code}")
+    return Check(name, "broken", facts.get("version", ""), f"import torch: {reason}", install, opens)
+
 
 Probe = tuple[str, Callable[[], Check]]
 
-DEADLINE_S = programs.TORCH_DEADLINE_S + 5.0
+DEADLINE_S = TORCH_DEADLINE_S + 5.0
 """For all probes together. The slowest one has a shorter deadline of its own."""
 
 
@@ -25,23 +228,23 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
     return run_probes(
         [
             (KERNEL, kernel.check_kernel),
-            (PYTHON, programs.check_python),
-            (SPOOL, partial(surroundings.check_spool, spool)),
-            ("PyTorch", programs.check_torch),
+            (PYTHON, check_python),
+            (SPOOL, partial(check_spool, spool)),
+            ("PyTorch", check_torch),
             ("FUSE", kernel.check_fuse),
             ("EROFS", kernel.check_erofs),
-            ("mkfs.erofs", programs.check_mkfs_erofs),
+            ("mkfs.erofs", check_mkfs_erofs),
             ("loop device", kernel.check_loop),
             ("overlayfs", kernel.check_overlayfs),
             ("overlay layers", kernel.check_overlay_layers),
             ("user namespaces", kernel.check_user_namespaces),
-            ("runc or crun", programs.check_runtimes),
-            ("CDI", surroundings.check_devices),
-            ("Java", programs.check_java),
-            ("HDFS", programs.check_hdfs),
-            ("buckets", programs.check_buckets),
-            ("clock", surroundings.check_clock),
-            ("terminal", surroundings.check_terminal),
+            ("runc or crun", check_runtimes),
+            ("CDI", check_devices),
+            ("Java", check_java),
+            ("HDFS", check_hdfs),
+            ("buckets", check_buckets),
+            ("clock", check_clock),
+            ("terminal", check_terminal),
             *more,
         ],
         DEADLINE_S,

@@ -61,20 +61,22 @@ def json_lines(
     `waiting` is called twice a second. `until` (monotonic clock) limits the whole exchange. Raises `TimeoutError`,
     `ValueError` for a malformed line or one above `max_bytes`, `OSError`, and what `waiting` raises.
     """
-    data, poll = b"", select.poll()
+    data, poll = bytearray(), select.poll()
     poll.register(fd, select.POLLIN)
     while (left_s := until - time.monotonic()) > 0:
         if not poll.poll(1000 * min(_TICK_S, left_s)):
             waiting()
             continue
-        piece = os.read(fd, max_bytes)
-        *lines, data = (data + piece).split(b"\n")
-        yield from map(json.loads, lines)
+        piece = os.read(fd, min(max_bytes, _MAX_LINE))
+        data += piece
+        if b"\n" in piece:
+            *lines, data = data.split(b"\n")
+            yield from map(json.loads, lines)
         if len(data) >= max_bytes:
             raise ValueError("a line is too long")
         if not piece:
             return
-    raise TimeoutError
+    raise TimeoutError("it took too long")
 
 
 @dataclass(frozen=True, slots=True)

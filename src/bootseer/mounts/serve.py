@@ -233,7 +233,6 @@ class _MountDaemon:
         return self._finish()
 
     def unmount_and_finish(self) -> int:
-        """Unmount by force, and end."""
         self._unmount(force=True)
         return self._finish()
 

@@ -145,7 +145,6 @@ class Runtime:
         return "mounted" if daemon_lives else "daemon dead"
 
     def remove(self, state: MountState) -> None:
-        """Delete a mount's record and folder, and unmount what is still mounted in it."""
         self.remove_folder(self.folder(state))
 
     def remove_folder(self, folder: Path) -> None:

@@ -154,7 +154,6 @@ def _groups(peers: Sequence[Peer]) -> dict[str, tuple[Peer, ...]]:
 
 
 def _ranked(key: bytes, peers: Sequence[Peer]) -> tuple[Peer, ...]:
-    """The highest-ranked peers for this key."""
     return tuple(nlargest(_RANKED, peers, key=lambda peer: _score(key, peer.name)))
 
 

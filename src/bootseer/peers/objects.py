@@ -51,8 +51,7 @@ class OfferedObject:
 
     @classmethod
     def of_environment(cls, name: str, size_bytes: int, path: Path) -> OfferedObject | None:
-        """For the job that this process belongs to; None without peers. `name`: by content; `path`: its file, once it
-        exists."""
+        """For this process's job; None without peers. `name`: by content; `path`: its file, once it exists."""
         try:
             job = JobPeers.of_environment()
             if job is None or job.training:

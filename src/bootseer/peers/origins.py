@@ -51,8 +51,7 @@ class PeerGroup:
     """The job's other nodes, as seen by one process. Safe for many threads."""
 
     def __init__(self, job: JobPeers, *, levels: frozenset[Level] = frozenset(Level)) -> None:
-        """`levels`: the levels at which others may be asked; a service that fetches for its rack asks only global
-        owners."""
+        """`levels`: at which others may be asked; a service that fetches for its rack asks only global owners."""
         self.job = job
         self.lock = threading.Lock()
         self.client = Client(job.secret, job.pace, tls=job.tls)

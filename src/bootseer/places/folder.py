@@ -29,7 +29,7 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.io.fork import in_each_process
-from bootseer.io.reads import PooledRead, PooledReads, ReadOutcome
+from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOutcome
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.places.local_files import (
     drop,
@@ -256,8 +256,8 @@ class FolderPlace(SmallReads):
             finally:
                 os.close(descriptor)
 
-    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
-        return file.read_here(start, length) if isinstance(file, FolderFile) and length > 0 else b""
+    def _read(self, file: OpenFile, path: str, length: int) -> bytes:
+        return file.read_here(0, length) if isinstance(file, FolderFile) and length > 0 else b""
 
     def _chmod(self, name: str, mode: int, folder: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)

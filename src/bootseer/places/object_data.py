@@ -21,7 +21,7 @@ from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
@@ -71,8 +71,7 @@ class _Read:
         return 0.0
 
     def put(self, start: int, data: memoryview) -> bool:
-        """Take what has arrived of the object from `start` on, as all of this read before it has: whether this was the
-        last of it."""
+        """Take what has arrived from `start` on, as all of this read before it has: whether this was the last of it."""
         low, high = max(start, self.offset), min(start + len(data), self.end)
         if low >= high:
             return False

@@ -44,9 +44,8 @@ from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
-from bootseer.places.object_parts import ObjectPart
 from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
-from bootseer.places.uploads import Uploads
+from bootseer.places.uploads import ObjectPart, Uploads
 
 _LINKS = f"{TEMPORARY_PREFIX}links"
 _OWNER = f"{TEMPORARY_PREFIX}owner"
@@ -314,7 +313,6 @@ class ObjectPlace(SmallReads):
         return folder
 
     def _recall(self, path: str) -> _Folder | None:
-        """What was found a moment ago."""
         with self._lock:
             until_s, known = self._known.get(path, (0.0, None))
         return known if time.monotonic() < until_s else None

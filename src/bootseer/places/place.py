@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 
 RESERVED_PREFIXES = (".stripes", ".attempts")
 """Prefixes of BootSeer's own names, which users neither see nor can create (`bootseer.checkpoint.head.is_hidden`)."""
@@ -184,8 +184,8 @@ class Place(Protocol):
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """As `OpenFile.delay_s`, for data known to lie on these nodes."""
 
-    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        """All of a small file, from `start` on. Raises `PermanentError` if that is more than `limit` bytes."""
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """All of a small file. Raises `PermanentError` if that is more than `limit` bytes."""
 
     def read_first(self, path: str, length: int) -> bytes:
         """The first `length` bytes, or all of a shorter file."""
@@ -255,30 +255,28 @@ class SmallReads:
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         raise NotImplementedError
 
-    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+    def read_bytes(self, path: str, limit: int) -> bytes:
         def length_of(size_bytes: int) -> int:
-            if size_bytes - start > limit:
-                raise PermanentError(
-                    f"{self.uri}/{path} has {size_bytes - start} bytes, more than the {limit} that it may have"
-                )
-            return size_bytes - start
+            if size_bytes > limit:
+                raise PermanentError(f"{self.uri}/{path} has {size_bytes} bytes, more than the {limit} allowed")
+            return size_bytes
 
-        return self._read_small(path, start, length_of)
+        return self._read_small(path, length_of)
 
     def read_first(self, path: str, length: int) -> bytes:
-        return self._read_small(path, 0, lambda size_bytes: min(length, size_bytes))
+        return self._read_small(path, lambda size_bytes: min(length, size_bytes))
 
-    def _read_small(self, path: str, start: int, length_of: Callable[[int], int]) -> bytes:
+    def _read_small(self, path: str, length_of: Callable[[int], int]) -> bytes:
         """Starts over when the file is replaced after it was opened."""
         for _ in range(_MAX_REOPENS):
             with closing(self.open(path)) as file, suppress(ChangedError):
-                return self._read(file, path, start, length_of(file.size_bytes))
+                return self._read(file, path, length_of(file.size_bytes))
         raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
 
-    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+    def _read(self, file: OpenFile, path: str, length: int) -> bytes:
         if length <= 0:
             return b""
-        return bytes(read_blocking(file, start, length, f"{self.uri}/{path}"))
+        return bytes(read_blocking(file, 0, length, f"{self.uri}/{path}"))
 
 
 def read_blocking(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:

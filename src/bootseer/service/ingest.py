@@ -182,7 +182,6 @@ class Ingest:
         }
 
     def _stacks(self, parts: Mapping[Attempt, Sequence[bytes]]) -> list[dict[str, Any]]:
-        """The late processes of the nodes in these lines."""
         found = []
         for attempt, lines in parts.items():
             for one in self._late.get(attempt, ()):

@@ -75,7 +75,7 @@ def since_day(text: str, now_ns: int) -> int:
 
 def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
     """What starts cost in these days, by team, scale and stage; caches, slow nodes and coverage."""
-    stages = questions.stages(connection, where, by_bucket=False)
+    stages = questions.stages(connection, where)
     return {
         "teams": questions.cost(connection, where),
         "buckets": questions.buckets(connection, where),

@@ -157,7 +157,7 @@ class Pages:
             "teams": questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
             "buckets": questions.buckets(connection, where),
-            "stages": questions.stages(connection, where, by_bucket=False)[:15],
+            "stages": questions.stages(connection, where)[:15],
             "jobs": questions.jobs(connection, where, limit=20),
             "straggling": questions.straggling(connection, where),
             "queues": questions.queues(connection, where),

@@ -42,6 +42,8 @@ from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
 _HOUR_NS: Final = 3600 * NS_PER_S
+_LEAST_STARTS: Final = 3
+"""Of a node that is compared with others."""
 # Not open starts, which have not ended yet, nor starts without an observed first step, which may have trained.
 _FAILED: Final = start.c.outcome.in_((FAILED, TRUNCATED)) & (start.c.state == CLOSED)
 
@@ -107,11 +109,11 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
     return sorted(found, key=lambda row: -(row["gpu_s"] or 0))
 
 
-def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> Rows:
-    """2. Cost of each stage, by scale: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
+def stages(connection: Connection, where: Filter) -> Rows:
+    """2. Cost of each stage: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
     # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
-    key = [of.c.bucket, of.c.stage_id] if by_bucket else [of.c.stage_id]
+    key = [of.c.stage_id]
     known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
     columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
     hists: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
@@ -130,10 +132,9 @@ def stages(connection: Connection, where: Filter, *, by_bucket: bool = True) -> 
             hist = list(map(sum, zip(*lists, strict=True)))
         else:
             hist = hists[tuple(row[: len(key)])]
-        place = {"bucket": bucket_name(row.bucket)} if by_bucket else {}
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
         added = {name: row._mapping[name] or 0.0 for name in summed}
-        found.append({**place, "stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
+        found.append({"stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
 
 
@@ -178,14 +179,13 @@ def nodes(
     connection: Connection,
     where: Filter,
     *,
-    least_starts: int = 3,
     limit: int = 1000,
     sums: Sequence[NodeSums] | None = None,
 ) -> Rows:
     """4. Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
     nodes, if already known."""
     sums = node_sums(connection, where) if sums is None else sums
-    often = [row for row in sums if row.n >= least_starts]
+    often = [row for row in sums if row.n >= _LEAST_STARTS]
     return named_nodes(connection, where, often[:limit])
 
 

@@ -124,18 +124,14 @@ class RawStore:
         job = unpacker.unused_data[_SKIPPABLE.size :].decode(errors="replace")
         return job if job_folder(job) == folder else folder
 
-    def names(self, day: int | None = None, folder: str = "", attempt: int | None = None) -> Iterator[str]:
-        """The objects of a day, of a job's folder on that day, or of one of its attempts; without a day, all."""
-        prefix = "" if day is None else f"{day}/"
-        prefix += f"{folder}/" if folder else ""
-        prefix += f"attempt-{attempt}/" if attempt is not None else ""
-        for stored in self.store.list(prefix):
+    def names(self, day: int | None = None) -> Iterator[str]:
+        """The objects of a day; without it, all."""
+        for stored in self.store.list("" if day is None else f"{day}/"):
             if parse_name(stored.name) is not None:
                 yield stored.name
 
     def of_attempt(self, names: Iterable[str], gone: set[str]) -> Iterator[tuple[str, bytes]]:
-        """Each object's lines. Names of objects that no longer exist, because of retention or manual removal, are added
-        to `gone`."""
+        """Each object's lines. Names of objects that are gone, by retention or by hand, are added to `gone`."""
         for name in names:
             try:
                 yield name, self.read(name)

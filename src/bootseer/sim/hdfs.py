@@ -28,7 +28,7 @@ from bootseer.hdfs.errors import DataNodeError, SilentError
 from bootseer.hdfs.placement import has_distinct_nodes
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.peers.protocol import Question
 from bootseer.peers.readers import UNIT_BLOCKS, Readers
 from bootseer.sim.engine import Engine, Flow, Link

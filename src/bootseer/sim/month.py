@@ -54,7 +54,6 @@ class _Node:
         return missing
 
     def shrink(self, limit_gb: float, in_use: set[str]) -> None:
-        """Evict like the real cache."""
         used = int(sum(entry.hot + entry.cold for entry in self.entries.values()) * 1e9)
         goal = goal_bytes(used, int(limit_gb * 1e9))
         if goal is None:

@@ -394,7 +394,6 @@ class Loader:
         self._end(request, None)
 
     def _loaded(self, request: _Request, num_blocks: int) -> None:
-        """The first blocks of a request have arrived."""
         fetch, now = request.fetch, self._engine.now
         if request.asked is not None and request.flow is not None:
             self.health.received(request.asked, int(request.known_left - request.flow.left), now)

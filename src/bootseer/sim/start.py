@@ -207,13 +207,11 @@ class _Start:
 
     @property
     def _index_bytes(self) -> float:
-        """Size of the index of all blocks of the image."""
         image = self._scenario.image
         return _INDEX_BYTES * image.gb * 1e9 / image.ratio / (image.block_kib << 10)
 
     @property
     def _shared_bytes(self) -> float:
-        """Bytes of the checkpoint that every node reads."""
         return self._scenario.checkpoint.gb * 1e9 * self._scenario.checkpoint.replicated_share
 
     def _make_nodes(self, num_groups: int) -> Iterator[Node]:
@@ -333,7 +331,6 @@ class _NodeStart:
         self._decided(decide("auto", found, now_s=self._engine.now))
 
     def _decided(self, decision: Decision) -> None:
-        """Continue as `env.life.decide` decided."""
         start, node, gb = self._start, self._node, self._scenario.environment.gb
         if decision.action is Action.BUILD:
             decision = after_election(decision, "held" if start.is_leased else "ours")
@@ -411,7 +408,6 @@ class _NodeStart:
         return self._node.way_from(self._start._job.by_name[name])[:-1]
 
     def _down(self, link: Link) -> tuple[Link, ...]:
-        """The links from a server to this node."""
         return (link, *self._rack, self._node.down)
 
 

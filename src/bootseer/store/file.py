@@ -41,7 +41,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.io.deadline import within
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places import open_place
 from bootseer.places.folder import FolderFile, FolderPlace

@@ -22,7 +22,7 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import stream_within
 from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, PART_BYTES, WRITE_S, Bucket, status_of
-from bootseer.places.object_parts import ObjectPart
+from bootseer.places.uploads import ObjectPart
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,

@@ -29,6 +29,7 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
+from bootseer.trace.spool_tail import spool_files
 
 if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
@@ -338,10 +339,10 @@ class Shipper:
         """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
         parts: list[_Part] = []
         room = BATCH_BYTES
-        listing = _listing(self.folder)
+        listing = spool_files(self.folder)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
-        for name, (inode, size) in sorted(listing.items()):
+        for name, (inode, size) in listing.items():
             known, offset = self._files.get(name, (inode, 0))
             if known != inode or size < offset:
                 offset = 0
@@ -391,17 +392,6 @@ def _open_positions(folder: int) -> int:
         os.close(opened)
         return -1
     return opened
-
-
-def _listing(folder: str) -> dict[str, tuple[int, int]]:
-    found = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    found[entry.name] = (status.st_ino, status.st_size)
-    return found
 
 
 def event_lines(data: bytes) -> Iterator[bytes]:

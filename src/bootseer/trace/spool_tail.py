@@ -7,6 +7,7 @@ passes the events to `trace.otlp`. No file stays open between polls.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from bootseer.trace.event import MAX_READ_BYTES, Event, Malformed, decode
@@ -14,6 +15,18 @@ from bootseer.trace.sinks import SUFFIX
 
 _MAX_BYTES_PER_LOOK = 1 << 20
 """Limit in bytes per file and poll; the rest is read by the next poll."""
+
+
+def spool_files(folder: str) -> dict[str, tuple[int, int]]:
+    """Inode and size of the spool files, by name in order. Links, pipes and folders are ignored. Raises `OSError`."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = (status.st_ino, status.st_size)
+    return dict(sorted(found.items()))
 
 
 @dataclass(slots=True)
@@ -27,10 +40,9 @@ class _Position:
 
 
 class SpoolTail:
-    """New events of a folder. `malformed` counts lines that were not events."""
+    """New events of a folder. Lines that are no events are skipped."""
 
     def __init__(self, folder: str) -> None:
-        self.malformed = 0
         self._folder = folder
         self._files: dict[str, _Position] = {}
 
@@ -41,11 +53,12 @@ class SpoolTail:
         their writers have ended. Never raises.
         """
         events: list[Event] = []
-        listing = self._listing()
-        gone = self._files.keys() - {name for name, _, _ in listing}
-        for name in gone:
+        listing: dict[str, tuple[int, int]] = {}
+        with suppress(OSError):
+            listing = spool_files(self._folder)
+        for name in self._files.keys() - listing.keys():
             del self._files[name]
-        for name, inode, size in listing:
+        for name, (inode, size) in listing.items():
             position = self._files.get(name)
             if position is None or position.inode != inode or size < position.offset:
                 position = self._files[name] = _Position(inode, 0)
@@ -56,19 +69,6 @@ class SpoolTail:
                     break
         return events
 
-    def _listing(self) -> list[tuple[str, int, int]]:
-        """Name, inode and size of the spool files. Links, pipes and folders are ignored."""
-        found = []
-        try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append((entry.name, status.st_ino, status.st_size))
-        except OSError:
-            return found
-        return sorted(found)
-
     def _read(self, name: str, position: _Position, events: list[Event], *, last: bool) -> None:
         try:
             data = self._bytes(name, position.offset)
@@ -78,7 +78,6 @@ class SpoolTail:
         at_end = len(data) < _MAX_BYTES_PER_LOOK
         if not complete:
             if len(data) > MAX_READ_BYTES:
-                self.malformed += not position.skipping
                 position.skipping = True
                 position.offset += len(data)
                 return
@@ -92,8 +91,8 @@ class SpoolTail:
             del lines[0]
             position.skipping = False
         for line in lines:
-            if line:
-                self._decode(line, events)
+            with suppress(Malformed):
+                events.append(decode(line)[0])
 
     def _bytes(self, name: str, offset: int) -> bytes:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -102,9 +101,3 @@ class SpoolTail:
             return os.pread(fd, _MAX_BYTES_PER_LOOK, offset)
         finally:
             os.close(fd)
-
-    def _decode(self, line: bytes, events: list[Event]) -> None:
-        try:
-            events.append(decode(line)[0])
-        except Malformed:
-            self.malformed += 1

@@ -8,7 +8,7 @@ from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.timer import Timer
 
 CHUNK = b"\7" * 1000

@@ -14,8 +14,7 @@ from bootseer.artifact.kind import Tombstone
 from bootseer.artifact.objects import missing, put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, document_name
-from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog
-from bootseer.env.life.node_catalog import NodeCatalog
+from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, NodeCatalog
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects

@@ -12,10 +12,9 @@ import pytest
 
 from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument, document_name
-from bootseer.env.life import node_catalog as module
-from bootseer.env.life.catalog import Catalog
+from bootseer.env.life import catalog as module
+from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Lookup
-from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.store.store import Store

@@ -121,7 +121,6 @@ class _Chunks:
 
 
 def _is_inside(file: object) -> bool:
-    """Whether this is a path inside the checkpoint's folder."""
     return isinstance(file, str) and bool(file) and not file.startswith("/") and ".." not in file.split("/")
 
 

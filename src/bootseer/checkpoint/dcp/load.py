@@ -124,8 +124,7 @@ def _direct(
     expected: Expected,
     settings: LoadSettings,
 ) -> tuple[Part, int] | None:
-    """The part to read straight into the target, and its expected offset; None if that is not possible or not worth
-    it."""
+    """The part to read straight into the target, and its expected offset; None if impossible or not worth it."""
     if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
         return None
     request, target = targets[0]
@@ -197,7 +196,6 @@ def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected:
 
 
 def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
-    """The same delivery with the whole item in a buffer."""
     item = delivery.item
     buffer = empty_bytes(item.length)
     view = memory_of(buffer)
@@ -206,7 +204,6 @@ def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
 
 
 def _copy(delivery: Delivery, expected: Expected, undo: Undo) -> None:
-    """Fill the targets from the whole item."""
     item = delivery.item
     try:
         tensor = _tensor(delivery, expected, undo)
@@ -247,7 +244,6 @@ def _tensor(delivery: Delivery, expected: Expected, undo: Undo) -> torch.Tensor:
 
 
 def _elements(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor of an archive, without a copy."""
     record = buffer[layout.at : layout.at + layout.num_elements * layout.dtype.itemsize].view(layout.dtype)
     return record.as_strided(layout.size, layout.stride, layout.first + record.storage_offset())
 
@@ -266,8 +262,7 @@ def load_all(
     settings: LoadSettings,
     position: float = 0.0,
 ) -> None:
-    """Fill the planner's tensors with the items, starting at the fraction `position` of the reads. Raises the first
-    error."""
+    """Fill the planner's tensors, starting at the fraction `position` of the reads. Raises the first error."""
     by_file: dict[str, list[Range[Stored]]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(Range(item.offset, item.end, item))

@@ -198,8 +198,7 @@ class Layout:
 
 
 def layout_of(archive: Pieces) -> Layout | None:
-    """The layout of the tensor in an archive, or None if only `torch.load` can read it. Does not look at the
-    elements."""
+    """The layout of the tensor in an archive, or None if only `torch.load` can read it. Reads no elements."""
     try:
         with zipfile.ZipFile(archive) as listed:
             records = {one.filename.partition("/")[2]: one for one in listed.infolist()}
@@ -291,8 +290,7 @@ def _checked(noted: _Tensor, record: zipfile.ZipInfo, at: int) -> Layout | None:
 
 
 def _begin(archive: Pieces, record: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin: after its local header, whose length differs from its entry in the central
-    directory."""
+    """Where a record's bytes begin: after its local header, which may differ from the central directory's entry."""
     archive.seek(record.header_offset)
     signature, name, extra = _LOCAL.unpack(archive.read(_LOCAL.size))
     if signature != b"PK\3\4":

@@ -359,7 +359,6 @@ def _is_as_saved(tensor: torch.Tensor) -> bool:
 
 
 def _by_size(items: Sequence[WriteItem], num_groups: int) -> list[list[WriteItem]]:
-    """Groups of about the same size."""
     groups: list[list[WriteItem]] = [[] for _ in range(num_groups)]
     sizes = [0] * num_groups
     for item in sorted(items, key=_size, reverse=True):

@@ -203,7 +203,6 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return {"authority": path.partition("://")[2].partition("/")[0]}
 
     def unstrip_protocol(self, name: str) -> str:
-        """The full address of a path."""
         return f"{self.protocol}://{self.authority}{self._strip_protocol(name)}"
 
     # --- names ---

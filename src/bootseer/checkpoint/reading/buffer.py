@@ -124,8 +124,7 @@ class ChunkBuffer:
             return self._reserve(num_bytes, demand=demand)
 
     def overdraw(self, num_bytes: int) -> bool:
-        """Reserve memory beyond the budget, for a rebuild without which no memory would be released; only one at a
-        time."""
+        """Reserve beyond the budget, for a rebuild without which no memory would be released; one at a time."""
         with self._lock:
             if self._overdrawn:
                 return False
@@ -199,8 +198,7 @@ class ChunkBuffer:
         return done, sum(piece.length for piece in begun)
 
     def finish(self, piece: BufferedPiece, error: BootseerError | None) -> None:
-        """A piece was loaded, or failed: then it is forgotten, and the next reader tries again. A second call has no
-        effect."""
+        """A piece was loaded, or failed and is forgotten: the next reader tries again. A second call has no effect."""
         with self._lock:
             if piece.state is _State.READY:
                 return
@@ -339,7 +337,6 @@ class ChunkBuffer:
         return self._loads(served, demand=True)
 
     def _sweep(self) -> None:
-        """Drop pieces that have been idle for long enough."""
         with self._lock:
             before = time.monotonic() - self._idle_s
             for pieces in (self._consumed, self._idle):

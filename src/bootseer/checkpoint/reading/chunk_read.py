@@ -18,7 +18,7 @@ from bootseer.checkpoint.reading.peer_chunks import PeerRead, Unit
 from bootseer.checkpoint.reading.transfer import Done, RangeRequest, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.executor import report_exception
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places.place import OpenFile, Ticket
 
@@ -254,7 +254,6 @@ class ChunkRead:
         return CorruptError(f"{self.where} has wrong bytes on {', '.join(nodes) or 'the disk'}")
 
     def _named(self, error: BootseerError) -> BootseerError:
-        """The place's error, with the position in this file."""
         return reworded(error, f"{self.where}: {error}")
 
     def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:

@@ -190,7 +190,6 @@ class SharedFile:
         run.pump()
 
     def close(self) -> None:
-        """The last handle was closed."""
         with self._lock:
             self._closed = True
             prefetches = list(self._prefetches)

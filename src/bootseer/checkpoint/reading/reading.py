@@ -26,7 +26,7 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters, Job, RangeRequest, Source, failure
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.fork import after_fork
-from bootseer.io.reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import UNIT_BLOCKS
 from bootseer.places.place import OpenFile, Place, Ticket, read_blocking
@@ -156,8 +156,7 @@ class StripedSource:
             self._context.segments.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
-        """See `Source.read_local`. A chunk found in another file is cached for this one too, in case that one is
-        evicted."""
+        """See `Source.read_local`. A chunk found in another file is cached for this one, too."""
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
         context = self._context
@@ -276,8 +275,7 @@ class Reading:
         return 0.0 if self._engine.peers is None else self._engine.peers.position
 
     def facts(self) -> dict[str, object]:
-        """Statistics of all reads so far: the counters `transfer.NAMES`, bytes in memory, and the place's own under
-        `place`."""
+        """Statistics of all reads: the counters `transfer.NAMES`, bytes in memory, the place's own under `place`."""
         peers = self._engine.peers
         return {
             **self._facts.all(),

@@ -206,8 +206,7 @@ class Row:
         return 0.0 if self._parity is _Parity.HERE else inf
 
     def _drop_late_helpers(self, now: float) -> list[ChunkRead]:
-        """The chunks to be replaced by parity, if the parity or a helper is late: they must be read from their own
-        parts."""
+        """The chunks to be read from their own parts after all, because the parity or a helper is late."""
         awaited = [helper for chunk, helper in self._helpers.items() if chunk not in self._data]
         if self._parity is _Parity.LOADING and self._parity_read is not None:
             awaited.append(self._parity_read)
@@ -305,7 +304,6 @@ class Row:
         return partial(run_effects, starts)
 
     def _reserve(self, num_bytes: int, job: ChunkRead) -> bool:
-        """Reserve memory for a rebuild. Returns whether it was granted."""
         buffer = self._context.buffer
         if not buffer.reserve(num_bytes, demand=job.urgent):
             # All memory may be held by reads that only a rebuild can end. Overdrawing is safe: it is freed in time,

@@ -292,8 +292,7 @@ class SegmentWriter:
             self.fail(error)
 
     def grow(self, end: int, *, seal: bool = False) -> None:
-        """Bytes of the file up to `end` are available: a whole number of chunks, unless `seal` says that no more
-        come."""
+        """Bytes up to `end` are available: a whole number of chunks, unless `seal` says that no more come."""
         with self._lock:
             self.size_bytes = end - self.start
             self.is_sealed = seal

@@ -353,8 +353,7 @@ class Writing:
             self._writers.discard(writer)
 
     def _free_some(self) -> bool:
-        """Whether spool space will be freed. If no data is in flight, has the file with the most sendable data send
-        it."""
+        """Whether spool space will be freed. With no data in flight, the file with most sendable data sends it."""
         with self._lock:
             rooms = [(*writer.sending.expected_free_bytes(), writer) for writer in self._writers]
         if any(on_the_way for on_the_way, _, _ in rooms):

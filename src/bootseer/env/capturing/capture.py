@@ -176,8 +176,7 @@ def _places(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> list[Path]:
-    """Create the installers' caches, so that they can be mounted as passthrough folders; the new folders, outermost
-    first."""
+    """Create the installers' caches, to be mounted as passthrough folders; the new folders, outermost first."""
     made: list[Path] = []
     for path in [*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env)]:
         with contextlib.suppress(OSError):  # of `exists` too, for a folder that may not be searched

@@ -224,7 +224,6 @@ def _is_transient(path: str) -> bool:
 
 
 def _paths(argv: list[str], at: Path) -> list[str]:
-    """Existing paths among its arguments."""
     words = [word.rpartition("=")[2] for word in argv]
     return [word for word in words if word.startswith("/") and os.path.lexists(f"{at}/root{word}")]
 

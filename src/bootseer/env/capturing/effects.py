@@ -144,8 +144,7 @@ def _settings() -> Iterator[tuple[str, bytes]]:
 
 
 def _shared_memory() -> Iterator[str]:
-    """Segments whose creating process has ended: those of running processes may belong to other programs of the
-    user."""
+    """Segments whose creator has ended: those of running processes may belong to the user's other programs."""
     for fields in map(str.split, _lines("/proc/sysvipc/shm")[1:]):
         _, number, _, _, maker, *_, creator = fields[:10]
         if int(creator) == os.geteuid() and not Path("/proc", maker).exists():
@@ -308,8 +307,7 @@ class Baseline:
         ]
 
     def _new_in_scratch(self, inside: Mapping[str, Any], mentions: Sequence[str]) -> list[str]:
-        """New environments, and new entries that the job uses: without a watch it is not known which process made which
-        file."""
+        """New environments, and new entries that the job uses: only a watch knows which process made which file."""
         before = {*map(tuple, self._before.get("scratch", ()))}
         new = sorted({*map(tuple, inside.get("scratch", ()))} - before)
         return [

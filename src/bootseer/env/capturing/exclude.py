@@ -293,7 +293,6 @@ class Exclusions:
 
 
 def _parents(path: str) -> Iterator[str]:
-    """The parent folders of a path, the outermost first."""
     end = path.find("/", 1)
     while end != -1:
         yield path[:end]

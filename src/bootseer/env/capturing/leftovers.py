@@ -59,8 +59,7 @@ def left_in_scratch(written: Iterable[str], mentions: Sequence[str]) -> list[str
 
 
 def left_elsewhere(written: Iterable[str], exclusions: Exclusions) -> list[str]:
-    """Files that were written to local disks that are not captured, as messages, without those that the rules
-    exclude."""
+    """Files written to local disks that are not captured, as messages, without those that the rules exclude."""
     lost = [path for path in written if _scratch_entry(path) is None and exclusions.rule_on_path(path) is None]
     found = [f"it wrote {path}, which is not captured" for path in lost[:_MAX_NAMED]]
     if len(lost) > _MAX_NAMED:

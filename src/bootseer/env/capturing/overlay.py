@@ -225,8 +225,7 @@ def build_user(plan: Plan) -> Built:
 
 
 def _captured_inside(builder: _Builder, rows: Sequence[Mount]) -> list[tuple[str, int]]:
-    """Overlays over the captured folders inside passthrough folders, and clones of passthrough folders and mounts
-    inside those."""
+    """Overlays over captured folders in passthrough folders; clones of passthrough folders and mounts in those."""
     attach: list[tuple[str, int]] = []
     for point in topmost(os.path.realpath(path) for path in builder.plan.captured_inside):
         mount = mount_of(point, rows)

@@ -93,7 +93,6 @@ class ScanCapture(Capture):
         return Change(path, action, "" if action is Action.DELETED else path, before=lost)
 
     def _walk(self) -> Iterator[tuple[str, Mapping[str, PathState]]]:
-        """All walked folders, with their entries."""
         waiting = list(self._roots)
         count = 0
         while waiting:

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bootseer.env.capturing.fanotify import OPENED, WRITTEN, Group, Overflow
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.kernel import Mount, is_below, mount_table, visible
-from bootseer.mounts.process import die_with, end_child
+from bootseer.mounts.process import die_with, end_child, json_lines
 
 # File systems without files that a setup could install or depend on.
 # fmt: off
@@ -156,7 +156,6 @@ class _AccessLog:
         self._num_failed = 0
 
     def drain(self) -> None:
-        """Process all queued events."""
         while self._batch():
             pass
 
@@ -287,7 +286,7 @@ class Watch:
 
     def _wait_until_ready(self, deadline_s: float) -> None:
         try:
-            self._problem = str(json.loads(self._read_line(time.monotonic() + deadline_s))["why"])
+            self._problem = str(self._answer(deadline_s)["why"])
         except (OSError, ValueError) as error:
             self._problem = f"the watching process could not begin: {error}"
         if self._problem:
@@ -296,7 +295,7 @@ class Watch:
     def end(self, *, deadline_s: float = END_S) -> Reads:
         """The files that the setup has read and written until the first call. Raises nothing."""
         if self._problem is None:
-            self._wait_until_ready(0.0)  # the watched container has ended
+            self._wait_until_ready(1.0)  # the watched container has ended
         if self._reads is None:
             self._reads = not_watched(self._problem) if self._problem else self._collect(deadline_s)
         return self._reads
@@ -305,26 +304,20 @@ class Watch:
         os.close(self._stop)
         self._stop = -1
         try:
-            message = json.loads(self._read_line(time.monotonic() + deadline_s))
+            message = self._answer(deadline_s)
         except (OSError, ValueError) as error:
             return not_watched(f"the watching process gave no answer: {error}")
         finally:
             self._kill()
         return Reads(frozenset(message["read"]), tuple(message["written"]), not message["why"], message["why"])
 
-    def _read_line(self, deadline: float) -> bytes:
-        pieces, size = [], 0
-        while select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            piece = os.read(self._answers, 1 << 20)
-            pieces.append(piece)
-            size += len(piece)
-            if piece.endswith(b"\n"):
-                return b"".join(pieces)
-            if not piece:
-                raise OSError("it has died")
-            if size > _MAX_REPORT_BYTES:
-                raise OSError("its answer is too long")
-        raise OSError("it took too long")
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        """The helper's next message. Raises `OSError` and `ValueError`."""
+        answers = json_lines(self._answers, time.monotonic() + deadline_s, max_bytes=_MAX_REPORT_BYTES)
+        message: dict[str, Any] | None = next(answers, None)
+        if message is None:
+            raise OSError("it has died")
+        return message
 
     def _kill(self) -> None:
         for file in (self._answers, self._stop):

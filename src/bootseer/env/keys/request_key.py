@@ -278,8 +278,7 @@ class _Collector:
         self._accounted.add(path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
-        """Add a file or folder. A folder's own path is part of the key, since distributions installed from it record
-        it."""
+        """Add a file or folder. A folder's own path counts, as distributions installed from it record it."""
 
         def read() -> None:
             if self._files.kind(path) == "file":

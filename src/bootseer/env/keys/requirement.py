@@ -233,8 +233,7 @@ def lines_of_pip(data: bytes) -> str:
 
 
 def grouped(files: Sequence[tuple[str, bytes]]) -> list[tuple[FileKind, list[str]]]:
-    """Files installed together, in order: conda's first, each lock by itself, all others at once. Raises `UsageError`
-    as `kind_of`."""
+    """Files installed together, in order: conda's first, each lock by itself, the rest at once. Raises `UsageError`."""
     found: list[tuple[FileKind, list[str]]] = [(kind_of(path, data), [path]) for path, data in files]
     alone = sorted(
         (one for one in found if one[0] in ("conda", "uv.lock", "pylock")), key=lambda one: one[0] != "conda"

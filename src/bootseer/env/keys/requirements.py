@@ -300,8 +300,7 @@ def logical_lines(text: str, *, between: str = " ") -> Iterator[str]:
 
 
 def _options(line: str) -> Iterator[tuple[str, str]]:
-    """The options of a line that say where distributions come from, by their long names; not those of a single
-    requirement."""
+    """A line's options that say where distributions come from, by their long names; not those of one requirement."""
     if not line.startswith("-"):
         return
     try:

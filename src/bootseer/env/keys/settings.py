@@ -191,8 +191,7 @@ class Configuration(NamedTuple):
 
 
 def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFiles) -> Configuration:
-    """The relevant settings in configuration files of this user and node. `prefix` is that of the job's Python, or
-    empty."""
+    """The relevant settings in configuration files. `prefix` is that of the job's Python, or empty."""
     home = env.get("HOME", "")
     lines: list[str] = []
     read: list[str] = []

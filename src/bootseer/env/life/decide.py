@@ -147,8 +147,7 @@ def decide(
 
 
 def after_election(decision: Decision, lease: Literal["ours", "held", "unavailable"], words: str = "") -> Decision:
-    """The decision after `BUILD`, with the result of asking for the lease; `words`: its holder, or why there is
-    none."""
+    """The decision after `BUILD`, once the lease was requested; `words`: its holder, or why there is none."""
     if decision.action is not Action.BUILD or lease == "ours":
         return decision
     if lease == "held":

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from bootseer.artifact.progress import Say
 from bootseer.env.restoring import private_layer
-from bootseer.env.restoring.mount_points import MountPoints
-from bootseer.env.restoring.private_layer import PrivateFolder
+from bootseer.env.restoring.private_layer import MountPoints, PrivateFolder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
@@ -51,11 +50,6 @@ class HostView:
     def enter(self) -> None:
         """For a child between fork and exec, see `Namespace.enter`."""
         self._namespace.enter()
-
-    @property
-    def root(self) -> Path:
-        """A path to the root of the view, for other processes."""
-        return self._namespace.root
 
     def close(self) -> None:
         """Unmount when the job has ended; reports its changes and where they are kept."""

@@ -186,7 +186,6 @@ class _Planner:
         return self._operation_over(entry, found)
 
     def _operation_over(self, entry: Entry, found: os.stat_result) -> Operation | None:
-        """The operation for a path where something else is."""
         over: Operation = "delete" if entry.kind == "deleted" else "replace"
         if (is_system(entry.path) and not entry.before) or _is_bytecode(entry.path):
             self._check_mounts(entry)

@@ -254,7 +254,6 @@ def _delete(folder: int, name: str) -> None:
 
 
 def _delete_stale(folder: int) -> None:
-    """Delete temporary files of killed restores."""
     opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         for name in os.listdir(opened):  # noqa: PTH208 - names

@@ -81,8 +81,7 @@ def _json(data: bytes) -> bytes:
 
 
 def _elf(data: bytes) -> bytes:
-    """A program or library without debugging sections and build id: they depend on the random name of the build
-    folder."""
+    """A program or library without debugging sections and build id, which depend on the random build folder."""
     try:
         return b"\0".join(_sections(data))
     except (struct.error, ValueError, IndexError):

@@ -278,8 +278,7 @@ def read_whole(item: Item) -> bytes:
 
 
 def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Callable[[int], object]) -> str:
-    """Pass a large file to `write` in pieces, and its holes to `write_zeros`; its digest. Raises as `read_whole`
-    does."""
+    """Pass a large file to `write` in pieces, its holes to `write_zeros`; its digest. Raises as `read_whole` does."""
     found = blake3()
     descriptor = _open(item)
     try:

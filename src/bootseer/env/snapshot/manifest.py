@@ -204,7 +204,6 @@ class _Checks:
         self._first: dict[str, Entry] = {}
 
     def checked(self, entry: Entry) -> Entry:
-        """Check the next entry and return it. Raises `CorruptError`."""
         raw = _checked_path(entry.path)
         if raw <= self._last:
             raise _wrong(entry.path, "out of order, or twice")

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.errors import PermanentError, UsageError
-from bootseer.machine.surroundings import CDI_FOLDERS
+from bootseer.machine import check
 
 NVIDIA = "nvidia.com/gpu"
+CDI_FOLDERS = tuple(map(Path, check.CDI_FOLDERS))
 _MAX_BYTES = 16 << 20
 _NO_YAML = "write the file as JSON: nvidia-ctk cdi generate --format=json --output=/etc/cdi/nvidia.json"
 

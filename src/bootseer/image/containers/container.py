@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootseer.errors import PermanentError, TransientError, UsageError
-from bootseer.image.containers.cdi import edits_for, gpu_names
+from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
 from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
 from bootseer.image.containers.rootfs import User, is_executable
 from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
 from bootseer.logs import logger
-from bootseer.machine.surroundings import CDI_FOLDERS
 from bootseer.mounts.user_namespace import is_host, num_owners
 
 _LOG = logger(__name__)

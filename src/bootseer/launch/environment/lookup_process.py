@@ -19,9 +19,8 @@ from bootseer.env.keys import gate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.request_key import Base, KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election
-from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import DOCUMENTS, Action, Decision, Lookup, after_election, after_wait, decide
-from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task

@@ -43,8 +43,7 @@ def check_files(script: str | None, requirements: Sequence[str]) -> None:
 
 
 def groups_of(requirements: Sequence[str]) -> list[tuple[FileKind, list[str]]]:
-    """The files of `--requirements`, in groups that are installed together. Raises `UsageError` for unsupported
-    files."""
+    """The files of `--requirements` in groups that are installed together. Raises `UsageError`."""
     from bootseer.env.keys.requirement import MAX_BYTES, grouped
 
     found = []

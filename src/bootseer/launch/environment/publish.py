@@ -23,9 +23,8 @@ from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Trust
 from bootseer.env.keys.key import RequestKey
-from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
-from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret

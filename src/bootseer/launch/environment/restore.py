@@ -19,8 +19,8 @@ from bootseer.artifact.places import environments_folder
 from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.catalog import NodeCatalog
 from bootseer.env.life.decide import Decision
-from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.host import show_on_host

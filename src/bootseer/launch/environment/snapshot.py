@@ -13,8 +13,8 @@ from bootseer.artifact.places import runtime_root
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.catalog import NodeCatalog
 from bootseer.env.life.decide import Action, Decision
-from bootseer.env.life.node_catalog import NodeCatalog
 from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.env.snapshot import verify

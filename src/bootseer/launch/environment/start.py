@@ -111,8 +111,7 @@ class EnvironmentStart:
         self._report = StartReport(task.session, self._record)
 
     def prepare(self) -> int:
-        """Prepare the environment: restore, capture or set up. Returns the setup's exit code: 0 if the command can
-        start."""
+        """Restore, capture or set up the environment. Returns the setup's exit code: 0 if the command can start."""
         began_s = time.monotonic()
         with self.task.stage() as facts:
             code = self._prepare()
@@ -254,7 +253,6 @@ class EnvironmentStart:
         self._report.send(until)
 
     def _record(self, until: str) -> None:
-        """Emit the event about the environment, and save the record of its reads."""
         prepared, session = self.prepared, self.task.session
         if prepared is None:
             return

@@ -132,8 +132,7 @@ def enter_function(view: Capture) -> Callable[[], None] | None:
 
 
 def check_setup(view: Capture, done: SetupResult) -> None:
-    """Report a failed setup. Raises `EnvironmentUnavailable` if the view may be the cause: it is run without one
-    then."""
+    """Report a failed setup. Raises `EnvironmentUnavailable` if the view may be the cause: then it runs without."""
     if not done.code:
         return
     hint = view.failure_hint()

@@ -216,7 +216,6 @@ class _ImageStart:
         )
 
     def _start_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
-        """Create the command's container, with the guard process that cleans up after it."""
         with session_stage(self._session, f"{STAGE}.container"):
             container = self._container = self._make_container(folder / "container", mounted, env)
             container.start_guard([mounted.undo_command()])
@@ -247,7 +246,6 @@ class _ImageStart:
         return container
 
     def _command_ended(self, code: int, seconds: float) -> None:
-        """Report the start, if that is still to be done, and problems of the mounts."""
         self._report.send(COMMAND_ENDED)
         with reporting_errors("problems of the image's mount are not known"):
             if self._mounted is not None:
@@ -257,7 +255,6 @@ class _ImageStart:
                 self._environment.start.command_ended(code, seconds)
 
     def _record(self, until: str) -> None:
-        """Emit the event about the image, and save the record of its reads."""
         session, mounted = self._session, self._mounted
         if mounted is None:
             return
