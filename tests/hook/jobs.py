@@ -1,7 +1,15 @@
 """Training programs for the hook's tests. None of them knows of BootSeer."""
 
+from pathlib import Path
+
+import warm
+
+MARKED = warm.Parent("hook.marked_torch", PYTHONPATH=str(Path(__file__).parents[1]))
+START = "import time; from bootseer.hook import watch; watch.start(time.monotonic_ns())\n"
+"""Put before a program that is run by a copy of `MARKED`."""
+
 TRAIN = """
-import os, sys, torch, torch.distributed as dist
+import gc, os, sys, torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, load_file
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +44,7 @@ counts = [len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre
 path = [p for p in sys.path if "bootseer" in p and "hook" in p]
 print(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__.__name__}", flush=True)
 dist.destroy_process_group()
+gc.freeze()  # or Python collects all objects of PyTorch at its end, for 0.6 s of processor time
 """
 
 TWELVE_STEPS = """
@@ -55,23 +64,24 @@ counts = [0, 0]
 register_optimizer_step_pre_hook(lambda *_: counts.__setitem__(0, counts[0] + 1))
 register_optimizer_step_post_hook(lambda *_: counts.__setitem__(1, counts[1] + 1))
 {TWELVE_STEPS}print(counts)
+import gc
+gc.freeze()  # see `TRAIN`
 """
 
 INITIALIZES_OPTIMIZER = """
-import torch
+import time, torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 get_state_dict(model, optimizer)
-import time
-time.sleep(0.3)
+print(time.monotonic_ns())
 warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
 for _ in range(3):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     warm_up.step()
-    time.sleep(0.1)
+    print(time.monotonic_ns())
 """
 
 DIES_IN_FIRST_STEP = """
@@ -124,7 +134,6 @@ if how != "closure":
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-time.sleep(0.3)
 print(time.monotonic_ns())
 for _ in range(3):
     if how == "closure":
@@ -133,5 +142,19 @@ for _ in range(3):
         closure()
         optimizer.step()
     print(time.monotonic_ns())
-    time.sleep(0.1)
+"""
+
+KEEPS_THE_READER = f"""
+import copy, pickle, sys, time, torch
+kept = torch.load
+class Data:
+    reader = torch.load
+    def __init__(self): self.read = torch.load
+data = Data()
+defaults = kept.__kwdefaults__, kept.__code__.co_varnames  # some programs look for `weights_only` there
+{TWELVE_STEPS}restored = kept is not torch.load
+assert defaults == (torch.load.__kwdefaults__, torch.load.__code__.co_varnames)
+print(restored, pickle.loads(pickle.dumps(data)).read is torch.load, copy.deepcopy(data).read is torch.load)
+torch.save(torch.ones(1), sys.argv[1])
+print(kept(sys.argv[1]), kept.__module__, kept.__name__)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +20,9 @@ from hook.jobs import (
     DIES_IN_FIRST_STEP,
     HOOKED_BY_OTHERS,
     INITIALIZES_OPTIMIZER,
+    KEEPS_THE_READER,
+    MARKED,
+    START,
     STEPS_BEFORE,
     TRAIN,
     TWELVE_STEPS,
@@ -122,7 +126,7 @@ def test_nothing_is_left_behind(trained):
 def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
     (tmp_path / "slow_module.py").write_text("import time, json.tool\ntime.sleep(0.3)\nvalue = 7\n")
     source = (
-        "import importlib.util, torch\n"
+        "import importlib.util, safetensors\n"  # from which on imports are watched, as from torch
         "print(type(importlib.util.find_spec('slow_module').loader).__name__)\n"
         "import slow_module\n"
         "print(type(slow_module.__loader__).__name__, type(slow_module.__spec__.loader).__name__, slow_module.value)\n"
@@ -134,30 +138,43 @@ def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
     assert 0.3e9 <= found[1].mono_ns - found[0].mono_ns < 100e9
 
 
-def test_making_optimizer_state_is_no_step(run, events, tmp_path):
+@pytest.fixture
+def hooked(env, tmp_path, monkeypatch):
+    """`hooked(source, ...)`: this job with these words, in a copy of a process that has imported PyTorch.
+
+    The hook marks it as a copy of a warm parent. That it marks the same in a program that was started by exec is seen
+    in `test_warm_torch` and in the tests with `run`.
+    """
+    monkeypatch.setenv("BOOTSEER_TRACE", f"spool:{env['BOOTSEER_SPOOL']}")
+
+    def call(source: str, *words: str) -> subprocess.CompletedProcess[str]:
+        (done,) = warm.run(Path(_write(tmp_path, START + source)), words, folder=tmp_path / "output", parent=MARKED)
+        return done
+
+    return call
+
+
+def test_making_optimizer_state_is_no_step(hooked, events):
     """get_state_dict() steps with a rate of 0; so does the first step of a warm-up, which is one."""
-    assert run("run", "--", sys.executable, _write(tmp_path, INITIALIZES_OPTIMIZER)).returncode == 0
-    found = events()
-    loaded = next(e for e in found if e.stage == STAGE + "import_torch" and e.phase == "end")
-    first = next(e for e in found if e.stage == "first_step" and e.phase == "begin")
-    began = next(e for e in found if e.stage == "training_began")
-    ended = next(e for e in found if e.stage == "command" and e.phase == "end")
-    assert first.mono_ns - loaded.mono_ns > 0.3e9
-    assert first.mono_ns < began.mono_ns
-    assert ended.mono_ns - began.mono_ns > 0.3e9  # it was the first of the three
+    done = hooked(INITIALIZES_OPTIMIZER)
+    assert done.returncode == 0, done.stderr
+    initialized_ns, first_ns, *_ = map(int, done.stdout.split())
+    found = [event for event in events() if event.stage in ("first_step", "training_began")]
+    assert [event.phase for event in found] == ["begin", "end", "instant"]
+    assert initialized_ns < found[0].mono_ns < found[2].mono_ns < first_ns  # it was the first of the three
 
 
 @pytest.mark.parametrize("how", ["no_gradients", "zero_gradients", "closure"])
-def test_a_step_counts_behind_a_backward_that_gave_it_gradients(run, events, tmp_path, how):
-    done = run("run", "-q", "--", sys.executable, _write(tmp_path, STEPS_BEFORE), how)
+def test_a_step_counts_behind_a_backward_that_gave_it_gradients(hooked, events, how):
+    done = hooked(STEPS_BEFORE, how)
     before_ns, first_ns, second_ns, _ = map(int, done.stdout.split())
     found = [event for event in events() if event.stage in ("first_step", "training_began")]
     assert [event.phase for event in found] == ["begin", "end", "instant"]
     assert before_ns < found[0].mono_ns < found[1].mono_ns <= first_ns < second_ns
 
 
-def test_death_in_the_first_step_leaves_it_open(run, events, tmp_path):
-    assert run("run", "--", sys.executable, _write(tmp_path, DIES_IN_FIRST_STEP)).returncode == 137
+def test_death_in_the_first_step_leaves_it_open(hooked, events):
+    assert hooked(DIES_IN_FIRST_STEP).returncode == -signal.SIGKILL
     found = events()
     assert "first_step" in stages(found)
     assert "first_step" not in stages(found, "end")
@@ -174,11 +191,11 @@ def compiled_without_us(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 
 @pytest.mark.parametrize("how", ["plain_step", "compiled_step"])
-def test_compiled_code_is_compiled_as_without_us(run, events, tmp_path, compiled_without_us, how):
+def test_compiled_code_is_compiled_as_without_us(hooked, events, compiled_without_us, how):
     """No graph more, none broken: hooks must neither be traced nor come and go behind the compiler's back."""
-    hooked = run("run", "--", sys.executable, _write(tmp_path, COMPILED), how)
-    assert hooked.returncode == 0, hooked.stderr
-    assert hooked.stdout == compiled_without_us[how]
+    done = hooked(COMPILED, how)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == compiled_without_us[how]
     found = events()
     assert "first_step.compile" in stages(found, "end")
     if how == "plain_step":
@@ -219,9 +236,16 @@ def test_a_single_process_needs_no_launcher_and_its_python_no_bootseer(run, even
     assert "steady_step" in stages(found, "instant")
 
 
-def test_an_error_in_the_hook_does_not_reach_the_job(run, events, tmp_path):
+def test_an_error_in_the_hook_does_not_reach_the_job(hooked, events):
     broken = "import torch\nimport bootseer.hook.state as s\ns._state.tracer.identity = None\n"
-    job = _write(tmp_path, broken + TWELVE_STEPS)
-    done = run("run", "--", sys.executable, job)
+    done = hooked(broken + TWELVE_STEPS)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
-    assert "training_began" not in stages(events(), "instant")
+    found = events()
+    assert STAGE + "interpreter" in stages(found)
+    assert "training_began" not in stages(found, "instant")
+
+
+def test_a_kept_reader_can_be_sent_to_workers_after_the_marking(hooked, tmp_path):
+    done = hooked(KEEPS_THE_READER, str(tmp_path / "kept.pt"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True True\ntensor([1.]) torch.serialization load\n"
