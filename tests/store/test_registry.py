@@ -333,6 +333,13 @@ class TestManifests:
             with pytest.raises(CorruptError, match="are not those of"):
                 client.manifest(reference)
 
+    @pytest.mark.parametrize("fault", [Fault(status=405), Fault(headers={"Docker-Content-Digest": ""})], ids=str)
+    def test_a_digest_is_found_where_head_is_of_no_use(self, client: Client, proxy: FaultProxy, fault: Fault) -> None:
+        data = b'{"schemaVersion":2,"mediaType":"application/vnd.oci.image.index.v1+json","manifests":[]}'
+        client.put_manifest("tag", data, "application/vnd.oci.image.index.v1+json")
+        proxy.plan = lambda request: fault if request.method == "HEAD" else None
+        assert client.manifest_digest("tag") == sha256(data)
+
     def test_a_manifest_without_bounds_is_not_read_to_its_end(self, client: Client, proxy: FaultProxy) -> None:
         proxy.plan = lambda _: Fault(status=200, body=bytes(MAX_MANIFEST_BYTES + 1))
         with pytest.raises(PermanentError, match=f"more than {MAX_MANIFEST_BYTES} bytes"):
