@@ -107,6 +107,7 @@ def test_an_answer_in_chunks_is_as_good(client: Client, proxy: FaultProxy) -> No
     proxy.plan = lambda _: Fault(chunked=True)
     for _ in range(3):
         assert read(client, 100, 500_000) == DATA[100:500_100]
+    assert read(client) == DATA
     assert proxy.num_connections == 1
 
 

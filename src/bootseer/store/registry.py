@@ -255,9 +255,8 @@ class Registry:
         if length == 0:
             return
         until = time.monotonic() + timeout_s
-        headers = {}
-        if start or length is not None:
-            headers["Range"] = f"bytes={start}-" if length is None else f"bytes={start}-{start + length - 1}"
+        # Also for a whole blob: the answer then states its size, even if it comes in chunks.
+        headers = {"Range": f"bytes={start}-" if length is None else f"bytes={start}-{start + length - 1}"}
         answer = self._blob_answer(digest, headers, until)
         try:
             expected = self._checked_length(answer, digest, start, length)
@@ -360,7 +359,6 @@ class Registry:
 
     def _checked_length(self, answer: Answer, digest: str, start: int, length: int | None) -> int:
         """The number of bytes that will arrive. Raises unless exactly the requested range is sent."""
-        ranged = start > 0 or length is not None
         if answer.status == 416:
             total = (answer.content_range or (0, 0, None))[2]
             answer.finish()
@@ -370,11 +368,11 @@ class Registry:
             raise PermanentError(f"{self}: blob {digest} {size}; bytes from {start} on were asked for")
         self.expect(answer, f"blob {digest}", 200, 206)
         if answer.status == 200:
-            if answer.length is None or (ranged and (start > 0 or answer.length != length)):
+            if start > 0 or answer.length is None or length not in (None, answer.length):
                 raise TransientError(f"{self}: blob {digest}: the registry, or a proxy before it, ignores the range")
             return answer.length
         span = answer.content_range
-        if span is None or not ranged or span[0] != start:
+        if span is None or span[0] != start:
             raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
         first, end, total = span
         if length is not None and total is not None and start + length > total:
