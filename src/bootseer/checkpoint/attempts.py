@@ -280,8 +280,7 @@ class Attempt:
 
 
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
-    """Remove what dead writers have left in a folder; returns the number of removed items. What belongs to other users
-    stays."""
+    """Remove what dead writers have left in a folder; returns how many. What belongs to other users stays."""
     now_s = place.now_s(folder)
     attempts = join(folder, ATTEMPTS)
     removed = _collect_attempts(place, attempts, now_s - lease_s)

@@ -143,8 +143,7 @@ class ReadAhead:
             stream.restart(stream.reached, 0)
 
     def _wanted(self, stream: _Stream, window: int) -> tuple[int, int]:
-        """The next range to read ahead: at least half a window, because few large requests cost less than many small
-        ones."""
+        """The next range to read ahead: at least half a window: few large requests cost less than many small ones."""
         if window <= 0:
             return 0, 0
         goal = min(-(-(stream.reached + window) // self._row) * self._row, self._size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protection import Channel, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
+from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -341,12 +341,11 @@ _BAD_S = 60.0
 _MAX_KNOWN = 10_000
 
 
-class ExcludedNodes:
+class ExcludedDataNodes(ExcludedNodes):
     """DataNodes that recently failed to take a block. Safe to use from many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._excluded: dict[str, float] = {}
+        super().__init__(_BAD_S)
         self._ids: dict[str, bytes] = {}
         self._no_busy_wait_until_s = 0.0
 
@@ -366,18 +365,6 @@ class ExcludedNodes:
                 self._ids.clear()
             self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
 
-    def exclude(self, node: str) -> None:
-        """Exclude a node for a minute; "" has no effect."""
-        if node:
-            with self._lock:
-                self._excluded[node] = time.monotonic() + _BAD_S
-
-    def names(self) -> Nodes:
-        with self._lock:
-            now_s = time.monotonic()
-            self._excluded = {node: until_s for node, until_s in self._excluded.items() if until_s > now_s}
-            return frozenset(self._excluded)
-
     def ids_of(self, names: Iterable[str]) -> list[bytes]:
         """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
         with self._lock:
@@ -388,7 +375,7 @@ def begin_block(
     namenode: NameNode,
     lease: Lease,
     defaults: WriteDefaults,
-    excluded: ExcludedNodes,
+    excluded: ExcludedDataNodes,
     allocate: Callable[[Nodes], NewBlock],
 ) -> tuple[NewBlock, BlockWriter]:
     """Start a block on nodes that accept it. `allocate` gets one from the NameNode, avoiding the failed nodes."""
@@ -409,7 +396,7 @@ def begin_block(
                 error.node or "unknown",
                 error,
             )
-            excluded.exclude(error.node)
+            excluded.exclude([error.node])
             failed.add(error.node)
             failures += 1
             lease.abandon(new.block)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_locations import FileStatus
-from bootseer.hdfs.block_writer import ExcludedNodes
+from bootseer.hdfs.block_writer import ExcludedDataNodes
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeFile, NativeNames, NativeReads, NativeSettings, NativeWriter
@@ -72,8 +72,8 @@ class HdfsClient:
         return NativeNames(self._native)
 
     @cached_property
-    def _excluded(self) -> ExcludedNodes:
-        return ExcludedNodes()
+    def _excluded(self) -> ExcludedDataNodes:
+        return ExcludedDataNodes()
 
     def stat(self, path: str) -> FileStatus:
         return self._ask(lambda names: names.stat(path))

@@ -53,8 +53,7 @@ class NoNodesError(TransientError):
 
     @property
     def num_running(self) -> int:
-        """Number of live nodes; those neither excluded nor chosen are full, or too busy now (`considerLoad`). 0 if
-        unknown."""
+        """Live nodes, 0 if unknown; those neither excluded nor chosen are full, or too busy now (`considerLoad`)."""
         count = _RUNNING.search(str(self))
         return int(count[1]) if count is not None else 0
 

@@ -312,8 +312,7 @@ class NativeWriter:
         self.size_bytes += len(data)
 
     def close(self) -> tuple[str, ...]:
-        """Complete the file: DataNodes have acknowledged all bytes, and the NameNode has the length. Returns no nodes:
-        unknown."""
+        """Complete the file: DataNodes have acknowledged all bytes, the NameNode has the length. Nodes are unknown."""
         close_s = self._native.settings.close_s
         self._step(lambda file: _complete(file, close_s), close_s)
         self._state = _State.SPOILED

@@ -6,7 +6,7 @@ be abandoned. With one replica, files exclude the nodes of their siblings. With 
 all nodes of a file also serve siblings: blocks are allocated and abandoned until each file can have a node for itself.
 With fewer nodes than files, files share nodes evenly; before that, nodes that the NameNode considers too busy are
 waited for. A node that does not accept a block is excluded, for a minute also for the client's other files
-(`ExcludedNodes`). After `_MAX_ALLOCATIONS` any block is accepted: a bad placement costs speed and nothing else. A block
+(`ExcludedDataNodes`). After `_MAX_ALLOCATIONS` any block is accepted: a bad placement only costs speed. A block
 is allocated at a file's first `write`; siblings may be written by different threads.
 
 Recovery. hdfs-native fails a file when a DataNode reports an earlier block late to the NameNode. A `MultiBlockWriter`
@@ -30,7 +30,7 @@ from typing import IO, Final
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
 from bootseer.hdfs.block_locations import Block, FileStatus
-from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedNodes, Nodes, PipelineError, begin_block
+from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedDataNodes, Nodes, PipelineError, begin_block
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.logs import logger
@@ -57,7 +57,7 @@ class FileSettings:
     parents: bool
     """Whether to create a missing folder."""
     defaults: WriteDefaults
-    excluded: ExcludedNodes
+    excluded: ExcludedDataNodes
     close_s: float
     """Timeout for the end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
 
@@ -272,7 +272,7 @@ class PlacedWriter(BlockFileWriter):
         except PipelineError as error:
             _LOG.info("%s: DataNode %s is excluded: %s", self._uri, error.node or "unknown", error)
             self._is_usable = False
-            self._excluded.exclude(error.node)
+            self._excluded.exclude([error.node])
             raise TransientError(f"{self._uri}: {error}") from error
 
 
@@ -391,7 +391,7 @@ class MultiBlockWriter(BlockFileWriter):
         """Restart the block on other nodes, and write its bytes so far there."""
         while True:
             if time.monotonic() - self._used_s < _IDLE_S:
-                self._excluded.exclude(error.node)
+                self._excluded.exclude([error.node])
             self._failures += 1
             _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._settings.block_size, error)
             if self._block is not None:

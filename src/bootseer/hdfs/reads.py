@@ -33,8 +33,7 @@ class HdfsReads:
         self._serving = Serving(namenode, settings or ReadSettings())
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile:
-        """Open the current version of a file. Raises as `NameNode.locate`, and `UnsupportedError` if it needs another
-        client."""
+        """Open a file's current version. Raises as `NameNode.locate`, and `UnsupportedError` for another client."""
         located = self._namenode.locate(path, timeout_s=deadline_s)
         uri = f"hdfs://{self._namenode.cluster.authority}{path}"
         if not located.readable:

@@ -111,8 +111,7 @@ class Ticket:
     """How often its deadline was extended."""
 
     def try_extend(self, now_s: float, since_s: float) -> bool:
-        """Extend the deadline, if all DataNodes of its unfinished pieces have sent bytes since `since_s`; returns
-        whether it was."""
+        """Extend the deadline if all DataNodes of unfinished pieces have sent bytes since `since_s`; whether it was."""
         if self.extensions >= _MAX_EXTENSIONS:
             return False
         for piece in self.pieces:

@@ -44,8 +44,7 @@ class Executor:
         idle_s: float = _IDLE_S,
         when_idle: Callable[[], object] | None = None,
     ) -> None:
-        """`max_threads`: None for no limit. `when_idle` is called in the last thread before that ends, after `idle_s`
-        without jobs."""
+        """`max_threads`: None for no limit. `when_idle` is called in the last thread, idle for `idle_s`, at its end."""
         self._name = name
         self._max_threads = max_threads
         self._first_idle_s = idle_s

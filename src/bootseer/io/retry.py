@@ -1,4 +1,4 @@
-"""Retries after transient errors: exponential backoff with full jitter.
+"""Retries after transient errors: exponential backoff with full jitter, and nodes that are left out for a while.
 
 A retry storm harms a server that is already in trouble, so waits are random, grow, and are never shorter than the
 server asked for.
@@ -7,8 +7,9 @@ server asked for.
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from bootseer.errors import TransientError
@@ -56,3 +57,24 @@ def retrying(
                 raise
             _LOG.info("attempt %d failed, the next one in %.1f s: %s", attempt, wait_s, error)
             sleep(wait_s)
+
+
+class ExcludedNodes:
+    """Nodes that failed recently, each excluded for `for_s`. Safe to use from many threads."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._until: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def exclude(self, nodes: Iterable[str]) -> None:
+        """Exclude these nodes from now on; "" has no effect."""
+        until_s = time.monotonic() + self._for_s
+        with self._lock:
+            self._until.update((node, until_s) for node in nodes if node)
+
+    def names(self) -> frozenset[str]:
+        now_s = time.monotonic()
+        with self._lock:
+            self._until = {node: until_s for node, until_s in self._until.items() if until_s > now_s}
+            return frozenset(self._until)

@@ -175,8 +175,7 @@ class Membership:
 
 
 def parse_list(lines: Iterable[str], source: str) -> list[Peer]:
-    """Parse lines of `HOST[:PORT][,HOST[:PORT]...] [RACK]`, one node each; several hosts are interfaces of one node.
-    Raises `UsageError`."""
+    """Parse lines of `HOST[:PORT][,HOST[:PORT]...] [RACK]`, one node and its interfaces each. Raises `UsageError`."""
     peers = []
     for line in lines:
         words = line.partition("#")[0].split()

@@ -248,8 +248,7 @@ class Service:
             self._write_state()
 
     def state_for_agent(self) -> dict[str, Any] | None:
-        """The state that the node's agent needs to continue serving; None if nothing is to be served after training
-        began."""
+        """What the node's agent needs to continue serving; None if nothing is to be served after training began."""
         own, rate = self._source.own, self._limits.after
         if rate is None:
             rate = int(self._source.link_bytes_s * _TRAINING_SHARE)

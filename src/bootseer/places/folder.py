@@ -109,9 +109,6 @@ class FolderPlace(SmallReads):
         uri = self._uri_of(path)
         return FolderFile(descriptor, uri, self._reads, lambda error: mapped(error, uri))
 
-    def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        return 0.0
-
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._parent(path) as (folder, name):
             temporary = write_temporary(folder, data, mode)

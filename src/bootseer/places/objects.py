@@ -149,9 +149,6 @@ class ObjectPlace(SmallReads):
                 raise IsFolderError(f"{self._what(path)} is a folder") from None
             raise NotFoundError(f"{self._what(path)} is not there") from None
 
-    def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        return 0.0
-
     def write_bytes(self, path: str, data: bytes, *, mode: int = FILE_MODE) -> Entry:
         self._put(self._key(path), data)
         return self.stat(path)

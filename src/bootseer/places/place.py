@@ -248,12 +248,15 @@ class Place(Protocol):
 
 
 class SmallReads:
-    """Mixin of a place: reading small files."""
+    """Mixin of a place: reading small files, without estimates of delays."""
 
     uri: str
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         raise NotImplementedError
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        return 0.0
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         def length_of(size_bytes: int) -> int:

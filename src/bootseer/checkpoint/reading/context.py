@@ -326,8 +326,7 @@ class ReadContext:
     peers: PeerChunks | None = None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:
-        """Claim a chunk, so that no other process of this node fetches it. Returns False if it is claimed, or without a
-        cache."""
+        """Claim a chunk: no other process of this node fetches it then. False if it is claimed, or without a cache."""
         if segment.cached is None:
             return False
         try:

@@ -303,8 +303,7 @@ class Reading:
             self._engine.settle()
 
     def _renew(self) -> None:
-        """In a forked child the parent's threads do not exist, its locks may be held forever, and its buffers are not
-        ours."""
+        """In a forked child: no threads of the parent, locks that may be held for ever, buffers that are not ours."""
         self._facts = Counters()
         self._begin()
         for shared, _ in self._files.values():

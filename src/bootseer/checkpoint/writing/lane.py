@@ -84,27 +84,6 @@ class NodeLoad:
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
 
 
-class ExcludedNodes:
-    """Nodes on which a part failed recently, each excluded for `for_s`. Safe to use from many threads."""
-
-    def __init__(self, for_s: float) -> None:
-        self._for_s = for_s
-        self._until: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def exclude(self, nodes: Iterable[str]) -> None:
-        """A part failed on these nodes."""
-        until = time.monotonic() + self._for_s
-        with self._lock:
-            self._until.update(dict.fromkeys(nodes, until))
-
-    def names(self) -> frozenset[str]:
-        now = time.monotonic()
-        with self._lock:
-            self._until = {node: until for node, until in self._until.items() if until > now}
-            return frozenset(self._until)
-
-
 _STEPS_PER_TURN = 8
 """Steps of one file before the thread turns to another file."""
 _STUCK_S = 600.0

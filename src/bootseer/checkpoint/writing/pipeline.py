@@ -16,11 +16,12 @@ from typing import Self
 
 from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, WritingSettings
+from bootseer.checkpoint.writing.lane import Lane, WritingSettings
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.io.executor import Executor
+from bootseer.io.retry import ExcludedNodes
 
 Read = Callable[[int, int], bytes]
 """Returns bytes of a file by offset and length; called repeatedly, and by many threads."""

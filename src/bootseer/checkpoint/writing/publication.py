@@ -22,10 +22,11 @@ from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
-from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
+from bootseer.checkpoint.writing.lane import Lane, NodeLoad, WritingSettings
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, Place, read_blocking
 

@@ -27,8 +27,9 @@ from blake3 import blake3
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
-from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
+from bootseer.checkpoint.writing.lane import Lane, NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 from bootseer.places.place import PartWriter, Place
 

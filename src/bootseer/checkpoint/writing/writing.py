@@ -24,12 +24,13 @@ from typing import Literal
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
-from bootseer.checkpoint.writing.lane import ExcludedNodes, WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.pipeline import Read, write_from_source
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.sending import Budget, Sending, Spool, TooLargeError
 from bootseer.errors import PermanentError
 from bootseer.io.executor import Executor, run_reported
+from bootseer.io.retry import ExcludedNodes
 from bootseer.io.timer import Timer
 
 _STUCK_S = 300.0

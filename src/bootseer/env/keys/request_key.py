@@ -252,8 +252,7 @@ class _Collector:
         self._repositories(inputs)
 
     def _is_secret(self, path: str) -> bool:
-        """Whether these are credentials: they do not decide what is installed, and a digest could be used to guess
-        them."""
+        """Whether these are credentials: they do not decide what is installed, and a digest helps to guess them."""
         rule = self._secrets.rule_on_path(path)
         return rule is not None and rule.secret
 

@@ -143,8 +143,7 @@ def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
 
 
 def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """Add the inputs of a program in another language: quoted words that are files, and variables read by common
-    idioms."""
+    """Add inputs of a program in another language: quoted words that are files, variables read by common idioms."""
     reader = _Reader(script, look, inputs)
     for found in re.finditer(r"(?:environ(?:\.get)?\s*[\[(]|getenv\s*\()\s*['\"](\w+)['\"]", script.text):
         inputs.variables.add(found[1])

@@ -59,8 +59,6 @@ class Plan:
     """The steps in order: deletions first, and a folder before its entries."""
 
     steps: tuple[Step, ...]
-    num_present: int
-    """Number of paths that need no change."""
     root: str = "/"
 
 
@@ -97,7 +95,7 @@ def plan(
     planner.facts.save()
     if planner.reasons:
         raise Conflict(planner.reasons)
-    return Plan((*reversed(planner.deletions), *planner.steps, *planner.links), planner.num_present, root)
+    return Plan((*reversed(planner.deletions), *planner.steps, *planner.links), root)
 
 
 @dataclass(slots=True)
@@ -111,7 +109,6 @@ class _Planner:
     links: list[Step] = field(default_factory=list)
     deletions: list[Step] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    num_present: int = 0
     _new: set[str] = field(default_factory=set)
     """Folders that do not exist yet."""
 
@@ -129,7 +126,6 @@ class _Planner:
             self._refuse(entry, link if isinstance(error, NotADirectoryError) else error.strerror or str(error))
             return
         if action is None:
-            self.num_present += 1
             return
         if action == "make" and above not in self._new and above not in self.entries and not self._is_folder(above):
             self._refuse(entry, "its parent folder does not exist")
