@@ -124,8 +124,9 @@ def rows(
     ):
         lab = Lab(site, start_from, servers, Path(text), rates, quick)
         checksums: dict[str, set[bytes]] = defaultdict(set)
-        # Thrown away: it records the replay itself.
-        run_row(lab, Arm("first", 1, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
+        # Thrown away: it records the replay itself. Two nodes, because what both read of the checkpoint is what more
+        # nodes prefetch.
+        run_row(lab, Arm("first", 2, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
         arms = [arm for arm in arms_of(lab) if _is_chosen(named(arm.name, arm.number))] * rounds
         left = Left([float(arm.number) for arm in arms])
         for count, arm in enumerate(arms, 1):

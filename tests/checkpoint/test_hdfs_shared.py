@@ -25,8 +25,10 @@ import warm
 from bootseer.checkpoint.catalog import checkpoints
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.hot_list import Range
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
@@ -150,6 +152,22 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
 def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source: Path) -> None:
     with pytest.raises(AccessError, match='Permission denied: user=bob, access=WRITE, inode="/private"'):
         put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
+
+
+def test_a_user_without_write_access_uses_hot_lists_and_keeps_its_own_on_the_node(
+    opened: Opened, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    root, bob = opened(getpass.getuser(), "/private"), opened("bob", "/private")
+    ranges = [Range("step-1/model", 0, _MIB)]
+    HotLists(root, "0 of 2", tmp_path / "root", said.append).save(ranges, "step-1")
+    assert said == []
+    lists = HotLists(bob, "0 of 2", tmp_path / "bob", said.append)
+    assert lists.load("step-2") == [Range("step-2/model", 0, _MIB)]
+    others = [Range("step-2/config", 0, _MIB)]
+    lists.save(others, "step-2")
+    assert ["the hot list stays on this node: " in line for line in said] == [True]
+    assert HotLists(root, "0 of 2", None, said.append).load("step-2") == [Range("step-2/model", 0, _MIB)]
 
 
 @pytest.mark.parametrize(("folder", "quota"), [("quota", (_UNCHANGED, 6 * _MIB)), ("names", (9, _UNCHANGED))])

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.hot_list import MAX_BYTES, SCHEMA, Range, Recorder, decode, encode, plan
+from bootseer.checkpoint.hot_list import (
+    MAX_BYTES,
+    MAX_RANGES,
+    SCHEMA,
+    PrefetchWindow,
+    Range,
+    Recorder,
+    common,
+    decode,
+    encode,
+    plan,
+)
 from bootseer.errors import CorruptError
 
 MIB = 1 << 20
@@ -88,3 +100,79 @@ def test_without_a_record_one_node_needs_all_and_one_of_many_what_is_small() -> 
 def test_no_more_is_fetched_than_there_is_room() -> None:
     assert plan(FILES, [], alone=True, budget_bytes=1000 + MIB) == [*SMALL, Range("s/big-0", 0, MIB)]
     assert plan(FILES, [], alone=True, budget_bytes=0) == []
+
+
+_LISTS = st.lists(st.builds(Range, st.sampled_from(["a", "b"]), st.integers(0, 12), st.integers(0, 5)), max_size=12)
+
+
+def _bytes_of(ranges: list[Range]) -> set[tuple[str, int]]:
+    return {(one.path, byte) for one in ranges for byte in range(one.offset, one.offset + one.length)}
+
+
+@given(_LISTS, _LISTS)
+def test_common_is_what_both_lists_name(first: list[Range], second: list[Range]) -> None:
+    assert _bytes_of(common(first, second)) == _bytes_of(first) & _bytes_of(second)
+
+
+def test_common_keeps_the_order_of_need() -> None:
+    first = [Range("b", 4, 4), Range("a", 0, 2), Range("b", 0, 4)]
+    assert common(first, [Range("a", 0, 1), Range("b", 2, 4)]) == [Range("b", 4, 2), Range("a", 0, 1), Range("b", 2, 2)]
+
+
+def test_forged_lists_have_no_more_in_common_than_a_list_may_hold() -> None:
+    first = [Range("a", 0, 1 << 61)] * MAX_RANGES
+    second = [Range("a", 2 * number, 1) for number in range(MAX_RANGES)]
+    assert len(common(first, second)) == MAX_RANGES
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4 * MIB)), max_size=5),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_nodes_begin_at_different_places_and_all_bring_everything(
+    sizes: list[tuple[int, int]], position: float
+) -> None:
+    files = [(f"s/{number}", size) for number, (_, size) in enumerate(sizes)]
+    first = plan(files, [], alone=True, budget_bytes=1 << 40)
+    rotated = plan(files, [], alone=True, budget_bytes=1 << 40, position=position)
+    assert sum(one.length for one in rotated) == sum(one.length for one in first)
+    spans = sorted(rotated)
+    assert all(one.path != other.path or one.offset + one.length == other.offset for one, other in pairwise(spans))
+
+
+def test_the_second_of_two_nodes_begins_in_the_middle() -> None:
+    assert plan(FILES, [], alone=True, budget_bytes=1 << 40, position=0.25) == [
+        *SMALL,
+        Range("s/big-0", 5 * MIB, 5 * MIB),
+        Range("s/big-1", 0, 10 * MIB),
+        Range("s/big-0", 0, 5 * MIB),
+    ]
+
+
+def test_on_a_quick_link_many_pieces_are_in_flight_and_on_a_busy_one_a_single_one() -> None:
+    window = PrefetchWindow()
+    assert window.size == 1
+    for _ in range(100):
+        window.note_end(0.004)
+    assert window.size > 16
+    assert window.step > 1, "fewer questions to peers"
+    for _ in range(10):
+        window.note_end(0.2)
+    assert (window.size, window.step) == (1, 1)
+    window.note_end(0.00001)
+    assert window.size == 1, "what is in the cache says nothing about the link"
+    window.note_end(0.05)
+    assert window.size == 2
+
+
+def test_a_slow_link_is_used_without_pauses_until_others_want_it() -> None:
+    window = PrefetchWindow()
+    for _ in range(3):
+        window.note_end(0.25)
+        assert (window.size, window.pause_s) == (1, 0.0)
+    window.note_end(1.0)
+    assert window.pause_s == 0.75
+    window.note_end(60.0)
+    assert window.pause_s < 5
+    window.note_end(0.05)
+    assert window.pause_s == 0

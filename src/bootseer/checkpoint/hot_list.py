@@ -1,8 +1,9 @@
 """The hot list of a checkpoint: what a node read until training began, for its next start.
 
 The next start reads another checkpoint of the same job, whose files have the same names. So ranges are kept by names
-within the checkpoint, separately for each position of a node in the job, because each reads its own share. Without a
-hot list, a single node needs everything; one of many needs the small files first, and the rest on demand.
+within the checkpoint, separately for each position of a node in the job, because each reads its own share. A position
+without a list uses what two others have in common. Without any list, a single node needs everything; one of many needs
+the small files first, and the rest on demand.
 
 Decides and touches nothing.
 """
@@ -10,6 +11,8 @@ Decides and touches nothing.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +21,16 @@ from bootseer.errors import CorruptError
 SCHEMA = "bootseer.checkpoint-hot/1"
 SMALL_BYTES = 1 << 20
 """Files up to this size are metadata: small, and needed first."""
+PIECE_BYTES = 1 << 20
+"""The unit of records and of the prefetch."""
 MAX_RANGES = 100_000
 MAX_BYTES = 16 << 20
 _MAX_PATH = 4096
+_TARGET_S = 0.1
+_CACHED_S = 0.0005
+"""What ends sooner was not transferred, and says nothing about the link."""
+_MAX_WINDOW = 32
+_MAX_PAUSE_S = 2.0
 
 
 class Range(NamedTuple):
@@ -34,7 +44,7 @@ class Range(NamedTuple):
 class Recorder:
     """Records reads in the order of first use. Not safe for threads."""
 
-    def __init__(self, piece_bytes: int = 1 << 20) -> None:
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         """Reads are recorded as whole pieces of this size."""
         self._piece = piece_bytes
         self._seen: set[tuple[str, int]] = set()
@@ -88,28 +98,99 @@ def _range(row: Any, checkpoint: str) -> Range:
     return Range(f"{checkpoint}/{path}" if inside and checkpoint else path, offset, length)
 
 
-def plan(files: Sequence[tuple[str, int]], hot: Sequence[Range], *, alone: bool, budget_bytes: int) -> list[Range]:
+def common(first: Iterable[Range], second: Iterable[Range]) -> list[Range]:
+    """What both lists name, in the order of the first."""
+    starts: dict[str, list[int]] = {}
+    ends: dict[str, list[int]] = {}
+    for path, offset, length in sorted(second):
+        if path in ends and offset <= ends[path][-1]:
+            ends[path][-1] = max(ends[path][-1], offset + length)
+        else:
+            starts.setdefault(path, []).append(offset)
+            ends.setdefault(path, []).append(offset + length)
+    found: list[Range] = []
+    for path, offset, length in first:
+        at = bisect_right(ends.get(path, []), offset)  # the first that ends behind `offset`
+        while path in starts and at < len(starts[path]) and starts[path][at] < offset + length:
+            if len(found) == MAX_RANGES:  # forged lists could name each other's ranges again and again
+                return found
+            low, high = max(offset, starts[path][at]), min(offset + length, ends[path][at])
+            found.append(Range(path, low, high - low))
+            at += 1
+    return found
+
+
+class PrefetchWindow:
+    """How many pieces to prefetch at once: so many that each arrives within `_TARGET_S`.
+
+    On a link that others use, or a slow one, pieces take longer, and one remains in flight: one connection, which gets
+    a small share of a busy link and nearly all of an idle one. Not safe for threads.
+    """
+
+    def __init__(self) -> None:
+        self.size = 1
+        self.pause_s = 0.0
+        """How long to wait before the next request: as long as the last piece was later than the fastest one, because
+        others wanted the link meanwhile. So at least half of an idle link is used."""
+        self._fastest_s = math.inf
+
+    @property
+    def step(self) -> int:
+        """How many pieces to request together."""
+        return max(self.size // 4, 1)
+
+    def note_end(self, seconds: float) -> None:
+        """Whole pieces that were requested together arrived, or failed, so long after that."""
+        if seconds <= _CACHED_S:
+            return
+        self._fastest_s = min(self._fastest_s, seconds)
+        self.size = max(self.size // 2, 1) if seconds > _TARGET_S else min(self.size + 1, _MAX_WINDOW)
+        self.pause_s = min(seconds - self._fastest_s, _MAX_PAUSE_S) if self.size == 1 else 0.0
+
+
+def plan(
+    files: Sequence[tuple[str, int]],
+    hot: Sequence[Range],
+    *,
+    alone: bool,
+    budget_bytes: int,
+    position: float = 0.0,
+) -> list[Range]:
     """The ranges to prefetch, in order: of `files` (path, size), at most `budget_bytes`.
 
     Small files come first: they determine what readers request next. Then the hot list; without one, everything if this
-    node is `alone`.
+    node is `alone`. `position`: the fraction of the large files at which this node begins, so that each of several
+    nodes brings another part for all of them.
     """
     sizes = dict(files)
-    wanted = [Range(path, 0, size) for path, size in files if 0 < size <= SMALL_BYTES]
+    small = [Range(path, 0, size) for path, size in files if 0 < size <= SMALL_BYTES]
+    large: list[Range] = []
     known = [one for one in hot if sizes.get(one.path, 0) > one.offset]
     if known:
-        wanted += [
+        large = [
             one._replace(length=min(one.length, sizes[one.path] - one.offset))
             for one in known
             if sizes[one.path] > SMALL_BYTES
         ]
     elif alone:
-        wanted += [Range(path, 0, size) for path, size in files if size > SMALL_BYTES]
+        large = [Range(path, 0, size) for path, size in files if size > SMALL_BYTES]
     fitting = []
     left = budget_bytes
-    for one in wanted:
+    for one in [*small, *_rotated(large, position)]:
         if left <= 0:
             break
         fitting.append(one._replace(length=min(one.length, left)))
         left -= fitting[-1].length
     return fitting
+
+
+def _rotated(ranges: Sequence[Range], position: float) -> list[Range]:
+    """The ranges from this fraction of their bytes on, and then those before it."""
+    skip = int(sum(one.length for one in ranges) * position)
+    for number, (path, offset, length) in enumerate(ranges):
+        if skip < length:
+            skip -= skip % PIECE_BYTES
+            before = [Range(path, offset, skip)] if skip else []
+            return [Range(path, offset + skip, length - skip), *ranges[number + 1 :], *ranges[:number], *before]
+        skip -= length
+    return list(ranges)

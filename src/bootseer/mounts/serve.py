@@ -339,9 +339,9 @@ class _MountDaemon:
     def _finish(self) -> int:
         self._end_recording()
         self._finish_writes()
-        self._served.source.close()
-        if self._handing_over is not None:
+        if self._handing_over is not None:  # it may use the source
             self._handing_over.join(_HAND_OVER_S)
+        self._served.source.close()
         with contextlib.suppress(OSError):
             (self._spec.folder / control.NAME).unlink()
         _LOG.info("ended")

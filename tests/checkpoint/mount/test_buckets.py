@@ -10,12 +10,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import obstore
 import pytest
 
+from bootseer.checkpoint.hot_list import Range
+from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.errors import TransientError
 from bootseer.places import open_place
 from bootseer.places.bucket import SilentError
@@ -180,3 +182,15 @@ def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others
             is_away()
         finally:
             mounted.close()
+
+
+def test_hot_lists_are_kept_in_a_bucket(proxy: FaultProxy) -> None:
+    said: list[str] = []
+    shared, shard = Range("step-1/shared", 0, MIB), Range("step-1/shard", 0, MIB)
+    with closing(open_place(f"s3://mounted/{secrets.token_hex(4)}")) as place:
+        assert HotLists(place, "0 of 2", None, said.append).load("step-1") == []
+        HotLists(place, "0 of 2", None, said.append).save([shared], "step-1")
+        HotLists(place, "1 of 2", None, said.append).save([shard, shared], "step-1")
+        assert HotLists(place, "1 of 2", None, said.append).load("step-1") == [shard, shared]
+        assert HotLists(place, "3 of 4", None, said.append).load("step-1") == [shared]
+    assert said == []

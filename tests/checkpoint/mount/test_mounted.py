@@ -284,3 +284,36 @@ def test_what_one_start_reads_is_prefetched_for_the_next(tmp_path: Path, runtime
     assert len((target / "step-2/used").read_bytes()) == LARGE
     status = the(runtime, target).status()
     assert LARGE <= status["place_bytes"] < 2 * LARGE, "what was not used is not brought, nor anything twice"
+
+
+def test_what_two_nodes_read_is_prefetched_on_a_node_that_joins(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    def published(number: int) -> None:
+        lists = tmp_path / "place/.stripes-hot"
+        until(lambda: len(list(lists.glob("*.json"))) == number, "published")
+
+    def prefetched(num_bytes: int) -> None:
+        until(lambda: int(the(runtime, target).status()["place_bytes"]) >= num_bytes, "prefetched")
+
+    target = Path(start(cache="")["target"])
+    (target / "step-1").mkdir()
+    for name in ("shared", "shard-0", "shard-1"):
+        (target / "step-1" / name).write_bytes(os.urandom(LARGE))
+    (target / "latest").write_text("step-1\n")
+    the(runtime, target).unmount()
+
+    for node in (0, 1):
+        start(slot=f"{node} of 2", cache=tmp_path / f"cache-{node}")
+        for name in ("shared", f"shard-{node}"):
+            assert len((target / "step-1" / name).read_bytes()) == LARGE
+        the(runtime, target).unmount()
+        published(node + 1)
+
+    for slot, names in (("2 of 3", ["shared"]), ("1 of 2", ["shared", "shard-1"])):
+        start(slot=slot, cache=tmp_path / f"cache of {slot}")
+        assert sorted(path.name for path in target.iterdir()) == ["latest", "step-1"]
+        prefetched(len(names) * LARGE)
+        for name in names:
+            assert len((target / "step-1" / name).read_bytes()) == LARGE
+        status = the(runtime, target).status()
+        assert status["place_bytes"] < (len(names) + 1) * LARGE, "no other node's shard, nothing twice"
+        the(runtime, target).unmount()

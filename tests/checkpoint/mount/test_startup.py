@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
@@ -13,9 +14,10 @@ import pytest
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.mount.serving import Startup
+from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import AccessError
 from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import MIB, until
 from checkpoint.striped_files import in_memory
@@ -30,6 +32,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         (folder / "place").mkdir()
+        self.folder = folder
         self.cache = folder / "cache"
         self.place = StepwisePlace(FolderPlace(folder / "place"))
         self.files = Files(self.place)
@@ -55,11 +58,25 @@ class Job:
     def point_to(self, step: str) -> None:
         self.place.write_bytes("latest", f"{step}\n".encode())
 
-    def start(self, slot: str = "0 of 2", *, cached: bool = True) -> tuple[Startup, Reading]:
-        reading = Reading(self.place, cache=Cache(self.cache / "blocks") if cached else None)
-        startup = Startup(self.files, reading, slot, self.cache if cached else None, 64 * MIB, self.said.append)
+    def start(self, slot: str = "0 of 2", *, cached: bool = True, node: str = "cache") -> tuple[Startup, Reading]:
+        cache = self.cache.with_name(node) if cached else None
+        reading = Reading(self.place, cache=Cache(cache / "blocks") if cache is not None else None)
+        startup = Startup(self.files, reading, slot, cache, 64 * MIB, self.said.append)
         self._ends += [startup.drop, reading.close]
         return startup, reading
+
+    def record(self, slot: str, *reads: tuple[str, int, int], node: str = "cache") -> None:
+        """A start that reads this."""
+        startup, _ = self.start(slot, node=node)
+        startup.begin()
+        for path, offset, length in reads:
+            startup.note(path, offset, length)
+        startup.end()
+        startup.close()
+        startup.drop()
+
+    def hot(self) -> list[Path]:
+        return sorted((self.folder / "place/.stripes-hot").glob("*"))
 
     def close(self) -> None:
         for end in self._ends:
@@ -111,14 +128,92 @@ def test_the_record_of_one_start_applies_to_the_next_checkpoint(job: Job) -> Non
 
 
 def test_another_node_of_the_job_has_a_record_of_its_own(job: Job) -> None:
-    first, _ = job.start("0 of 2")
-    first.begin()
-    first.note("step-1/used", 0, MIB)
-    first.end()
-    first.close()
+    job.record("0 of 2", ("step-1/used", 0, MIB))
     job.opened.clear()
     job.start("1 of 2")[0].begin()
+    assert job.opened == ["step-1/meta"], "the list of one other slot may be of its own shard"
+
+
+def test_a_new_node_in_a_slot_uses_the_record_of_the_one_before(job: Job) -> None:
+    job.record("1 of 2", ("step-1/used", 0, 2 * MIB), node="old")
+    job.point_to("step-2")
+    job.opened.clear()
+    startup, reading = job.start("1 of 2", node="new")
+    startup.begin()
+    assert job.opened == ["step-2/meta", "step-2/used"]
+    until(lambda: place_bytes(reading) >= 2 * MIB, "brought")
+    assert place_bytes(reading) <= 2 * MIB + 100
+
+
+def test_a_slot_without_a_record_prefetches_what_two_others_have_read(job: Job) -> None:
+    job.record("", ("step-1/unused", 0, LARGE))
+    job.record("0 of 2", ("step-1/used", 0, 2 * MIB), ("step-1/unused", 0, MIB))
+    job.record("1 of 2", ("step-1/unused", MIB, MIB), ("step-1/used", MIB, 2 * MIB))
+    job.opened.clear()
+    startup, reading = job.start("3 of 4", node="new")
+    startup.begin()
+    assert job.opened == ["step-1/meta", "step-1/used"], "but no other node's shard"
+    until(lambda: place_bytes(reading) >= MIB, "brought")
+    assert place_bytes(reading) <= MIB + 100
+
+
+def test_lists_of_different_numbers_of_nodes_are_not_compared(job: Job) -> None:
+    job.record("0 of 2", ("step-1/used", 0, LARGE))
+    job.record("0 of 4", ("step-1/used", 0, LARGE))
+    job.opened.clear()
+    job.start("7 of 8", node="new")[0].begin()
     assert job.opened == ["step-1/meta"]
+
+
+def test_a_start_that_read_the_same_writes_nothing_into_the_place(job: Job) -> None:
+    job.record("0 of 2", ("step-1/used", 0, MIB), ("step-1/unused", 0, MIB))
+    (published,) = job.hot()
+    before = published.stat()
+    job.point_to("step-2")
+    job.record("0 of 2", ("step-2/unused", 0, MIB), ("step-2/used", 0, MIB), node="other")
+    assert published.stat().st_ino == before.st_ino
+    job.record("0 of 2", ("step-2/used", 0, MIB))
+    assert job.hot() == [published], "replaced as a whole"
+    assert published.stat().st_ino != before.st_ino
+
+
+def test_a_place_that_cannot_be_written_costs_a_message(job: Job) -> None:
+    def refuse(step: str, path: str) -> None:
+        if path.startswith(".stripes-hot") and step in ("make_folder", "write_bytes"):
+            raise AccessError(f"no permission to write {path}")
+
+    job.place.before = refuse
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    assert ["stays on this node" in line for line in job.said] == [True]
+    assert job.hot() == []
+    job.place.before = job._note
+    job.start("0 of 2")[0].begin()
+    assert job.opened == ["step-1/meta", "step-1/used"]
+
+
+def test_a_list_in_the_place_names_no_path_outside_of_the_checkpoint(job: Job) -> None:
+    (job.folder / "secret").write_bytes(bytes(LARGE))
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    (published,) = job.hot()
+    document = json.loads(published.read_bytes())
+    hidden = next((job.folder / "place/step-1/.stripes").rglob("*-*"), None) or published
+    for rows in (
+        [["../secret", False, 0, MIB]],
+        [["../../secret", True, 0, MIB]],
+        [[str(hidden.relative_to(job.folder / "place")), False, 0, MIB], ["step-2/used", False, 0, MIB]],
+    ):
+        published.write_text(json.dumps(document | {"ranges": rows}))
+        job.opened.clear()
+        job.start("0 of 2", node="new")[0].begin()
+        assert job.opened == ["step-1/meta"]
+
+
+def test_a_folder_without_latest_stays_as_it_is(job: Job) -> None:
+    job.place.inner.delete("latest")
+    (job.folder / "place/top").write_bytes(bytes(100))
+    job.record("0 of 2", ("top", 0, 100))
+    assert job.hot() == []
+    assert len(list((job.cache / "checkpoints").iterdir())) == 1
 
 
 def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
@@ -127,6 +222,7 @@ def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
     first.end()
     first.close()
     (record,) = (job.cache / "checkpoints").iterdir()
+    assert job.hot() == [], "`begin` finds out what `latest` names"
     assert stat.S_IMODE(record.parent.stat().st_mode) == 0o700
     record.write_text("{}")
     second, _ = job.start()
@@ -169,6 +265,30 @@ def test_unmounting_ends_the_prefetch(job: Job) -> None:
     assert not thread.is_alive()
     assert len(job.opened) == 1
     assert job.said == []
+
+
+def test_pieces_that_do_not_arrive_hold_back_the_rest_and_none_is_requested_after_the_start(job: Job) -> None:
+    requested, gate = threading.Semaphore(0), threading.Event()
+
+    def hold(path: str) -> None:
+        if "/.stripes/" in path:
+            requested.release()
+            assert gate.wait(120)
+
+    job.before = hold
+    startup, reading = job.start("")
+    thread = threading.Thread(target=startup.begin)
+    thread.start()
+    assert requested.acquire(timeout=120)
+    startup.end()
+    thread.join(120)
+    assert not thread.is_alive()
+    gate.set()
+    until(lambda: place_bytes(reading) >= MIB, "brought")
+    assert place_bytes(reading) <= 2 * MIB + 100, "the small file was quick, so that two may be in flight"
+    most = reading.facts()["most_memory_bytes"]
+    assert isinstance(most, int)
+    assert most <= 2 * MIB + 100
 
 
 def test_without_checkpoints_only_the_top_folder_is_prefetched(tmp_path: Path) -> None:

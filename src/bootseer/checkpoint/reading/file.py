@@ -167,8 +167,13 @@ class SharedFile:
         else:
             gather.ended()
 
-    def prefetch(self, offset: int, length: int) -> None:
+    def prefetch(self, offset: int, length: int, ended: Callable[[], None]) -> None:
         engine = self._engine
+
+        def over(run: Prefetch) -> None:
+            self._prefetches.discard(run)
+            ended()
+
         cache_writer = engine.cache_writer if self._source.whole_units else None
         if cache_writer is None:  # without a cache it stays in memory, which is for what is read soon
             length = min(length, engine.settings.memory_bytes // 2)
@@ -181,13 +186,16 @@ class SharedFile:
             has_room=cache_writer.has_room if cache_writer is not None else lambda _: True,
             max_bytes=engine.settings.prefetch_bytes,
             consumed=cache_writer is not None,
-            ended=self._prefetches.discard,
+            ended=over,
         )
         with self._lock:
-            if self._closed:
-                return
-            self._prefetches.add(run)
-        run.pump()
+            is_closed = self._closed
+            if not is_closed:
+                self._prefetches.add(run)
+        if is_closed:
+            ended()
+        else:
+            run.pump()
 
     def close(self) -> None:
         with self._lock:
@@ -388,14 +396,17 @@ class CheckpointFile:
         else:
             done(b"")
 
-    def prefetch(self, offset: int, length: int) -> None:
+    def prefetch(self, offset: int, length: int, ended: Callable[[], None] = lambda: None) -> None:
         """Load a range into the node's cache in the background, or into memory without a cache.
 
-        Yields to all readers. Errors are not reported: what was not loaded is read on demand.
+        Yields to all readers. Errors are not reported: what was not loaded is read on demand. `ended` is called once,
+        from any thread, when no piece of the range is in flight any more.
         """
         length = self._length(offset, length)
         if length:
-            self._shared.prefetch(offset, length)
+            self._shared.prefetch(offset, length, ended)
+        else:
+            ended()
 
     def close(self) -> None:
         """Close the handle; reads in flight still end. May be called twice."""

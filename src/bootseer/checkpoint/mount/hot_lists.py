@@ -1,0 +1,121 @@
+"""Where hot lists of a mounted place are kept: in the place, for all nodes, and in this node's cache.
+
+    <place>/.stripes-hot/<nodes>-<hash of the slot>.json      a file per slot of the job, replaced as a whole
+    <cache>/checkpoints/<hash of address and slot>.json       the same on this node, for places that cannot be written
+
+A list is a hint. Without one, or with a damaged one, a start is slower but correct, so that errors are logged and never
+raised. Only places with a `latest` get lists: those are folders of jobs, which jobs write to. A folder that is mounted
+to be read, such as that of a model, stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from bootseer.checkpoint.head import STRIPES
+from bootseer.checkpoint.hot_list import MAX_BYTES, Range, common, decode, encode
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.mounts.serve import OnError
+from bootseer.places.place import Place, join, make_folder_like_parent, name_of
+
+HOT = f"{STRIPES}-hot"
+"""A folder of its own: collectors of leftovers remove unknown folders in `.stripes`."""
+_FOLDER = "checkpoints"
+_MAX_LISTED = 20_000
+_ONE_NODE = "1"
+
+
+class HotLists:
+    """The hot lists of one slot of a job. For one thread at a time."""
+
+    def __init__(self, place: Place, slot: str, cache: Path | None, on_error: OnError) -> None:
+        """`slot`: `<position> of <nodes>`, "" for the only node; `cache`: the cache's root."""
+        self._place = place
+        self._on_error = on_error
+        self._num_nodes = slot.rpartition(" of ")[2] or _ONE_NODE
+        self._name = f"{self._num_nodes}-{_hash(slot)}.json"
+        key = _hash(f"{place.uri}\n{slot}")
+        self._path = None if cache is None else cache / _FOLDER / f"{key}.json"
+        self._published: list[Range] = []
+        """What the place has for this slot."""
+
+    def load(self, checkpoint: str) -> list[Range]:
+        """What this slot read in its last start, or what two other slots both read; empty if neither is known.
+
+        `checkpoint`: the folder that `latest` names; "" without one.
+        """
+        if checkpoint:
+            self._published = self._in_place(self._name, checkpoint)
+        return self._published or self._on_node(checkpoint) or self._of_other_slots(checkpoint)
+
+    def save(self, ranges: Sequence[Range], checkpoint: str) -> None:
+        """Keep what this start read."""
+        data = encode(ranges, checkpoint)
+        if self._path is not None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = self._path.with_suffix(f".{os.getpid()}")
+            new.write_bytes(data)
+            new.replace(self._path)
+        # Most starts of a job read the same, so that a thousand nodes write nothing.
+        if not checkpoint or sorted(ranges) == sorted(self._published):
+            return
+        try:
+            make_folder_like_parent(self._place, HOT)
+            self._place.write_bytes(join(HOT, self._name), data)
+        except BootseerError as error:
+            self._on_error(f"the hot list stays on this node: {error}")
+
+    def _on_node(self, checkpoint: str) -> list[Range]:
+        if self._path is None:
+            return []
+        try:
+            with self._path.open("rb") as file:
+                return decode(file.read(MAX_BYTES + 1), checkpoint)
+        except FileNotFoundError:
+            return []
+        except (OSError, BootseerError) as error:
+            self._on_error(f"{self._path}: {error}; the start is recorded anew")
+            return []
+
+    def _in_place(self, name: str, checkpoint: str) -> list[Range]:
+        try:
+            return decode(self._place.read_bytes(join(HOT, name), MAX_BYTES), checkpoint)
+        except NotFoundError:
+            return []
+        except BootseerError as error:
+            self._on_error(f"{self._place.uri}/{HOT}/{name}: {error}; it is not used")
+            return []
+
+    def _of_other_slots(self, checkpoint: str) -> list[Range]:
+        """What the two slots that were written last, of equally many nodes, both read.
+
+        That is everything for replicas of a model, and `.metadata` and the tensors that all nodes hold for a sharded
+        one. The list of a single slot would bring another node's shard to this node.
+        """
+        if not checkpoint or self._num_nodes == _ONE_NODE:
+            return []
+        try:
+            entries = list(islice(self._place.list(HOT), _MAX_LISTED))
+        except NotFoundError:
+            return []
+        except BootseerError as error:
+            self._on_error(f"{self._place.uri}/{HOT}: {error}; it is not used")
+            return []
+        newest: dict[str, str] = {}
+        for entry in sorted(entries, key=lambda entry: entry.mtime_ns, reverse=True):
+            name = name_of(entry.path)
+            num_nodes = name.partition("-")[0]
+            if num_nodes == _ONE_NODE or entry.is_folder:
+                continue
+            if num_nodes in newest:
+                return common(self._in_place(newest[num_nodes], checkpoint), self._in_place(name, checkpoint))
+            newest[num_nodes] = name
+        return []
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

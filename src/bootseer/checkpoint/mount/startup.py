@@ -1,0 +1,159 @@
+"""What the start of a job reads of its checkpoint: prefetched, and recorded for the next start.
+
+The checkpoint is the one that `latest` names, or the mounted folder itself. Image and environment come over the same
+link and are needed first, so that the prefetch takes what they leave (`PrefetchWindow`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.hot_list import PIECE_BYTES, PrefetchWindow, Range, Recorder, plan
+from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.mount.hot_lists import HotLists
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
+from bootseer.mounts.serve import OnError
+
+_MAX_FILES = 100_000
+_MAX_DEPTH = 8
+
+
+class Startup:
+    """The prefetch and the record of one start (a daemon's recorder). Safe to use from many threads."""
+
+    def __init__(
+        self, files: Files, reading: Reading, slot: str, cache: Path | None, memory_bytes: int, on_error: OnError
+    ) -> None:
+        """`slot`: the node's position in the job, "" for the only one; `cache`: the cache's root. Without a cache, at
+        most `memory_bytes` are prefetched."""
+        self._files = files
+        self._reading = reading
+        self._slot = slot
+        self._cache = cache
+        self._memory_bytes = memory_bytes
+        self._on_error = on_error
+        self._hot_lists = HotLists(files.place, slot, cache, on_error)
+        self._changed = threading.Condition()
+        self._recorder: Recorder | None = Recorder()
+        self._ranges: list[Range] = []
+        self._checkpoint = ""
+        self._ahead: dict[str, CheckpointFile] = {}
+        self._window = PrefetchWindow()
+        self._in_flight = 0
+
+    def note(self, path: str, offset: int, length: int) -> None:
+        with self._changed:
+            if self._recorder is not None:
+                self._recorder.read(path, offset, length)
+
+    def begin(self) -> None:
+        """Prefetch what the start will read, in order of need, until all is requested or the start is over."""
+        self._checkpoint = read_latest(self._files.place, "") or ""
+        files = list(self._walk(self._checkpoint, _MAX_DEPTH if self._checkpoint else 0))
+        hot = self._hot_lists.load(self._checkpoint)
+        wanted = plan(
+            files, hot, alone=not self._slot, budget_bytes=self._budget_bytes(), position=self._reading.position
+        )
+        for one in wanted:
+            try:
+                file = self._opened(one.path)
+                if file is None:
+                    return
+                offset, end = one.offset, one.offset + one.length
+                while offset < end:
+                    num_pieces = self._wait_for_room()
+                    if not num_pieces:
+                        return
+                    length = min(num_pieces * PIECE_BYTES, end - offset)
+                    self._prefetch(file, offset, length)
+                    offset += length
+            except (NotFoundError, AccessError, CorruptError) as error:
+                self._on_error(f"{one.path} is not prefetched: {error}")
+            except PermanentError:
+                if not self._is_over:  # closed meanwhile
+                    raise
+
+    def _prefetch(self, file: CheckpointFile, offset: int, length: int) -> None:
+        began_s = time.monotonic()
+        num_pieces = -(-length // PIECE_BYTES)
+
+        def ended() -> None:
+            with self._changed:
+                self._in_flight -= num_pieces
+                if length >= PIECE_BYTES:
+                    self._window.note_end(time.monotonic() - began_s)
+                self._changed.notify_all()
+
+        with self._changed:
+            self._in_flight += num_pieces
+        file.prefetch(offset, length, ended)
+
+    def _wait_for_room(self) -> int:
+        """Wait until more may be requested; returns how many pieces, 0 when the start is over."""
+        window = self._window
+        with self._changed:
+            self._changed.wait_for(lambda: self._recorder is None or self._in_flight + window.step <= window.size)
+            self._changed.wait_for(lambda: self._recorder is None, window.pause_s)
+            return 0 if self._recorder is None else window.step
+
+    @property
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._recorder is None
+
+    def _opened(self, path: str) -> CheckpointFile | None:
+        """An open file, kept open during its prefetch; None when the start is over."""
+        if self._is_over or path in self._ahead:
+            return self._ahead.get(path)
+        file = self._reading.open(path)
+        with self._changed:
+            if self._recorder is not None:
+                self._ahead[path] = file
+                return file
+        file.close()
+        return None
+
+    def end(self) -> None:
+        """The start is over: later reads are not recorded, and nothing more is prefetched."""
+        with self._changed:
+            if self._recorder is not None:
+                self._ranges = self._recorder.ranges()
+                self._recorder = None
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Save the record for the next start."""
+        if self._ranges:
+            self._hot_lists.save(self._ranges, self._checkpoint)
+
+    def drop(self) -> None:
+        """Stop prefetching."""
+        self.end()
+        with self._changed:
+            files = list(self._ahead.values())
+        for file in files:
+            file.close()
+
+    def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, int]]:
+        for number, info in enumerate(self._files.list(folder)):
+            if number >= _MAX_FILES:
+                return
+            if not info.is_folder:
+                yield info.path, info.size_bytes
+            elif depth > 0:
+                yield from self._walk(info.path, depth - 1)
+
+    def _budget_bytes(self) -> int:
+        """Half of the free space of the cache's disk, which others need too."""
+        if self._cache is not None:
+            with contextlib.suppress(OSError):
+                return shutil.disk_usage(self._cache).free // 2
+        return self._memory_bytes
