@@ -38,7 +38,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.nn.modules.module as module
 import torch.optim.optimizer as optim
 ours = [f.__name__ for f in (torch.load, dcp.load, dist.all_reduce, c10d.all_reduce, dist.barrier)
-        if "bootseer" in f.__code__.co_filename]
+        if "bootseer" in f.__code__.co_filename + type(f).__module__]
 counts = [len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre_hooks),
           len(optim._global_optimizer_post_hooks)]
 path = [p for p in sys.path if "bootseer" in p and "hook" in p]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bootseer.hook import marks
 from conftest_launch import stages
 
@@ -45,6 +47,15 @@ def test_pythonpath_of_the_user_stays_behind_ours(run, tmp_path):
     (tmp_path / "mine.py").write_text("value = 42\n")
     done = run("run", "--", sys.executable, "-c", "import mine; print(mine.value)", more={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "42\n"
+
+
+@pytest.mark.parametrize("shell", ["exec {python} job.py", "sleep 0.2; exec {python} job.py"])
+def test_a_shell_that_ran_programs_before_its_exec_is_not_the_interpreters_start(run, events, tmp_path, shell):
+    (tmp_path / "safetensors.py").write_text("")
+    (tmp_path / "job.py").write_text("import os; os.spawnlp(os.P_WAIT, 'true', 'true')\nimport safetensors")
+    assert run("run", "--", "sh", "-c", shell.format(python=sys.executable)).returncode == 0
+    begin, end = (event for event in events() if event.stage == "model_initialization.interpreter")
+    assert (end.mono_ns > begin.mono_ns) == shell.startswith("exec")
 
 
 def test_it_is_valid_in_interpreters_of_system_tools():

@@ -350,6 +350,24 @@ def test_a_program_that_imports_otherwise_than_recorded_is_started_by_exec(launc
     assert "imports other modules, or sets other variables" in launcher.reasons()[-1]
 
 
+@pytest.mark.parametrize("own", ["job/helper.py", "job/helper/__init__.py"])
+def test_a_program_whose_folder_has_a_module_that_imports_found_elsewhere_is_started_by_exec(
+    launcher: Launcher, own: str
+):
+    """Such as a folder `datasets` beside the program, where an installed package imports the installed `datasets`."""
+    launcher.write("framework.py", "import helper\n")
+    launcher.write("helper.py", "value = 'installed'\n")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["framework"]
+    (launcher.folder / "job/helper").mkdir(parents=True)
+    launcher.remember(launcher.write("job/child.py", "import framework\nprint(framework.helper.value)\n"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "installed\n", "")]
+    launcher.write(own, "value = 'own'\n")
+    assert launcher.run((["job/child.py"], {})) == [(0, "own\n", "")]
+    assert launcher.reasons()[0] == ""
+    assert launcher.reasons()[1].endswith("has a module helper of its own, which the imports found elsewhere")
+
+
 def test_a_program_that_sets_what_imports_read_is_started_by_exec(launcher: Launcher):
     main = launcher.write("child.py", "import os\nif 0:\n    os.environ['OMP_NUM_THREADS'] = '1'\nimport json\n")
     launcher.remember(main)

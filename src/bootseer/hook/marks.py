@@ -40,7 +40,7 @@ _LONG_IMPORT_NS = 100_000_000
 
 
 @guarded
-def start(tracer: Tracer, started_ns: int) -> None:
+def start(tracer: Tracer, started_ns: int, stat: bytes) -> None:
     """Start marking this process, and write the interpreter's start, which has ended already."""
     begin(tracer)
     span = new_span()
@@ -51,16 +51,23 @@ def start(tracer: Tracer, started_ns: int) -> None:
     if tracer.identity.world_size is not None:
         attrs["world_size"] = tracer.identity.world_size
     name = STAGE + "interpreter"
-    tracer.emit(name, BEGIN, span=span, mono_ns=min(_process_start_ns() or started_ns, started_ns), attrs=attrs)
+    tracer.emit(name, BEGIN, span=span, mono_ns=min(_process_start_ns(stat) or started_ns, started_ns), attrs=attrs)
     tracer.emit(name, END, span=span, mono_ns=started_ns, outcome=OK)
 
 
-def _process_start_ns() -> int | None:
-    """The process's start time on the monotonic clock, with a resolution of 10 ms."""
+def _process_start_ns(stat: bytes) -> int | None:
+    """The process's start time on the monotonic clock, with a resolution of 10 ms, from `/proc/self/stat` at the
+    interpreter's start.
+
+    None if the process had waited for children by then: it was a shell that ran other programs, maybe for minutes, and
+    then replaced itself by this interpreter (`exec python train.py`). The kernel does not keep the time of that.
+    """
     try:
-        with open("/proc/self/stat", "rb") as file:
-            ticks = int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
+        fields = stat.rpartition(b")")[2].split()  # from the third one, of proc_pid_stat(5), on
+        page_faults_of_children, ticks = int(fields[8]), int(fields[19])
+    except (ValueError, IndexError):
+        return None
+    if page_faults_of_children:
         return None
     # The kernel's start time includes suspended time since boot, CLOCK_MONOTONIC does not.
     suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()

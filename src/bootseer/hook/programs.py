@@ -82,6 +82,22 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
     return digest.hexdigest(), words
 
 
+def own_module(folder: str) -> str:
+    """Name a module in the folder of a program, which is first in its `sys.path`, that imports of this process found
+    elsewhere; empty if there is none. In the program installed packages would import it, too."""
+    for entry in os.listdir(folder) if not sys.flags.safe_path else ():
+        name, dot, ending = entry.partition(".")
+        module = sys.modules.get(name)
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if module is None or name in ("sitecustomize", "usercustomize") or name in sys.builtin_module_names:
+            continue
+        path = os.path.join(folder, entry)
+        has = ending.endswith(("py", "so")) if dot else os.path.isfile(os.path.join(path, "__init__.py"))
+        if has and not os.path.realpath(str(origin)).startswith(os.path.realpath(path)):
+            return f"{folder} has a module {name} of its own, which the imports found elsewhere"
+    return ""
+
+
 def read_known(folder: str) -> dict[str, Any]:
     """The record of each launcher's program; empty without a readable file."""
     import json

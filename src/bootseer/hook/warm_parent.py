@@ -255,10 +255,11 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
     main = known["main"] if parsed is None or is_module else os.path.realpath(os.path.join(folder, parsed[2][0]))
     if not main.endswith(".py") or not os.path.isfile(main):
         return "the program is not a Python file"
-    digest, sets = programs.import_lines(main, folder if is_module else os.path.dirname(main))
+    own = folder if is_module else os.path.dirname(main)
+    digest, sets = programs.import_lines(main, own)
     if digest != known["telling"]:
         return f"{os.path.basename(main)} imports other modules, or sets other variables, than when it was recorded"
-    return _may_set(imports, main, sets)
+    return _may_set(imports, main, sets) or programs.own_module(own)
 
 
 def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:

@@ -103,15 +103,16 @@ class _Finder:
     find_spec = staticmethod(find_spec)
 
 
-def start(started_ns: int, warm: str = "", paths: Sequence[str] = ()) -> None:
-    """Start to watch imports. `started_ns` is the monotonic time at which this interpreter ran its first Python code.
+def start(started_ns: int, warm: str = "", paths: Sequence[str] = (), stat: bytes = b"") -> None:
+    """Start to watch imports. `started_ns` is the monotonic time at which this interpreter ran its first Python code,
+    `stat` the content of `/proc/self/stat` then.
 
     `warm` is the folder for records of imports, empty: none; `paths` is `sys.path` without the program's folder.
     """
     tracer = process_tracer()
     if tracer is None:
         return
-    marks.start(tracer, started_ns)
+    marks.start(tracer, started_ns, stat)
     if warm:
         _record(warm, paths)
     if _Finder not in sys.meta_path:

@@ -24,7 +24,7 @@ def _watch_imports() -> None:
 
     if not os.environ.get("BOOTSEER_TRACE") or os.environ.get("BOOTSEER_HOOK") == "0" or sys.version_info < (3, 11):
         return
-    started_ns = time.monotonic_ns()
+    started_ns, stat = time.monotonic_ns(), b""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = tuple(sys.path)
     warm = os.environ.get("BOOTSEER_WARM", "")
@@ -41,7 +41,7 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import watch
 
-                watch.start(started_ns, warm, paths)
+                watch.start(started_ns, warm, paths, stat)
                 return watch.find_spec(name, path, target)
             except Exception:
                 return None
@@ -80,13 +80,13 @@ def _watch_imports() -> None:
 
     def begin(now_ns: int) -> None:
         """Start marking this process: at once in a copy of a warm parent, which has imported the frameworks already."""
-        nonlocal started_ns
-        started_ns = now_ns
+        nonlocal started_ns, stat
+        started_ns, stat = now_ns, _read_stat()  # now, before the program has children of its own
         atexit.register(at_exit)
         if any(name in sys.modules for name in FRAMEWORKS):
             from bootseer.hook import watch
 
-            watch.start(started_ns, warm, paths)
+            watch.start(started_ns, warm, paths, stat)
         else:
             sys.meta_path.insert(0, Finder)
         if os.environ.get("BOOTSEER_IMPORTS") == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -115,6 +115,14 @@ def _watch_imports() -> None:
         Package.begin = begin
     else:
         begin(started_ns)
+
+
+def _read_stat() -> bytes:
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _run_next_sitecustomize() -> None:
