@@ -63,6 +63,21 @@ def test_jax_compiles_as_without_us(run, _):
     assert shown[0] == shown[1]
 
 
+SENT_TO_A_WORKER = """
+import pickle, jax
+gradient = jax.grad(abs)
+for function in (jax.grad, jax.value_and_grad, jax.vjp):
+    print(pickle.dumps(function)[:0], pickle.loads(pickle.dumps(function)) is getattr(jax, function.__name__))
+print(gradient.__reduce_ex__(4)[1][0].__module__, b"bootseer" in pickle.dumps(jax.grad))
+"""
+
+
+@pytest.mark.parametrize("_", [pytest.param("jax", marks=needs("jax", "jax"))])
+def test_jax_functions_are_pickled_for_machines_without_us(run, _):
+    done = run("run", "-q", "--", sys.executable, "-c", SENT_TO_A_WORKER)
+    assert done.returncode == 0, done.stderr
+
+
 ONE_RANK = """
 import os, time, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -7,6 +7,7 @@ run in C++ from the second one on; only the first one passes the Python object t
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import time
@@ -15,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook.state import STAGE, active, add_undo, guarded, stop
-from bootseer.hook.wrap import replace, spanned
+from bootseer.hook.wrap import Picklable, replace, spanned
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -23,25 +24,33 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 def mark_jax(jax: ModuleType) -> None:
     """Install the marks, after the import of jax."""
-    # JAX records the user's source line in each operation: exclude this file.
+    # JAX records the user's source line in each operation: exclude our files.
     exclude = getattr(sys.modules.get("jax._src.source_info_util"), "register_exclusion", None)
     if exclude is not None:
         exclude(__file__)
+        exclude(sys.modules[Picklable.__module__].__file__)
     for name in ("grad", "value_and_grad"):
         add_undo(replace(jax, name, _wrap_gradient))
-    add_undo(replace(jax, "vjp", _noting_gradient))
+    add_undo(replace(jax, "vjp", lambda original: Picklable(_noting_gradient(original))))
     execution = sys.modules.get("jax._src.interpreters.pxla")
     add_undo(replace(getattr(execution, "ExecuteReplicated", None), "__call__", _wrap_execute))
     add_undo(replace(sys.modules.get("jax.distributed"), "initialize", _wrap_initialize))
     jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
+class _Gradient(Picklable):
+    """A marked function that JAX made: pickled as what it wraps, because another machine may not have this module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.__wrapped__,)
+
+
 def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def transform(*args: Any, **kwargs: Any) -> Any:
         gradient = original(*args, **kwargs)
-        return functools.wraps(gradient)(_noting_gradient(gradient))
+        return functools.wraps(gradient)(_Gradient(_noting_gradient(gradient)))
 
-    return transform
+    return Picklable(transform)
 
 
 def _noting_gradient(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ class Picklable:
     """A wrapper that is pickled as the name of the function it wraps.
 
     Data sets keep `torch.load` as their reader. A plain wrapper could no longer be sent to a worker after the original
-    is restored.
+    is restored, or, by cloudpickle, only to one that has BootSeer.
     """
 
     __name__: str
@@ -78,7 +78,7 @@ class Picklable:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # bind as a method, like a function
 
-    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
 

@@ -120,7 +120,7 @@ class Rest(_Part, frozen=True):
 class Noise(_Part, frozen=True):
     """Differences between nodes."""
 
-    sigma: _NotNegative = 0.08
+    sigma: Annotated[float, Meta(ge=0, le=5)] = 0.08
     """Standard deviation of the logarithm of a node's fixed times, installs and imports."""
     slow_share: _Share = 0.002
     """Share of nodes that take `slow_factor` times as long."""
