@@ -124,8 +124,8 @@ class _Striped:
         found: list[Problem] = []
         for segment in self._head.segments:
             with contextlib.ExitStack() as stack:
-                opened = [self._open(part, stack, found, segment) for part in segment.parts]
-                parity = self._open(segment.parity, stack, found, segment) if segment.parity else None
+                opened = [self._open(part, stack) for part in segment.parts]
+                parity = self._open(segment.parity, stack) if segment.parity else None
                 row = _Row(self._path, segment, opened, parity)
                 firsts = range(0, segment.index.num_blocks, segment.stripes)
                 for problems, length in each(row.problems, firsts):
@@ -133,9 +133,7 @@ class _Striped:
                     self._count.add(length)
         return found
 
-    def _open(
-        self, part: Part, stack: contextlib.ExitStack, found: list[Problem], segment: Segment
-    ) -> OpenFile | BootseerError:
+    def _open(self, part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:
         path = part_path(self._path, self._head.id, part.name)
         if part.name in self._lost:
             return CorruptError(f"{self._place.uri}/{path} is missing, or not of {part.size_bytes} bytes")

@@ -38,7 +38,6 @@ _LEAST_DIGITS = 4
 
 
 def cache() -> Path:
-    """The node's cache."""
     from bootseer.artifact.places import cache_root
 
     return cache_root(os.environ, os.getuid())

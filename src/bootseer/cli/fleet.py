@@ -214,7 +214,6 @@ def _moment(row: dict[str, Any]) -> Moment:
 
 
 def _ask(question: str, asked: Mapping[str, str | None], service: str | None, logs: tuple[str, ...]) -> dict[str, Any]:
-    """The answer from a service, or computed from logs."""
     if service is not None and not logs:
         return _from_service(question, asked, service)
     from bootseer.cli.serve import settings_of

@@ -53,7 +53,6 @@ def set_up_log() -> None:
 
 
 def _log_failure() -> None:
-    """Log the traceback, with `--debug`."""
     if (logging := sys.modules.get("logging")) is not None:
         logging.getLogger("bootseer.cli").debug("the command failed", exc_info=True)
 

@@ -70,7 +70,6 @@ def settings_of(data: Path | None, database: str | None, raw: str | None, **more
 
 @contextmanager
 def _tokens(data: Path | None, database: str | None, raw: str | None) -> Iterator[Tokens]:
-    """The tokens in the database of a service."""
     settings = settings_of(data, database, raw)
     from bootseer.service.access import Tokens
     from bootseer.service.database import Database

@@ -212,7 +212,6 @@ class HotSetTrust:
         self.suspensions = 0
 
     def add_block(self, key: tuple[int, int], size_bytes: int) -> None:
-        """Append a block to the set."""
         if key not in self._positions:
             self._positions[key] = self._planned_bytes
             self._planned_bytes += size_bytes

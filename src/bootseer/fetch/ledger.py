@@ -100,7 +100,6 @@ class Pace:
 
     @property
     def limit(self) -> int:
-        """The limit of concurrent prefetch requests."""
         return int(self._limit)
 
     def request_started(self, num_running: int, now: float) -> None:
@@ -392,7 +391,6 @@ class Ledger:
             wanted.prefetch = Purpose.COLD
 
     def stop_prefetch(self, number: int) -> None:
-        """Drop all prefetches of this file."""
         for key in [key for key in self.wanted if key[0] == number]:
             wanted = self.wanted[key]
             if wanted.prefetch is None:

@@ -113,7 +113,6 @@ class PendingReads:
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline."""
         while self._deadlines and not self._deadlines[0][2].open:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -154,5 +153,4 @@ class OtherClaims:
 
     @property
     def next_check(self) -> float | None:
-        """When the next check is due."""
         return self._next_check_s if self._since else None

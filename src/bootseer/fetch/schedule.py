@@ -179,7 +179,6 @@ class Scheduler(Ledger):
         return wanted is not None and wanted.in_flight
 
     def requests_for(self, file: int, block: int) -> list[int]:
-        """Running requests for the block."""
         wanted = self.wanted.get((file, block))
         return list(wanted.requests) if wanted else []
 

@@ -140,7 +140,6 @@ class File:
     """1 for each block that was fetched because it is hot."""
 
     def origin(self, fetch: Fetch) -> Origin:
-        """The origin of a request."""
         return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
     def state(self, block: int) -> Literal["cached", "claimed", "free"]:
@@ -239,7 +238,6 @@ def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) 
 
 
 def _release(cached: CachedFile, blocks: Iterable[int]) -> None:
-    """Release the claims on these blocks."""
     for block in blocks:
         # The kernel releases the others when the process ends.
         with contextlib.suppress(BootseerError):

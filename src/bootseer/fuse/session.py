@@ -289,7 +289,6 @@ class Session:
         return not ended and not surplus
 
     def _handle(self, view: memoryview, received: int) -> bool:
-        """Handle one request; True after the last one."""
         self.requests += 1
         head = protocol.IN_HEADER.unpack_from(view) if received >= _BODY else (-1,)
         if head[0] != received:

@@ -2,7 +2,7 @@
 
 Names (`namenode`), reading (`reads`) and writing (`placement`) use BootSeer's own connections, which know the active
 NameNode, choose DataNodes and exclude failed ones. What they do not support (encryption zones, erasure coding) goes
-through the library hdfs-native (`native`, `native_reads`); then the locations of blocks are unknown.
+through the library hdfs-native (`native`); then the locations of blocks are unknown.
 
 Paths are absolute paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
 threads, and after `fork`.

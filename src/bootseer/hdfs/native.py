@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from hdfs_native import Client, FileReader, FileWriter, WriteOptions
 from hdfs_native import FileStatus as Found
@@ -36,7 +36,7 @@ from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import NotReadyError, kind_of_error
 from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
-from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOutcome
+from bootseer.io.pooled_reads import DEADLINE_S, PooledRead, PooledReads, ReadOptions, ReadOutcome
 
 T = TypeVar("T")
 
@@ -425,22 +425,13 @@ class NativeFile:
         return 0.0
 
     def read_into(
-        self,
-        offset: int,
-        into: memoryview,
-        done: Callable[[ReadOutcome], None],
-        *,
-        check: bool = True,
-        urgent: bool = True,
-        avoid: frozenset[str] = frozenset(),
-        deadline_s: float = 60.0,
-        inline: bool = False,
+        self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> PooledRead:
         """See `OpenFile.read_into`. The library always verifies checksums, and cannot avoid nodes."""
         into = into.cast("B")
         if offset < 0 or offset + len(into) > self.size_bytes:
             raise PermanentError(f"{self.uri} has {self.size_bytes} bytes; {offset + len(into)} were asked for")
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + options.get("deadline_s", DEADLINE_S)
 
         def fill() -> None:
             at = 0
@@ -448,9 +439,7 @@ class NativeFile:
                 into[at : at + len(piece)] = piece
                 at += len(piece)
 
-        read = PooledRead(self._reads, self.uri, len(into), fill, done, until)
-        self._reads.submit(read, urgent=urgent)
-        return read
+        return self._reads.begin(self.uri, len(into), fill, done, options)
 
     def close(self) -> None:
         """Reads in flight still end."""

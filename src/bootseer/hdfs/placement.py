@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Final
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
@@ -152,8 +153,8 @@ class PlacementGroup:
                 writer.abort()
             raise
 
-    def add_block(self, lease: Lease, failed: Nodes) -> tuple[NewBlock, int]:
-        """Allocate a block for one of the files, not on `failed` nodes; returns it and the number of allocations.
+    def add_block(self, lease: Lease, failed: Nodes) -> NewBlock:
+        """Allocate a block for one of the files, not on `failed` nodes.
 
         One file at a time allocates, so that none takes a node that another one is about to take.
         """
@@ -192,7 +193,7 @@ class PlacementGroup:
                 nodes = frozenset(node.host_port for node in new.block.nodes)
                 if last or has_distinct_nodes([*others, nodes - unwanted], share):
                     self._taken[lease.path] = nodes
-                    return new, allocate
+                    return new
                 lease.abandon(new.block)
                 if allocate % _ALLOCATIONS_PER_SHARE == 0:
                     share += 1
@@ -223,8 +224,6 @@ class PlacedWriter(BlockFileWriter):
 
     def __init__(self, apart: PlacementGroup, namenode: NameNode, path: str) -> None:
         super().__init__(namenode, path, apart.settings)
-        self.num_allocations = 0
-        """Blocks that were allocated until one could stay."""
         self._apart = apart
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -255,12 +254,7 @@ class PlacedWriter(BlockFileWriter):
         self._apart.give_back(self.path)
 
     def _begin(self) -> BlockWriter:
-        def allocate(failed: Nodes) -> NewBlock:
-            new, num_allocations = self._apart.add_block(self._lease, failed)
-            self.num_allocations += num_allocations
-            return new
-
-        block = self._begin_block(allocate)
+        block = self._begin_block(partial(self._apart.add_block, self._lease))
         assert self._new is not None  # noqa: S101 - it was drawn
         self.nodes = tuple(node.host_port for node in self._new.block.nodes)
         return block

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from bootseer.errors import PermanentError
 from bootseer.hdfs.block_locations import LocatedFile
@@ -19,7 +19,7 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Ticket
 from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
-from bootseer.io.pooled_reads import ReadOutcome
+from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
 
 _OPEN_S = 30.0
 _CANCELLED = "the read was cancelled"
@@ -95,34 +95,30 @@ class HdfsFile:
             return schedule.delay_s(self._source, offset, length, time.monotonic())
 
     def read_into(
-        self,
-        offset: int,
-        into: memoryview,
-        done: Callable[[ReadOutcome], None],
-        *,
-        check: bool = True,
-        urgent: bool = True,
-        avoid: frozenset[str] = frozenset(),
-        deadline_s: float = 60.0,
-        inline: bool = False,
+        self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> ReadTicket:
         """Fill `into` with the bytes from `offset` on.
 
         `done` is called once, from a thread of these reads, and must return quickly; from then on no thread writes to
         `into`. Raises `TransientError` or `PermanentError` if the read cannot be started; then `done` is not called.
-        `check`: verify HDFS's checksums. `urgent`: a reader waits. `avoid`: DataNodes that returned wrong bytes, used
-        only if there is no other. May be called from `done`, unless `inline`: then this thread, which must hold no
-        lock, may receive the bytes itself and call `done`, which for a few bytes is cheaper than waking another thread.
         """
         if into.readonly:
             raise ValueError("a read needs memory that can be written to")
         into = into.cast("B")
-        ticket = Ticket(self._source, offset, into, done, check, urgent, avoid, deadline_s)
+        ticket = Ticket(
+            self._source, offset, into, done, options.get("check", True), options.get("urgent", True),
+            options.get("avoid", frozenset()), options.get("deadline_s", DEADLINE_S),
+        )  # fmt: skip
         if not 0 <= offset <= offset + len(into) <= self.size_bytes:
             ticket.error = PermanentError(
                 f"{self._source.uri} has {self.size_bytes} bytes, not {len(into)} from {offset} on"
             )
-        if not inline or ticket.error is not None or not len(into) or not self._serving.read_inline(ticket):
+        if (
+            not options.get("inline")
+            or ticket.error is not None
+            or not len(into)
+            or not self._serving.read_inline(ticket)
+        ):
             self._serving.submit(ticket)
         return ReadTicket(self._serving, ticket)
 

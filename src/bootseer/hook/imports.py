@@ -69,7 +69,6 @@ class Imports:
         """Modules whose import is in progress, the outermost first, with the time that each spent importing others."""
 
     def watch(self) -> None:
-        """Start to time imports."""
         ours, main = self, threading.main_thread().ident
 
         def exec_module(self: SourceFileLoader, module: ModuleType) -> None:
@@ -108,7 +107,6 @@ class Imports:
         self._new.clear()
 
     def stop(self) -> None:
-        """Restore the loader."""
         if "exec_module" in vars(SourceFileLoader):
             del SourceFileLoader.exec_module
 

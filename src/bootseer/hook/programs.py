@@ -122,7 +122,6 @@ def parent_command(known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]
 
 
 def open_files() -> list[int]:
-    """The descriptors of this process."""
     found = []
     for word in os.listdir("/proc/self/fd"):
         try:

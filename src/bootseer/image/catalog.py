@@ -75,7 +75,6 @@ IMAGES = Kind(
 
 
 def images_in(store: Store, say: Say = lambda line: None, signatures: Signatures = UNSIGNED) -> Catalog[ImageDocument]:
-    """The catalog of a store's images."""
     return Catalog(IMAGES, store, say, signatures)
 
 

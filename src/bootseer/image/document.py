@@ -57,7 +57,6 @@ class ImageDocument:
 
     @property
     def name(self) -> str:
-        """The document's name in a store."""
         return document_name(self.digest)
 
     @property

@@ -48,7 +48,6 @@ class Node:
 
     @property
     def is_directory(self) -> bool:
-        """Whether this is a directory."""
         return stat.S_ISDIR(self.inode.mode)
 
     def attributes(self) -> Attributes:
@@ -59,12 +58,10 @@ class Node:
         return Attributes(found.mode, found.uid, found.gid, found.mtime_ns, found.rdev, xattrs)
 
     def target(self) -> bytes:
-        """The target of a symbolic link."""
         layer, inode = self.parts[0]
         return layer.reader.readlink(inode)
 
     def content(self) -> Iterator[bytes]:
-        """The data of a regular file."""
         layer, inode = self.parts[0]
         return layer.reader.read(inode)
 

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor, report_exception
 from bootseer.io.fork import in_each_process
+
+DEADLINE_S = 60.0
 
 
 class ReadOutcome(NamedTuple):
@@ -22,6 +24,22 @@ class ReadOutcome(NamedTuple):
     error: BootseerError | None
     node: str
     """`host:port` of the DataNode that served it, of the last one if several did; "" if none did."""
+
+
+class ReadOptions(TypedDict, total=False):
+    """Options of a read of an `OpenFile`."""
+
+    check: bool
+    """Verify the place's own checksums (the default); callers with better digests do without."""
+    urgent: bool
+    """A reader waits (the default)."""
+    avoid: frozenset[str]
+    """Nodes that returned wrong bytes, used only if there is no other."""
+    deadline_s: float
+    """Default: `DEADLINE_S`."""
+    inline: bool
+    """The caller holds no lock, and its own thread may read before the call returns, which for a few bytes is cheaper
+    than waking another thread."""
 
 
 class PooledReads:
@@ -37,11 +55,22 @@ class PooledReads:
         self.closed = False
         self._node = {"bytes": 0, "requests": 0, "seconds": 0.0, "failures": 0}
 
-    def submit(self, read: PooledRead, *, urgent: bool) -> None:
-        """Queue a read. Raises `PermanentError` after `close`, and `TransientError` if no thread can be started."""
+    def begin(
+        self,
+        uri: str,
+        num_bytes: int,
+        fill: Callable[[], None],
+        done: Callable[[ReadOutcome], None],
+        options: ReadOptions,
+    ) -> PooledRead:
+        """Queue a read, by `fill`, of the file at `uri`. Raises `PermanentError` after `close`, and `TransientError` if
+        no thread can be started."""
         if self.closed:
             raise PermanentError(f"{self.uri} is not read any more: it was closed")
-        self.threads.submit(read.run, urgent=urgent)
+        until = time.monotonic() + options.get("deadline_s", DEADLINE_S)
+        read = PooledRead(self, uri, num_bytes, fill, done, until)
+        self.threads.submit(read.run, urgent=options.get("urgent", True))
+        return read
 
     def count(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
         with self._lock:

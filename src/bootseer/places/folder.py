@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from bootseer.errors import (
     AccessError,
@@ -29,7 +30,7 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.io.fork import in_each_process
-from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOutcome
+from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOptions, ReadOutcome
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.places.local_files import (
     drop,
@@ -368,16 +369,7 @@ class FolderFile:
         return 0.0
 
     def read_into(
-        self,
-        offset: int,
-        into: memoryview,
-        done: Callable[[ReadOutcome], None],
-        *,
-        check: bool = True,
-        urgent: bool = True,
-        avoid: frozenset[str] = frozenset(),
-        deadline_s: float = 60.0,
-        inline: bool = False,
+        self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> PooledRead:
         """See `OpenFile.read_into`. The file system does its own checks, and there is only one copy."""
         if offset < 0 or offset + len(into) > self.size_bytes:
@@ -391,15 +383,11 @@ class FolderFile:
             self.release()
             done(outcome)
 
-        read = PooledRead(
-            self._reads, self.uri, len(into), partial(self.fill, offset, into), ended, time.monotonic() + deadline_s
-        )
         try:
-            self._reads.submit(read, urgent=urgent)
+            return self._reads.begin(self.uri, len(into), partial(self.fill, offset, into), ended, options)
         except BaseException:
             self.release()
             raise
-        return read
 
     def read_here(self, offset: int, length: int) -> bytes:
         """A range inside the file, read by the calling thread, which keeps the file open meanwhile."""

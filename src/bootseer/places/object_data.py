@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import obstore
 from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
-from bootseer.io.pooled_reads import ReadOutcome
+from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
@@ -409,27 +409,18 @@ class ObjectFile:
         return 0.0
 
     def read_into(
-        self,
-        offset: int,
-        into: memoryview,
-        done: Callable[[ReadOutcome], None],
-        *,
-        check: bool = True,
-        urgent: bool = True,
-        avoid: frozenset[str] = frozenset(),
-        deadline_s: float = 60.0,
-        inline: bool = False,
+        self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> _Read:
         """See `OpenFile.read_into`. Servers check nothing that they send: only digests of our own find wrong bytes."""
         if offset < 0 or offset + len(into) > self.size_bytes:
             raise PermanentError(f"{self.what}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
         if self._closed:
             raise PermanentError(f"{self.what}: read after it was closed")
-        read = _Read(self, offset, into, done, time.monotonic() + deadline_s)
+        read = _Read(self, offset, into, done, time.monotonic() + options.get("deadline_s", DEADLINE_S))
         if not len(into):
             read.finish(None)
         else:
-            self.reads.submit(read, urgent=urgent)
+            self.reads.submit(read, urgent=options.get("urgent", True))
         return read
 
     def close(self) -> None:

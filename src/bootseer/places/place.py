@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
-from bootseer.io.pooled_reads import ReadOutcome
+from bootseer.io.pooled_reads import ReadOptions, ReadOutcome
 
 RESERVED_PREFIXES = (".stripes", ".attempts")
 """Prefixes of BootSeer's own names, which users neither see nor can create (`bootseer.checkpoint.head.is_hidden`)."""
@@ -116,24 +116,12 @@ class OpenFile(Protocol):
         expected to serve it. May be called under locks: neither blocks nor calls `done`."""
 
     def read_into(
-        self,
-        offset: int,
-        into: memoryview,
-        done: Callable[[ReadOutcome], None],
-        *,
-        check: bool = True,
-        urgent: bool = True,
-        avoid: frozenset[str] = frozenset(),
-        deadline_s: float = 60.0,
-        inline: bool = False,
+        self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> Ticket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file.
 
-        `done` is called once, from any thread, and must return quickly; from then on no thread writes to `into`.
-        `check`: verify the place's own checksums; callers with better digests do without. `urgent`: a reader waits.
-        `avoid`: nodes that returned wrong bytes. May be called from `done`, unless `inline`: then the caller holds no
-        lock, and its own thread may read before this returns, which for a few bytes is cheaper than waking another
-        thread.
+        `done` is called once, from any thread, and must return quickly; from then on no thread writes to `into`. May be
+        called from `done`, unless `inline`.
         """
 
     def close(self) -> None:

@@ -188,7 +188,6 @@ class Growing:
         return self.result.events[known:]
 
     def finish(self) -> Scanned:
-        """The complete result, as from `scan`."""
         for reader in self._files.values():
             reader.finish()
         _name_jobs(self.result)

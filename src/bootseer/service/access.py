@@ -36,7 +36,6 @@ from bootseer.trace.event import BEGIN, TAG_STEM, VERSION, Malformed, decode, en
 INGEST: Final = "ingest"
 READ: Final = "read"
 ADMIN: Final = "admin"
-SCOPES: Final = (INGEST, READ, ADMIN)
 COOKIE: Final = "bootseer_token"
 LOGIN: Final = "/login"
 

@@ -26,7 +26,6 @@ from starlette.routing import Route
 from bootseer.errors import UsageError
 from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import home_of, trusted_folder
-from bootseer.logs import logger
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
@@ -41,7 +40,6 @@ from bootseer.service.upkeep import RAW_DAYS, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
-_LOG = logger(__name__)
 _MAX_CONNECTIONS = 2000
 _END_S = 10
 _ENDING = (signal.SIGTERM, signal.SIGINT)

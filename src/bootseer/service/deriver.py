@@ -55,7 +55,6 @@ _TRIES: Final = 3
 """Number of failures after which an attempt is given up; `bootseer serve reindex` tries again."""
 _WORKER_S: Final = 600
 _TAG: Final = b"@bootseer1 {"
-_STAGE: Final = r"^[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}\Z"
 _Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -85,7 +85,6 @@ class Records:
             raise PermanentError(f"{path}: {error}; {reason}") from error
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._db.close()
 
@@ -105,7 +104,6 @@ class Records:
                 raise
 
     def find(self, key: str) -> Record | None:
-        """The snapshot of this name."""
         found = self._select("WHERE key = ?", key)
         return found[0] if found else None
 

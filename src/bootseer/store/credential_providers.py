@@ -39,7 +39,6 @@ _LOG = logger(__name__)
 _PLUGIN_S = 60.0
 _FAILED_S = 60.0
 _MAX_BYTES = 1 << 20
-_SCHEMA = "credentialprovider.kubelet.k8s.io/"
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DOCKER_HUB = ("registry-1.docker.io", "index.docker.io")

@@ -115,8 +115,6 @@ class Link:
         """Number of accepted batches."""
         self.next_s = 2.0
         """Seconds until the service expects the next request."""
-        self.last_s: float | None = None
-        """Duration of the last accepted request."""
         self._wanted_stacks: object = None
         self._sampler: Sampler | None = None
         self._where = where
@@ -127,7 +125,6 @@ class Link:
     def send(self, lines: bytes, sender: str, sequence: int | None, more: Mapping[str, str] | None = None) -> bool:
         """Send a batch; returns whether the service has stored it. Never raises; after a failure, `not_before` is the
         time of the next try."""
-        began_s = time.monotonic()
         packer = zlib.compressobj(6, wbits=31)
         body = packer.compress(lines) + packer.flush()
         headers = {"Content-Encoding": "gzip", "X-Bootseer-Sender": sender, "User-Agent": "bootseer", **(more or {})}
@@ -143,7 +140,6 @@ class Link:
             return False
         if status in (200, 202):
             self.problem, self.is_refused, self._pause_s = "", False, _FIRST_PAUSE_S
-            self.last_s = time.monotonic() - began_s
             self.batches += 1
             return True
         self.is_refused = status < 500 and status not in (408, 429)
@@ -182,7 +178,7 @@ class Link:
         return http.client.HTTPSConnection(where.host, where.port, timeout=self._timeout_s, context=context)
 
     def _note_failure(self, why: str, retry_after_s: float | None) -> None:
-        self.problem, self.last_s = why, None
+        self.problem = why
         pause_s = _REFUSED_PAUSE_S if self.is_refused else self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if retry_after_s is not None:

@@ -151,7 +151,6 @@ class Content:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there is something to publish."""
         return self._is_dirty and not self.is_removed
 
     @property
@@ -429,7 +428,6 @@ class Content:
             self._node.info = replace(self._node.info, entry=entry)
 
     def _begin(self) -> FileWriter:
-        """A writer of new content at the node's path."""
         # A file without a name is never published; its parts go where its last name was.
         path = self._node.info.path if self.is_removed else self._node.path
         if path is None:

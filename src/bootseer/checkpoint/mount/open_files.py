@@ -100,7 +100,6 @@ class Nodes:
                 self._drop_unused(node)
 
     def closed(self, node: Node) -> None:
-        """The last handle was closed."""
         with self._lock:
             node.content = None
             self._drop_unused(node)
@@ -216,7 +215,6 @@ class Listings:
             self._folders.clear()
 
     def removed(self, path: str) -> None:
-        """A file was removed."""
         with self._lock:
             self.num_changes += 1
             self._folders.get(folder_of(path), (0.0, {}))[1].pop(path, None)

@@ -36,19 +36,13 @@ def lease_name(key: str) -> str:
 
 
 def elect(
-    catalog: Catalog,
-    key: str,
-    node: str,
-    *,
-    replaces: EnvironmentDocument | None = None,
-    ttl_s: float = TTL_S,
-    clock: Callable[[], float] = time.time,
+    catalog: Catalog, key: str, node: str, *, replaces: EnvironmentDocument | None = None
 ) -> Lease | Held | NoLease | EnvironmentDocument:
     """Ask for the builder's lease, for a new snapshot or one that replaces `replaces`.
 
     Returns the lease, its holder, why there is none, or the snapshot that was published meanwhile.
     """
-    lease = acquire(catalog.store, lease_name(key), node, ttl_s=ttl_s, clock=clock)
+    lease = acquire(catalog.store, lease_name(key), node)
     if isinstance(lease, Lease):
         # Another start may have published and released the lease since the lookup.
         document = new_document(catalog, key, replaces)

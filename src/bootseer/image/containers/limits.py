@@ -122,7 +122,6 @@ def parse_ulimit(text: str) -> tuple[str, int, int]:
 
 
 def parse_tmpfs(text: str) -> tuple[str, tuple[str, ...]]:
-    """`TARGET[:OPTION,...]`. Raises `UsageError`."""
     target, _, rest = text.partition(":")
     options = tuple(rest.split(",")) if rest else ()
     if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):

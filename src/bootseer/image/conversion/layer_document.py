@@ -47,7 +47,6 @@ def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") 
 
 
 def encode(layer: ConvertedLayer | Questions) -> bytes:
-    """Encode a document."""
     if not isinstance(layer, ConvertedLayer):
         return document.encode({"questions": [[name.hex() for name in path] for path in layer]}, SCHEMA)
     root = None
@@ -58,7 +57,6 @@ def encode(layer: ConvertedLayer | Questions) -> bytes:
 
 
 def parse(data: bytes) -> ConvertedLayer | Questions:
-    """Parse a document. Raises `CorruptError`."""
     value = document.parse_object(data, _WHAT, MAX_BYTES)
     if value.get("schema") != SCHEMA:
         raise CorruptError(f"{_WHAT}: schema {value.get('schema')!r}, {SCHEMA} expected")

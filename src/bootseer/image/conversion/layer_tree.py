@@ -58,11 +58,9 @@ class LowerFile:
         return self._node.attributes()
 
     def target(self) -> bytes:
-        """The target of a symbolic link."""
         return self._node.target()
 
     def content(self) -> Iterator[bytes]:
-        """The content of a regular file."""
         return self._node.content()
 
     def answer(self) -> str:

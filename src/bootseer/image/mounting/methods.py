@@ -40,7 +40,6 @@ def initial_facts(*, private: bool) -> Facts:
 
 
 def probe(*, private: bool) -> Facts:
-    """Probe every facility."""
     if not user_namespace.may_mount():
         facts = Facts(mount=NO_ROOT)
         if not private:

@@ -126,7 +126,6 @@ def open_archive(reference: Reference) -> ImageSource:
 
 
 def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
-    """The archive's members by name. Reads headers only."""
     members: dict[str, tarfile.TarInfo] = {}
     try:
         with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:

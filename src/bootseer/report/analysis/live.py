@@ -180,7 +180,6 @@ class Live:
         )
 
     def nodes(self) -> frozenset[str]:
-        """The nodes that have sent events."""
         return frozenset(self._nodes)
 
     def moment(self, now_ns: int) -> Moment:

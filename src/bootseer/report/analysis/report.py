@@ -106,7 +106,6 @@ class Analysis:
         self._read = replace(read, duplicates=duplicates)
 
     def report(self, picked: StartupSpans) -> model.Report:
-        """The report of one of `startups`."""
         # A restart is another try of the same attempt, so its report also says how the tries before it ended.
         tries = [s for s in self.startups if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
         in_order = sorted(tries, key=lambda startup: startup.key.restart)
@@ -234,7 +233,6 @@ class _Builder:
         return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
 
     def _ended_by(self) -> str:
-        """The evidence for the end of the startup."""
         lanes = self.ready.lanes
         if self.began:
             return min(lane.ended_by for lane in lanes if lane.outcome == OK)

@@ -188,7 +188,6 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
 
 
 def parsers() -> list[Parser]:
-    """One new parser of each kind."""
     return [
         TorchElasticParser(),
         NcclParser(),

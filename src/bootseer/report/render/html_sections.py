@@ -235,7 +235,6 @@ def _scheduler(_: float) -> str:
 
 
 def stages(report: Report, palette: Palette) -> str:
-    """The stage table."""
     if not report.stages:
         return ""
     many = len(report.nodes) > 1  # for a single node, median and name are superfluous

@@ -196,7 +196,6 @@ def _input(report: Report) -> str:
 
 
 def facts(report: Report) -> str:
-    """Facts from logs of other programs."""
     if not report.facts:
         return ""
     rows = [

@@ -27,7 +27,6 @@ Event = dict[str, Any]
 
 
 def render(report: Report) -> str:
-    """The trace as JSON text."""
     return json.dumps(trace(report), separators=(",", ":"), allow_nan=False)
 
 
