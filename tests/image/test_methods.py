@@ -9,6 +9,8 @@ import os
 import signal
 import stat
 import subprocess
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,13 @@ from bootseer.artifact.places import blocks_folder, unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.cache.cache import Cache
 from bootseer.errors import UsageError
-from bootseer.image.catalog import read_document
+from bootseer.image.catalog import images_in, prune, read_document
+from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.mounting import methods
 from bootseer.image.mounting.mount import mount_image
+from bootseer.image.reference import parse_reference
+from bootseer.image.sources.open import open_source
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.kernel import mount_table
@@ -151,6 +157,26 @@ def test_an_attribute_of_a_user_namespaces_overlay_hides_nothing(way: MountMetho
     with made_image(layers) as image:
         mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[way])
         assert sorted(path.name for path in (mounted.root / "d").iterdir()) == ["above", "below"]
+        mounted.close()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed: bool) -> None:
+    content = os.urandom(8 << 20)
+    with made_image([layer(file("noise", content))]) as image:
+        mount_image(image.request(), image.folder / "first").close()
+        with closing(open_store(image.store)) as store:
+            catalog = images_in(store)
+            if removed:
+                catalog.remove(image.digest, time.time())
+            else:
+                with closing(open_source(parse_reference(image.reference))) as source:
+                    convert(source, store, options=ConvertOptions(block_size=1 << 20))
+            assert prune(catalog, time.time() + 10, grace_s=1).deleted
+        said: list[str] = []
+        mounted = mount_image(image.request(), image.folder / "second", say=said.append)
+        assert (mounted.root / "noise").read_bytes() == content
+        assert any("is pulled and converted on this node" in line for line in said) is removed
         mounted.close()
 
 

@@ -42,6 +42,8 @@ class LazyMount(ABC):
     """The block files; set once the artifact is found."""
     target: Path | None = None
     """The mount point; None: below the mount's own folder."""
+    is_cached = False
+    """Whether `find` used metadata of an earlier start."""
 
     def __init__(self, options: MountOptions, *, lifeline: bool, stage: Stage, say: Say, show: Show) -> None:
         """`lifeline`: the daemon ends with this process."""
@@ -57,6 +59,11 @@ class LazyMount(ABC):
     @abstractmethod
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         """Find the artifact and the indexes of its block files, the lowest first."""
+
+    def is_outdated(self) -> bool:
+        """Whether the cached metadata are useless now, since the store has deleted what they name; then the next `find`
+        reads the store's."""
+        return False
 
     @abstractmethod
     def mount_files(self) -> tuple[MountMethod, Path]:
@@ -74,17 +81,21 @@ class LazyMount(ABC):
         """Mount; returns the mount's record and facts for the report. Raises `BootseerError` if no fallback works."""
         cache = Cache(blocks_folder(self.options.cache))
         space = CacheSpace(cache, self.say)
-        if breaks_forks(store_uri):
-            with self.stage("store"):
-                run_in_child(self._fetch_metadata)
-        subject, indexes = self.find()
+        subject, indexes = self._find(store_uri)
         release_unused(self.runtime, space, self.options.cache, [index.identity for index in indexes])
         folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:
+
+            def open_all() -> list[CachedLayer]:
+                files = [opened.enter_context(contextlib.closing(space.open(index))) for index in indexes]
+                return [CachedLayer(index, file) for index, file in zip(indexes, files, strict=True)]
+
             try:
-                stack = [
-                    CachedLayer(index, opened.enter_context(contextlib.closing(space.open(index)))) for index in indexes
-                ]
+                stack = open_all()
+                is_complete = all(layer.file.complete for layer in stack)
+                if self.is_cached and not is_complete and self._is_outdated(store_uri):
+                    subject, indexes = self._find(store_uri)
+                    stack = open_all()
                 self.layers = Materializer(
                     subject, cache, folder, stack, self.lifeline, self.stage, self.say, self.show, space
                 )
@@ -98,8 +109,20 @@ class LazyMount(ABC):
                     ) from error
                 raise
 
-    def _fetch_metadata(self) -> None:
-        """In a child process: copy all metadata that the mount needs from the store to this node."""
+    def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
+        if not breaks_forks(store_uri):
+            return self.find()
+        with self.stage("store"):
+            is_cached = run_in_child(self._fetch_metadata)
+        found = self.find()
+        self.is_cached = is_cached  # here everything is: the child has stored it
+        return found
+
+    def _is_outdated(self, store_uri: str | None) -> bool:
+        return bool(run_in_child(self.is_outdated)) if breaks_forks(store_uri) else self.is_outdated()
+
+    def _fetch_metadata(self) -> bool:
+        """In a child process: copy all metadata that the mount needs from the store to this node; `is_cached`."""
         subject, _ = self.find(in_child=True)
         options = self.options
         if options.workload:
@@ -107,6 +130,7 @@ class LazyMount(ABC):
 
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.copy_to_node(options.workload)
+        return self.is_cached
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers

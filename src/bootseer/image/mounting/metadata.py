@@ -1,8 +1,9 @@
 """The node's cache of image metadata: digests of tags, documents and the indexes of layers.
 
-Everything except the digest of a tag is immutable, so that a node that has an image needs neither registry nor store to
-start it again. A tag is resolved at each start; if the registry does not answer, the digest of the last start is used,
-with a message.
+A node that has all of an image needs neither registry nor store to start it again. A tag is resolved at each start; if
+the registry does not answer, the digest of the last start is used, with a message. A document is replaced when the
+image is converted again, and the blocks of the old one are deleted later: as long as blocks are missing on the node, it
+is compared with the store's (`is_outdated`). Everything else is immutable.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.artifact.objects import LocalObjects, read_all
+from bootseer.artifact.objects import LocalObjects, missing, read_all
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
@@ -35,6 +36,8 @@ class Metadata:
     def __init__(self, folder: Path, say: Say) -> None:
         self._objects = LocalObjects(folder, say)
         self._say = say
+        self.is_cached = False
+        """Whether the last `document` was on this node."""
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
         """The current digest of a name in a registry, of a manifest or an index. `ask` queries the registry.
@@ -69,11 +72,26 @@ class Metadata:
         A cached document is verified again at each start, against the keys that are trusted now.
         """
         with contextlib.suppress(BootseerError):
-            return read_document(self._objects.store, digest, signatures)
+            document = read_document(self._objects.store, digest, signatures)
+            self.is_cached = True
+            return document
+        self.is_cached = False
         data = read_stored(store, digest)
         document = images_in(store, signatures=signatures).parse_stored(digest, data)
         self._objects.keep(document.name, data)
         return document
+
+    def is_outdated(self, document: ImageDocument, store: Store, signatures: Signatures) -> bool:
+        """Whether the store has replaced or removed the document and deleted objects of this one, which is dropped."""
+        try:
+            if images_in(store, signatures=signatures).find(document.digest) == document:
+                return False
+            if not missing(store, document.objects):
+                return False
+        except BootseerError:
+            return False  # it cannot tell
+        self.forget(document.digest)
+        return True
 
     def forget(self, digest: str) -> None:
         """Drop the cached document: the next call reads the store."""

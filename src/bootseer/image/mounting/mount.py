@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
+from bootseer.artifact.places import metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
@@ -25,6 +26,7 @@ from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
 from bootseer.image.mounting import methods, tree_mounts
+from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
@@ -33,6 +35,7 @@ from bootseer.mounts.control import FILES
 from bootseer.mounts.method import Choice, Facts, MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState
+from bootseer.store.open import open_store
 
 
 def mount_image(
@@ -106,6 +109,7 @@ class _ImageMount(LazyMount):
             else resolve_image(request, stage=self.stage, say=self.say, show=self.show)
         )
         self._image = image
+        self.is_cached = image.is_cached
         self.details["workload"] = request.workload
         if self._writable is not None:
             self.details[CHANGES] = os.path.abspath(self._writable)  # noqa: PTH100 - resolving links could leave the name
@@ -114,6 +118,12 @@ class _ImageMount(LazyMount):
             name, digest, image.store, image.store_uri, request, is_shared=image.is_shared, fallback=image.fallback
         )
         return subject, image.indexes
+
+    def is_outdated(self) -> bool:
+        request, image = self._request, self._image
+        metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), self.say)
+        with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http)) as store:
+            return metadata.is_outdated(image.document, store, request.signatures)
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
         """The caller's handle of the finished mount."""

@@ -47,6 +47,8 @@ class ResolvedImage:
     """Whether other nodes use the same store."""
     fallback: str = ""
     """Why the image was converted on this node; empty if it was not."""
+    is_cached: bool = False
+    """Whether the document was on this node; see `Metadata.is_outdated`."""
 
 
 def resolve_image(
@@ -78,7 +80,13 @@ def resolve_image(
     # A layer that occurs twice in the stack is mounted once, at its upper position.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
     return ResolvedImage(
-        document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, reason
+        document,
+        [indexes[identity] for identity in reversed(order)],
+        store,
+        uri,
+        uri != local_uri,
+        reason,
+        metadata.is_cached and uri != local_uri,
     )
 
 
