@@ -152,14 +152,6 @@ def check_runtimes() -> Check:
     return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
 
 
-def check_mkfs_erofs() -> Check:
-    # Versions before 1.6 do not know the option and print their help, which also contains the version.
-    opens = ("the trial mount of EROFS; BootSeer writes EROFS without it",)
-    pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
-    install = "apt-get install erofs-utils"
-    return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)
-
-
 def check_java() -> Check:
     opens = ("hdfs:// on a machine of its own (benchmarks, tests)",)
     install = "apt-get install default-jre-headless"
@@ -233,7 +225,6 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
             ("PyTorch", check_torch),
             ("FUSE", kernel.check_fuse),
             ("EROFS", kernel.check_erofs),
-            ("mkfs.erofs", check_mkfs_erofs),
             ("loop device", kernel.check_loop),
             ("overlayfs", kernel.check_overlayfs),
             ("overlay layers", kernel.check_overlay_layers),

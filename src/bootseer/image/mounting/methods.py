@@ -6,13 +6,10 @@ failure, each facility is probed by a real mount in a short-lived process.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import tempfile
 from dataclasses import fields, replace
-from pathlib import Path
 
 from bootseer.errors import UsageError
 from bootseer.machine import kernel
@@ -69,32 +66,11 @@ def _no_helper() -> str:
 
 def _try_erofs() -> tuple[str, str]:
     """Why EROFS cannot be mounted from files, and why not from loop devices; empty if it can."""
-    with contextlib.ExitStack() as stack:
-        # /tmp may be tmpfs, from whose files EROFS cannot be mounted.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-", dir="/var/tmp")))
-        _write_image(folder / "image")
-        (folder / "point").mkdir()
-        trial = kernel.attempt("erofs", str(folder / "image"), str(folder / "point"), "file", "content")
+    trial = kernel.try_erofs()
     if trial.errno == errno.ENODEV:
         return _NO_EROFS, _NO_EROFS
     reason = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason
     return reason, check_loop().why
-
-
-def _write_image(path: Path) -> None:
-    from bootseer.erofs.format import Attributes
-    from bootseer.erofs.writer import ErofsWriter
-
-    with path.open("wb") as file:
-        file.seek(4096)
-        writer = ErofsWriter(file)
-        writer.write(b"content")
-        extent = writer.end_file()
-        inode = writer.tree.add(Attributes(0o100_644), size=extent.size, first_block=extent.block)
-        writer.tree.link(0, b"file", inode)
-        head = writer.finish()
-        file.seek(0)
-        file.write(head)
 
 
 def after_failure(facts: Facts, method: MountMethod, reason: str, *, private: bool) -> Facts:
