@@ -58,6 +58,18 @@ def test_a_shell_that_ran_programs_before_its_exec_is_not_the_interpreters_start
     assert (end.mono_ns > begin.mono_ns) == shell.startswith("exec")
 
 
+def test_a_folder_of_our_name_beside_the_program_does_not_hide_us(tmp_path):
+    (tmp_path / "safetensors.py").write_text("")
+    (tmp_path / "job.py").write_text("import safetensors")
+    (tmp_path / "bootseer").mkdir()
+    path = f"{Path(marks.__file__).parent}/path"
+    env = {"PYTHONPATH": path, "BOOTSEER_TRACE": f"spool:{tmp_path}/spool", "BOOTSEER_JOB": "x"}
+    # Without site-packages, as in an interpreter without BootSeer.
+    words = [sys.executable, "-S", "-c", "import sitecustomize, runpy; runpy.run_path('job.py')"]
+    subprocess.run(words, env=env, cwd=tmp_path, check=True)
+    assert len(list((tmp_path / "spool").iterdir())) == 1
+
+
 def test_it_is_valid_in_interpreters_of_system_tools():
     """Where it is not, the job's own sitecustomize would not run, and each such tool would print an error."""
     source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()

@@ -58,6 +58,8 @@ def test_known_forms(text: str, nanos: int, rest: str | None) -> None:
     "label",
     [
         "[rank0]: ",
+        "Train:  20%|##        | 2/10 [00:01<00:05,  1.50it/s]",
+        "\r  0%|          | 0/3 [00:00<?, ?it/s]\r 33%|###       | 1/3 [00:01<00:02]\r                  \r",
         "[default12]:",
         "0: ",
         " 15: ",

@@ -47,7 +47,8 @@ def _watch_imports() -> None:
                 return None
 
     class Package:
-        """Last on the meta path: finds this file's `bootseer` if the environment has none."""
+        """Last on the meta path: finds this file's `bootseer` if the environment has none. First on it if there is just
+        a folder of this name, such as one beside the program, which Python would take for a package."""
 
         begin: "Any" = None
         """In a warm parent: starts marking in a copy of it."""
@@ -55,7 +56,11 @@ def _watch_imports() -> None:
         @classmethod
         def install(cls) -> None:
             if cls not in sys.meta_path:
-                sys.meta_path.append(cls)
+                from importlib.machinery import PathFinder
+
+                found = PathFinder.find_spec("bootseer")
+                is_folder = found is not None and found.origin is None
+                sys.meta_path.insert(0 if is_folder else len(sys.meta_path), cls)
 
         @staticmethod
         def find_spec(name: str, path: "Any" = None, target: "Any" = None) -> "Any":

@@ -2,7 +2,8 @@
 Go and Rust programs print them: `796ms`, `1m2.3s`, `1h2m3s`, `1.5µs`, uv's `1m 02s`.
 
 Text before the time is skipped: colours, `[rank0]:`, `[default0]:`, `0: ` of
-`srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
+`srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word, a progress bar, and what a carriage
+return overwrites. Known forms:
 
     2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
     2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3,
@@ -44,6 +45,8 @@ _LABELS = re.compile(
     ){0,16}""",
     re.VERBOSE | re.ASCII,
 )
+_BAR = re.compile(r"[^\r\n%|]{0,60}\d{1,3}%\|[^|\r\n]{0,200}\|[^\[\r\n]{0,40}\[[^\]\r\n]{0,80}\]", re.ASCII)
+"""A progress bar of tqdm, which the next line follows without a newline."""
 _ISO = (
     r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
 )
@@ -92,8 +95,18 @@ def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
     `reference_ns` is any moment near the log's own (its modification time): where a form has no year, the year that
     comes nearest to it is taken. `zone` is for forms that name no zone. Never raises.
     """
-    labels = _LABELS.match(text)
-    start = labels.end() if labels else 0
+    found = _prefix_at(text, 0, reference_ns, zone)
+    if found.wall_ns is None:
+        place = text.rstrip().rfind("\r") + 1
+        bar = _BAR.match(text, place)
+        place = bar.end() if bar else place
+        found = _prefix_at(text, place, reference_ns, zone) if place else found
+    return found
+
+
+def _prefix_at(text: str, begin: int, reference_ns: int, zone: tzinfo) -> Prefix:
+    labels = _LABELS.match(text, begin)
+    start = labels.end() if labels else begin
     if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
         return _prefix(_from_iso(found, zone), found.end())
     if found := _GLOG.match(text, start):
