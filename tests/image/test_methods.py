@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.cache_space import unmount_idle
-from bootseer.artifact.places import blocks_folder, unpacked_folder
+from bootseer.artifact.places import blocks_folder, metadata_folder, unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.cache.cache import Cache
 from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in, prune, read_document
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer_job import ConvertOptions
+from bootseer.image.document import document_name
 from bootseer.image.mounting import methods
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.reference import parse_reference
@@ -173,6 +174,8 @@ def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed
                 with closing(open_source(parse_reference(image.reference))) as source:
                     convert(source, store, options=ConvertOptions(block_size=1 << 20))
             assert prune(catalog, time.time() + 10, grace_s=1).deleted
+        known = metadata_folder(image.request().cache) / document_name(image.digest)
+        os.utime(known, (0, 0))  # an earlier start has read it
         said: list[str] = []
         mounted = mount_image(image.request(), image.folder / "second", say=said.append)
         assert (mounted.root / "noise").read_bytes() == content

@@ -110,19 +110,16 @@ class LazyMount(ABC):
                 raise
 
     def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
-        if not breaks_forks(store_uri):
-            return self.find()
-        with self.stage("store"):
-            is_cached = run_in_child(self._fetch_metadata)
-        found = self.find()
-        self.is_cached = is_cached  # here everything is: the child has stored it
-        return found
+        if breaks_forks(store_uri):
+            with self.stage("store"):
+                run_in_child(self._fetch_metadata)
+        return self.find()
 
     def _is_outdated(self, store_uri: str | None) -> bool:
         return bool(run_in_child(self.is_outdated)) if breaks_forks(store_uri) else self.is_outdated()
 
-    def _fetch_metadata(self) -> bool:
-        """In a child process: copy all metadata that the mount needs from the store to this node; `is_cached`."""
+    def _fetch_metadata(self) -> None:
+        """In a child process: copy all metadata that the mount needs from the store to this node."""
         subject, _ = self.find(in_child=True)
         options = self.options
         if options.workload:
@@ -130,7 +127,6 @@ class LazyMount(ABC):
 
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.copy_to_node(options.workload)
-        return self.is_cached
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers

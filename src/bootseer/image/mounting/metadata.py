@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,16 +29,19 @@ from bootseer.store.store import Store
 
 _THREADS = 8
 _TAG_BYTES = 256
+_FRESH_S = 60.0
+"""A document read within this time is not compared with the store's: often another process of the same start did."""
 
 
 class Metadata:
     """The node's cache of image metadata. `folder` is created on first write; on a full disk nothing is cached."""
 
     def __init__(self, folder: Path, say: Say) -> None:
+        self._folder = folder
         self._objects = LocalObjects(folder, say)
         self._say = say
         self.is_cached = False
-        """Whether the last `document` was on this node."""
+        """Whether the last `document` was read from the store long ago."""
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
         """The current digest of a name in a registry, of a manifest or an index. `ask` queries the registry.
@@ -73,7 +77,9 @@ class Metadata:
         """
         with contextlib.suppress(BootseerError):
             document = read_document(self._objects.store, digest, signatures)
-            self.is_cached = True
+            with contextlib.suppress(OSError):
+                age_s = time.time() - (self._folder / document.name).stat().st_mtime
+                self.is_cached = age_s > _FRESH_S
             return document
         self.is_cached = False
         data = read_stored(store, digest)
