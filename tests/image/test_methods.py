@@ -10,7 +10,7 @@ import signal
 import stat
 import subprocess
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -180,6 +180,19 @@ def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed
         mounted = mount_image(image.request(), image.folder / "second", say=said.append)
         assert (mounted.root / "noise").read_bytes() == content
         assert any("is pulled and converted on this node" in line for line in said) is removed
+        mounted.close()
+
+
+def test_a_daemon_serves_although_many_files_were_open_when_it_was_started() -> None:
+    """As those of an image with hundreds of layers."""
+    with made_image([layer(file("noise", os.urandom(1 << 20)))]) as image, ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(Path(os.devnull).open())
+        mounted = mount_image(image.request(), image.folder / "at", facts=WAYS[MountMethod.EROFS_FILE])
+        assert mounted.facts["mode"] == "lazy"
+        (state,) = image.runtime.all()
+        assert state.daemon is not None
+        assert Daemon(image.runtime.folder(state), state.daemon).status()["restarts"] == 0
         mounted.close()
 
 

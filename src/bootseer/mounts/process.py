@@ -10,8 +10,9 @@ import json
 import os
 import select
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def json_lines(
         if not piece:
             return
     raise TimeoutError("it took too long")
+
+
+def readable(watched: Sequence[int | socket.socket], timeout_s: float | None = None) -> list[int | socket.socket]:
+    """Wait for one of these to have data or a closed other end; returns those. Unlike select(2), it takes descriptors
+    above 1023: a daemon inherits some for each layer."""
+    numbers = {each if isinstance(each, int) else each.fileno(): each for each in watched}
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return [numbers[number] for number, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
 
 
 @dataclass(frozen=True, slots=True)

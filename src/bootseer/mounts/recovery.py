@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import time
@@ -25,7 +24,7 @@ from typing import Final
 
 from bootseer import logs
 from bootseer.mounts.control import LOG
-from bootseer.mounts.process import die_with
+from bootseer.mounts.process import die_with, readable
 from bootseer.mounts.serve import DaemonSpec, catch_signals, protect_from_oom, serve
 
 _LOG = logs.logger(__name__)
@@ -93,19 +92,19 @@ def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | N
     watched: list[int | socket.socket] = [handle, link, wake]
     try:
         while True:
-            readable = select.select(watched, [], [])[0]
-            if wake in readable:
+            ready = readable(watched)
+            if wake in ready:
                 wake.recv(64)
                 stop_requested = True
                 os.kill(child, signal.SIGTERM)
-            if link in readable:
+            if link in ready:
                 watched.remove(link)
                 with contextlib.suppress(OSError):  # the child died in between
                     _, numbers, _, _ = socket.recv_fds(link, 1, 1)
                     signal.setitimer(signal.ITIMER_REAL, 0)  # it serves: cancel the time limit of the start
                     if device is None and numbers:
                         device = numbers[0]
-            if handle in readable:
+            if handle in ready:
                 return device, os.waitpid(child, 0)[1], stop_requested
     finally:
         os.close(handle)

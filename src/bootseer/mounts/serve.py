@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -26,6 +25,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.session import Session
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
+from bootseer.mounts.process import readable
 
 OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
@@ -219,14 +219,14 @@ class _MountDaemon:
         ]  # fmt: skip
         while not self._stopping:
             left = self._spec.window_s - (time.monotonic() - self._started) if self._recording else None
-            readable = select.select(watched, [], [], None if left is None else max(0.0, left))[0]
-            if unmounted in readable:
+            ready = readable(watched, None if left is None else max(0.0, left))
+            if unmounted in ready:
                 break
-            if wake in readable or (lifeline is not None and lifeline in readable):
-                self._log("stopped by a signal" if wake in readable else "the process that started this one has ended")
+            if wake in ready or (lifeline is not None and lifeline in ready):
+                self._log("stopped by a signal" if wake in ready else "the process that started this one has ended")
                 self._unmount(force=True)
                 break
-            if self._listener in readable:
+            if self._listener in ready:
                 control.serve_one(self._listener, self._handle)
             if self._recording and time.monotonic() - self._started >= self._spec.window_s:
                 self._end_recording()
