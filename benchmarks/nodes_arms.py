@@ -36,6 +36,11 @@ class Origin:
     layout: Path
     """The image as an OCI layout."""
 
+    @property
+    def unrecorded(self) -> str:
+        """The checkpoints as BootSeer's nodes read them, without the hot lists of other starts."""
+        return f"{self.striped}-unrecorded"
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -134,7 +139,8 @@ def bootseer(start: Start, techniques: Techniques, without: str = "") -> Script:
     steps, checkpoint = [], start.copied
     if origin.striped and techniques.checkpoint:
         checkpoint = start.folder / "checkpoints"
-        words += ["--checkpoint", origin.striped, "--checkpoint-dir", str(checkpoint)]
+        place = origin.striped if techniques.record else origin.unrecorded
+        words += ["--checkpoint", place, "--checkpoint-dir", str(checkpoint)]
     elif origin.plain:
         words += ["--mount", f"{checkpoint}:{checkpoint}:ro"]
         steps = copy(start)

@@ -85,9 +85,9 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
 
 
 def put_checkpoints(folder: Path, here: Origin) -> None:
-    """Keep the newest of a folder of checkpoints in HDFS in both ways."""
+    """Keep the newest of a folder of checkpoints in HDFS in all ways."""
     newest = folder / (folder / "latest").read_text().strip()
-    for stripes, place in (("4", here.striped), ("1", here.plain)):
+    for stripes, place in (("4", here.striped), ("4", here.unrecorded), ("1", here.plain)):
         _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(newest), place], os.environ)
 
 

@@ -30,8 +30,8 @@ METHOD = (
     "row (busy: of all programs of this machine), and a row above 0.9 was bound by them. A job reads what one start "
     "of the demo's image and environment has read, in that order and with its pauses, and then all of the checkpoint; "
     "the checksum of what was read is the same on all nodes and in all arms. Time is from the common first command "
-    "until a node's job has read all; the samples are the slowest node's. containerd's daemon runs already. tbf adds "
-    "no latency"
+    "until a node's job has read all; the samples are the slowest node's. Two nodes have run the job before, whose "
+    "records starts use. containerd's daemon runs already. tbf adds no latency"
 )
 
 
