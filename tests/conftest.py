@@ -31,7 +31,7 @@ pytest_plugins = [
 
 _FIRST = ("root", "fuse", "torch", "hdfs", "browser", "postgres", "slurm", "slow")
 _LONGEST = (
-    *("shared_hdfs", "shared_s3", "tests/examples/test_demo.py", "tests/checkpoint/mount/test_programs.py"),
+    *("shared_hdfs", "shared_s3", "tests/examples/test_demo.py", "shared_torch"),
     *("tests/hdfs/test_reads_faults.py", "linked_hdfs", "tests/env/installing/test_choose.py"),
     *("tests/env/capturing/test_effects.py", "tests/env/installing/test_validate.py", "tests/cli/test_env.py"),
     *("tests/launch/test_run_slurm.py", "tests/hook/test_warm_torch.py", "tests/launch/test_run_environment.py"),
@@ -89,11 +89,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _unit(nodeid: str) -> str:
-    """What one worker runs: a test file, or all that share a server."""
+    """What one worker runs: a test file, or all that share a server or a process that has imported PyTorch."""
     from s3_server import SHARES_S3
     from shared_hdfs import shared_fixture
+    from warm import SHARES_TORCH
 
     file = nodeid.partition("::")[0]
+    if file in SHARES_TORCH:
+        return "shared_torch"
     return "shared_s3" if file in SHARES_S3 else shared_fixture(nodeid) or file
 
 

@@ -25,7 +25,7 @@ from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below
-from once import compiled_secret_rules, copy, lent_python_with_pip
+from once import compiled_secret_rules, copy, lent_python_with_pip, spread
 from wheels import make_wheel
 
 DEADLINE_S = 600.0
@@ -182,6 +182,7 @@ def made_place() -> Iterator[Place]:
     # Where a capture looks, unlike /tmp, and where every user may go.
     root = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/srv" if os.geteuid() == 0 else Path.home())).resolve()
     root.chmod(0o711)
+    spread(root)
     try:
         place = Place(root)
         for folder in (place.project, place.store, root / "home", root / "cache"):

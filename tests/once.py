@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 import venv
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 _run: list[Path] = []
+_GET_FLAGS, _SET_FLAGS, _TOP = 0x80086601, 0x40086602, 0x00020000
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     base = None if config.option.basetemp is None else Path(config.option.basetemp)
     if base is not None:
         _run[:] = [(base.parent if hasattr(config, "workerinput") else base).with_name("once")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    spread(tmp_path_factory.getbasetemp())
 
 
 @pytest.hookimpl(trylast=True)
@@ -41,7 +48,9 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
     if not _run:
         _run.append(Path(tempfile.mkdtemp()))
     folder = _run[0] / name
-    folder.parent.mkdir(exist_ok=True, mode=0o700)
+    if not folder.parent.exists():
+        folder.parent.mkdir(exist_ok=True, mode=0o700)
+        spread(folder.parent)
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -83,6 +92,22 @@ def lent_python_with_pip(folder: Path) -> Iterator[None]:
         if not own.exists():
             undo_changes(folder, before)
             folder.rename(own)
+
+
+def spread(folder: Path) -> None:
+    """Have ext4 put the folders that are made in this one far from each other, as `chattr +T` does.
+
+    Without a journal, ext4 takes no inode that was freed in the last minutes, and for each new file it looks at all of
+    those that were freed nearby: where tests have deleted their folders one file takes 0.4 ms, and elsewhere 0.03 ms.
+    """
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        (flags,) = struct.unpack("l", fcntl.ioctl(opened, _GET_FLAGS, bytes(8)))
+        fcntl.ioctl(opened, _SET_FLAGS, struct.pack("l", flags | _TOP))
+    except OSError:
+        pass  # another file system
+    finally:
+        os.close(opened)
 
 
 State = dict[str, tuple[int, ...]]

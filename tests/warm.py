@@ -63,6 +63,11 @@ TORCH = Parent(
     *("torch.distributed.checkpoint", "torch.distributed.tensor", "bootseer.checkpoint.dcp"),
     "torch._dynamo",  # a rank imports it when it distributes its first tensor: 0.7 s of processor time
 )
+SHARES_TORCH = frozenset(
+    f"tests/{name}.py"
+    for name in ("checkpoint/dcp/test_ranks", "checkpoint/mount/test_programs", "examples/test_moe", "hook/test_hook")
+)
+"""Files with most of its uses: one worker runs them, because each would import PyTorch for its copies."""
 CHECKPOINTS = Parent(
     *(f"bootseer.checkpoint.{name}" for name in ("mount.mounted", "publish", "reading.reading")),
     *("bootseer.checkpoint.writing.writing", "bootseer.places.folder", "bootseer.places.hdfs", "bootseer.hdfs.client"),

@@ -36,7 +36,7 @@ from oci_images import (
     whiteout,
     write_layout,
 )
-from once import once
+from once import once, spread
 
 UPPER = [
     layer(
@@ -117,6 +117,7 @@ def made_image(layers: Sequence[bytes]) -> Iterator[Image]:
     # Not below pytest's own folder, which every session of pytest closes for other users.
     folder = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/var/tmp"))
     folder.chmod(0o755)
+    spread(folder)
     try:
         yield Image(folder, layers)
     finally:
