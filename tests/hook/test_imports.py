@@ -96,3 +96,14 @@ def test_imports_are_watched_only_where_a_job_asks(run, tmp_path: Path):
     job = _write(tmp_path, "import safetensors, sys\nprint('bootseer.hook.imports' in sys.modules)\n")
     for more, said in (({}, "False\n"), ({"BOOTSEER_IMPORTS": "1"}, "True\n")):
         assert run("run", "-q", "--", sys.executable, job, more=more).stdout == said
+
+
+def test_errors_of_imports_show_the_same_frames_as_without_us(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("undefined\n")
+    begin = "from bootseer.hook import imports; imports.start(); imports._imports"
+    traces = [
+        subprocess.run([sys.executable, "-c", f"{code}\nimport broken"], cwd=tmp_path, capture_output=True, text=True)
+        for code in (begin, begin + ".stop()")
+    ]
+    assert traces[0].stderr == traces[1].stderr
+    assert "NameError" in traces[0].stderr

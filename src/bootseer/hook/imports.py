@@ -78,9 +78,11 @@ class Imports:
             else:
                 exec(code, module.__dict__)  # noqa: S102 - as the loader itself
 
-        # Disguised as frames of the import system, which are removed from tracebacks.
+        # Disguised as frames of the import system, which are removed from tracebacks up to a frame of this name.
         for function in (exec_module, Imports._run):
-            function.__code__ = function.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+            function.__code__ = function.__code__.replace(
+                co_filename="<frozen importlib._bootstrap>", co_name="_call_with_frames_removed"
+            )
         setattr(SourceFileLoader, "exec_module", exec_module)  # noqa: B010 - mypy takes it for a mistake
 
     def _run(self, module: ModuleType, code: CodeType) -> None:
