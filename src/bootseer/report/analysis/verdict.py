@@ -176,7 +176,7 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
         bound = f"; after correction within {clock.max_error_s:.3f} s" if clock.max_error_s is not None else ""
-        lines.append(f"The nodes' clocks differ by up to {_far(clock.max_offset_s)}{bound}.")
+        lines.append(f"The nodes' clocks differ by up to {_far(clock.max_offset_s)} from their median{bound}.")
     if coverage.events_lost:
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
