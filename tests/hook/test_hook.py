@@ -173,6 +173,20 @@ def test_a_step_counts_behind_a_backward_that_gave_it_gradients(hooked, events, 
     assert before_ns < found[0].mono_ns < found[1].mono_ns <= first_ns < second_ns
 
 
+def test_a_program_that_never_trains_is_not_marked_without_end(hooked, events):
+    done = hooked("""
+import sys, torch
+layers, batch = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(10))).eval(), torch.ones(1)
+torch.save(batch, "sample.pt")
+with torch.no_grad():
+    for _ in range(1100):
+        layers(torch.load("sample.pt"))
+print(len(sys.modules["bootseer.hook.state"].active().undo))
+""")
+    assert int(done.stdout) < 100
+    assert stages(events(), "begin").count(STAGE + "checkpoint_read") == 1000
+
+
 def test_death_in_the_first_step_leaves_it_open(hooked, events):
     assert hooked(DIES_IN_FIRST_STEP).returncode == -signal.SIGKILL
     found = events()

@@ -186,6 +186,21 @@ def test_a_python_that_ran_before_the_training_is_work(rank):
     assert row(result, TORCH).work_s == pytest.approx(10)
 
 
+def test_the_import_of_a_program_that_then_starts_the_ranks_is_work():
+    """`torch.multiprocessing.spawn`: each rank imports torch again. A helper without a rank beside them is not work."""
+    ranks = [
+        [
+            *span(7, 10, TORCH, rank=rank, pid=6 + rank),
+            *span(10, 12, "first_step", rank=rank, pid=6 + rank),
+            *began(12, rank=rank, pid=6 + rank),
+        ]
+        for rank in (0, 1)
+    ]
+    result = report(span(0, 6, TORCH, pid=5), *ranks, span(8, 9, TORCH, pid=20))
+    assert row(result, TORCH).work_s == pytest.approx(9)
+    assert result.nodes[0].untracked_s == pytest.approx(1)
+
+
 def test_the_mark_of_a_pattern_does_not_make_run_the_training_process():
     """`bootseer run --began-pattern` tells of the step: Python's imports stay in the lane."""
     result = report(

@@ -31,6 +31,8 @@ class State:
         self.pid = os.getpid()
         self.importing: dict[str, str] = {}
         self.nested = 0
+        self.marked = 0
+        """Number of marked calls."""
         self.step_span = ""
         self.steps = 0
         self.step_ends_ns: list[int] = []

@@ -64,12 +64,13 @@ def _mark_forward(torch: ModuleType) -> None:
     state = active()
     if state is None:
         return
-    is_compiling = _compiler_probe(torch)
+    is_compiling, has_gradients = _compiler_probe(torch), torch.is_grad_enabled
 
+    # It stays through all of a job's inference, and is called for each layer.
     def before_forward(layer: Any, args: Any) -> None:
-        if not is_compiling():
+        if not is_compiling() and layer.training and has_gradients():
             handle.remove()
-            _first_forward(layer)
+            _first_forward()
 
     handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(before_forward)
     state.forward_undo = handle.remove
@@ -77,14 +78,10 @@ def _mark_forward(torch: ModuleType) -> None:
 
 
 @guarded
-def _first_forward(layer: Any) -> None:
-    state, torch = active(), sys.modules["torch"]
-    if state is None or state.step_span:
-        return
-    if layer.training and torch.is_grad_enabled():
+def _first_forward() -> None:
+    state = active()
+    if state is not None and not state.step_span:
         state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "forward"})
-    else:
-        _mark_forward(torch)
 
 
 def mark_compilation(callbacks: ModuleType) -> None:

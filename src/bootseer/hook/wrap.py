@@ -15,6 +15,8 @@ from typing import Any
 from bootseer.hook.state import active, compiling, guarded
 from bootseer.trace.event import BEGIN, END, FAILED, OK
 
+_MAX_MARKED = 1000
+"""A program may read each of its samples with `torch.load`, and may never train."""
 Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]
 """The attributes of a call, from its arguments."""
 
@@ -85,14 +87,16 @@ class Picklable:
 def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
     """Returns a function that makes wrappers which write a begin and an end event around each call.
 
-    A call within another marked one is not marked. `describe` returns the attributes of the begin event.
+    A call within another marked one is not marked, nor are further ones after a thousand. `describe` returns the
+    attributes of the begin event.
     """
 
     @guarded
     def begin(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         state = active()
-        if state is None or state.nested or compiling():
+        if state is None or state.nested or state.marked >= _MAX_MARKED or compiling():
             return ""
+        state.marked += 1
         span = state.tracer.emit(stage, BEGIN, attrs=describe(args, kwargs))
         state.nested += 1
         return span

@@ -86,11 +86,13 @@ def lanes_of(node: NodeSpans, *, began: bool) -> list[Lane]:
     of_rank: dict[int, list[Span]] = defaultdict(list)
     common: list[Span] = []
     background: list[Span] = []
+    ranks_ns = min((span.begin_ns for span in spans if span.rank != NO_RANK), default=0)
     for span in spans:
         if span.rank != NO_RANK:
             of_rank[span.rank].append(span)
         else:
-            helper = bool(ranks) and span.stage in PROCESS_STAGES
+            # What a Python program did before there were ranks, such as one that then starts them, delayed them.
+            helper = bool(ranks) and span.stage in PROCESS_STAGES and span.begin_ns >= ranks_ns
             (background if helper or span.background else common).append(span)
     if not ranks:
         common, helpers = _without_helpers(common, node, NO_RANK)
