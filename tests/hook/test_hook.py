@@ -173,16 +173,17 @@ def test_a_step_counts_behind_a_backward_that_gave_it_gradients(hooked, events, 
     assert before_ns < found[0].mono_ns < found[1].mono_ns <= first_ns < second_ns
 
 
-def test_a_program_that_never_trains_is_not_marked_without_end(hooked, events):
-    done = hooked("""
+def test_a_program_that_never_trains_is_not_marked_without_end(hooked, events, tmp_path):
+    source = """
 import sys, torch
 layers, batch = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(10))).eval(), torch.ones(1)
-torch.save(batch, "sample.pt")
+torch.save(batch, sys.argv[1])
 with torch.no_grad():
     for _ in range(1100):
-        layers(torch.load("sample.pt"))
+        layers(torch.load(sys.argv[1]))
 print(len(sys.modules["bootseer.hook.state"].active().undo))
-""")
+"""
+    done = hooked(source, str(tmp_path / "sample.pt"))
     assert int(done.stdout) < 100
     assert stages(events(), "begin").count(STAGE + "checkpoint_read") == 1000
 
