@@ -5,6 +5,7 @@ The table is imported by every `bootseer run`, so anything that only some runs n
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -186,6 +187,10 @@ _IDENTITY = {
 
 def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these options and return its exit code. Raises `UsageError`."""
+    # Imports create hardly any garbage, and collections would go through all that was imported before, again and again:
+    # this process collects once the command runs, and its children what they create themselves.
+    gc.disable()
+    os.register_at_fork(before=gc.freeze, after_in_child=gc.enable)
     from bootseer.launch.command import Options
     from bootseer.launch.run import run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -207,6 +208,7 @@ def _run_once(
         if session is not None:
             session.command_did_not_start()
         return error.code
+    gc.enable()  # off until here: see `cli.run_options.start`
     for relay in relays:
         relay.start()
     if session is not None:
