@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.launch.image.setup import mounts_of_setup, passed_settings, setup_variables
+from bootseer.launch.image.setup_paths import mounts_of_setup, passed_settings, setup_variables
 
 BIND = Bind("/srv/wheels", "/wheels", read_only=True)
 

@@ -17,8 +17,8 @@ from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentOptions, Task
-from bootseer.launch.image.environment import UPPER, UpperLayer
-from bootseer.launch.image.setup import ImageSetupHost, setup_paths
+from bootseer.launch.image.setup import UPPER, ImageSetupHost, UpperLayer
+from bootseer.launch.image.setup_paths import setup_paths
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.launch.image.setup import setup_paths
+from bootseer.launch.image.setup_paths import setup_paths
 
 
 def test_the_working_folder_is_shown_read_only() -> None:

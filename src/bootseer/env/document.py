@@ -8,7 +8,7 @@ field by field; other code relies on that. Does no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -21,7 +21,16 @@ from bootseer.env.changes import lies_in
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored, is_content_name
 
-__all__ = ["Daemon", "EnvironmentDocument", "Export", "LeftOutPath", "OtherVersionError", "document_name", "is_key"]
+__all__ = [
+    "Daemon",
+    "EnvironmentDocument",
+    "Export",
+    "LeftOutPath",
+    "OtherVersionError",
+    "apply_exports",
+    "document_name",
+    "is_key",
+]
 
 SCHEMA = "bootseer.environment/1"
 SCHEMA_DAEMONS = "bootseer.environment/2"
@@ -57,6 +66,21 @@ class Export:
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,255}\Z")]
     kind: ExportKind
     value: Annotated[str, Meta(pattern=r"\A[^\0]*\Z", max_length=MAX_TEXT)] = ""
+
+
+def apply_exports(exports: Iterable[Export], env: Mapping[str, str]) -> dict[str, str]:
+    """The environment `env` with the exports applied. Pure."""
+    result = dict(env)
+    for export in exports:
+        present = result.get(export.name, "")
+        if export.kind == "unset":
+            result.pop(export.name, None)
+        elif export.kind == "set" or not present:
+            result[export.name] = export.value
+        else:
+            pair = (export.value, present) if export.kind == "prepend" else (present, export.value)
+            result[export.name] = ":".join(pair)
+    return result
 
 
 _Argument = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", max_length=MAX_TEXT)]

@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.exports import ExportDiff
-from bootseer.env.document import Export
+from bootseer.env.document import Export, apply_exports
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "LANG": "C.UTF-8", "KEPT": "as it was"}
 BASH = "#!/bin/bash\n"
@@ -215,9 +215,9 @@ def test_values_around_a_present_one_are_put_around_it_again() -> None:
         Export("PATH", "prepend", "/a:/b"),
         Export("PATH", "append", "/c"),
     )
-    assert exports.apply(left.exports, before) == after
+    assert apply_exports(left.exports, before) == after
     elsewhere = {"PATH": "/other", "SAME": "2"}
-    assert exports.apply(left.exports, elsewhere) == {
+    assert apply_exports(left.exports, elsewhere) == {
         "PATH": "/a:/b:/other:/c",
         "LD": "/x",
         "FLAGS": "-O2 -g",

@@ -221,21 +221,6 @@ def difference(before: Mapping[str, str], after: Mapping[str, str], *, node_word
     return ExportDiff(tuple(exports), tuple(unsafe))
 
 
-def apply(exports: Iterable[Export], env: Mapping[str, str]) -> dict[str, str]:
-    """The environment `env` with the exports applied. Pure."""
-    result = dict(env)
-    for export in exports:
-        present = result.get(export.name, "")
-        if export.kind == "unset":
-            result.pop(export.name, None)
-        elif export.kind == "set" or not present:
-            result[export.name] = export.value
-        else:
-            pair = (export.value, present) if export.kind == "prepend" else (present, export.value)
-            result[export.name] = ":".join(pair)
-    return result
-
-
 def _change(name: str, old: str, new: str) -> Iterator[Export]:
     """`new` as additions around `old`, if it contains that."""
     if old and new.startswith(f"{old}:"):

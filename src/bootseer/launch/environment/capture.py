@@ -20,14 +20,13 @@ from itertools import groupby
 from pathlib import Path
 
 import bootseer
-from bootseer.env.capturing import exports
 from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.daemons import SetupContext
 from bootseer.env.capturing.effects import Baseline, mentions
 from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Reads, Watch, not_watched
 from bootseer.env.changes import Change
-from bootseer.env.document import Daemon, Trust
+from bootseer.env.document import Daemon, Trust, apply_exports
 from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed, library_folders, new_distributions, new_packages
 from bootseer.env.keys.key import RequestKey
@@ -77,7 +76,7 @@ def set_up_in_view(task: Task, decision: Decision) -> tuple[int, PreparedEnviron
         if done.code:
             return done.code, None
         prepared = PreparedEnvironment(
-            "installed", decision, exports.apply(done.exports, task.env), facts={"way": view.way}
+            "installed", decision, apply_exports(done.exports, task.env), facts={"way": view.way}
         )
         with interruptible(), task.stage("capture") as facts:
             changes = view.changes()
@@ -94,7 +93,7 @@ def set_up_on_host(task: Task, decision: Decision) -> tuple[int, PreparedEnviron
     if done.code:
         say_failed(done.what, done.code)
         return done.code, None
-    return 0, PreparedEnvironment("installed", decision, exports.apply(done.exports, task.env))
+    return 0, PreparedEnvironment("installed", decision, apply_exports(done.exports, task.env))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
             with task.stage("capture") as facts:
                 division = divide_changes(view, captured.changes)
                 reasons = captured.unsafe_reasons(command)
-                prepared = PreparedEnvironment("captured", decision, exports.apply(captured.done.exports, task.env))
+                prepared = PreparedEnvironment("captured", decision, apply_exports(captured.done.exports, task.env))
                 prepared.undo.push(opened.pop_all())  # from here on the command needs what was opened
                 if captured.daemons and not reasons:
                     prepared.undo.callback(_end_daemons, baseline, captured.daemons, read_pid_files(captured.daemons))
@@ -282,7 +281,7 @@ class _CapturedSetup:
     def _problems(self, division: Division) -> list[str]:
         """Defects of the environment, seen as a restored start would see it."""
         task, view, done = self._task, self._view, self.done
-        env = exports.apply(done.exports, task.env)
+        env = apply_exports(done.exports, task.env)
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         with contextlib.ExitStack() as opened:
             enter = None

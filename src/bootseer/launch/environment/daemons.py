@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from bootseer.env.capturing import exports
 from bootseer.env.capturing.leftovers import TRANSIENT
-from bootseer.env.document import Daemon
+from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.fuse.syscalls import libc
@@ -83,7 +82,7 @@ class RelaunchedDaemons:
         """Start them. `enter` enters the view with the snapshot. Raises `PermanentError`."""
         self._task = task
         self._daemons = daemons
-        starts = [_DaemonStart(one, exports.apply(one.env, task.env)) for one in daemons]
+        starts = [_DaemonStart(one, apply_exports(one.env, task.env)) for one in daemons]
         longest_s = max(one.ready_s for one in daemons)
         self._deadline_s = min(max(3 * longest_s, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
         self._background: Background = start_background(

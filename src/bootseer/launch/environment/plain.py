@@ -168,10 +168,10 @@ def run_setup(
                     say(f"exports of {path} do not reach the command: {error}")
             code = run(script_run.argv, script_run.env)
             if script_run.folder is not None:
-                from bootseer.env.capturing.exports import apply
+                from bootseer.env.document import apply_exports
 
                 node = session.tracer.identity.node if session is not None else os.uname().nodename
-                command_env = apply(script_run.exports(node).exports, env)
+                command_env = apply_exports(script_run.exports(node).exports, env)
         return code
 
     def install(kind: FileKind, files: Sequence[str]) -> int:

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.workload import is_publisher, workload_key
-from bootseer.env.capturing import exports
-from bootseer.env.document import EnvironmentDocument
+from bootseer.env.document import EnvironmentDocument, apply_exports
 from bootseer.env.life.catalog import NodeCatalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.quarantine import Quarantine
@@ -62,7 +61,7 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
     if document is None:
         raise EnvironmentUnavailable("failed", "there is a decision for a snapshot, and no snapshot")
     began_s = time.monotonic()
-    prepared = PreparedEnvironment("restored", decision, exports.apply(document.exports, task.env))
+    prepared = PreparedEnvironment("restored", decision, apply_exports(document.exports, task.env))
     try:
         with task.stage("restore") as facts:
             _restore(task, document, command, prepared, on_host=on_host)

@@ -11,61 +11,32 @@ If anything is wrong with snapshots, the setup runs in the mounted image, and th
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.artifact.places import cache_root, containers_folder
-from bootseer.env.capturing import exports
-from bootseer.env.capturing.capture import container_changes
-from bootseer.env.capturing.effects import mentions
-from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
-from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccounted
-from bootseer.env.capturing.walk import LeftOut
-from bootseer.env.changes import Change
-from bootseer.env.document import Export
-from bootseer.env.keys.key import RequestKey
-from bootseer.env.keys.request_key import Base
-from bootseer.env.life.decide import REASONS, Action, Decision, fall_back
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.env.document import Export, apply_exports
+from bootseer.env.life.decide import Action, Decision, fall_back
+from bootseer.errors import BootseerError
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import ProcessOptions, process_of
-from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options
-from bootseer.launch.environment.capture import trust_of
-from bootseer.launch.environment.plain import say_failed
-from bootseer.launch.environment.publish import Publication, report_outcome, start_publishing
-from bootseer.launch.environment.setup import SetupResult, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentOptions, Task
-from bootseer.launch.environment.view import PreparedEnvironment
-from bootseer.launch.image.setup import (
-    ImageSetupHost,
-    container_path,
-    is_below,
-    mounts_of_setup,
-    setup_paths,
-    setup_variables,
-)
-from bootseer.launch.interrupt import interruptible
+from bootseer.launch.image.setup_paths import container_path, mounts_of_setup, setup_paths, setup_variables
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
-from bootseer.mounts import kernel
 
-Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
-"""Mount the image with a folder for changes and additional layers; the flag: for the setup, not for the command."""
-UPPER = "upper"
-"""The upper layer, below a mount's folder for changes (`image.mounting.tree_mounts`)."""
-_UNSAFE = "this setup is not snapshot-safe"
-_OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
-_MAX_LOOKED_AT = 20_000
-_CLOCK_S = 0.1
-"""Tolerance for file times, which are of the kernel's last tick, or of a server's clock."""
+if TYPE_CHECKING:
+    from bootseer.env.keys.key import RequestKey
+    from bootseer.env.keys.request_key import Base
+    from bootseer.launch.image.setup import Mount
 
 
 def environment_in_image(
@@ -166,7 +137,7 @@ class ImageEnvironment:
         left = document.exports if document is not None else self._exports
         if not left:
             return words
-        after = exports.apply(left, process_of(mounted.config, words, mounted.root, env).env)
+        after = apply_exports(left, process_of(mounted.config, words, mounted.root, env).env)
         names = dict.fromkeys(export.name for export in left)
         changed = (f"{name}={after[name]}" for name in names if name in after)
         return replace(words, env=(*words.env, *changed), unset=tuple(name for name in names if name not in after))
@@ -180,6 +151,12 @@ class ImageEnvironment:
         start, decision, key = self.start, self._decision, self._key
         if start.prepared is not None or decision is None:
             return 0, mounted
+        # Imported here: most starts restore a snapshot.
+        from bootseer.launch.environment.plain import say_failed
+        from bootseer.launch.environment.setup import SetupRun
+        from bootseer.launch.environment.view import PreparedEnvironment
+        from bootseer.launch.image.setup import ImageSetupHost, UpperLayer
+
         began_s = time.monotonic()
         building = decision.action is Action.BUILD and key is not None
         say(f"the environment is set up {'now' if building else 'without a snapshot'}: {decision.reason}")
@@ -200,173 +177,3 @@ class ImageEnvironment:
         finally:
             start.seconds += time.monotonic() - began_s
             start.release_lease()
-
-
-class UpperLayer:
-    """The upper layer of a successful setup in an image: made a layer of its own, and published as a snapshot."""
-
-    def __init__(self, start: EnvironmentStart, host: ImageSetupHost, mount: Mount, decision: Decision) -> None:
-        self._start = start
-        self._task = start.task
-        self._host = host
-        self._mount = mount
-        self._decision = decision
-        self._root = host.mounted.root
-        self._writable = self._root.parent
-        self._left_out = LeftOut(Exclusions())
-
-    def publish(self, done: SetupResult, key: RequestKey) -> MountedImage:
-        """Start to publish the layer as a snapshot, if possible; returns the image for the command in any case."""
-        task = self._task
-        try:
-            reasons = [*done.reasons, *self._writes_into_mounts(done)]
-            if reasons:
-                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
-                return self.remount()
-            with interruptible(), task.stage("capture") as facts:
-                layer = self._move_to_layer()
-                changes = self._changes(layer)
-                facts.update(changes=len(changes), way="container")
-            if reasons := self._in_scratch(layer, changes, done):
-                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
-            else:
-                self._start_publishing(done, changes, key)
-        except Exception as error:  # an error of BootSeer must not fail the job
-            self._check_mounted(error)
-            report_outcome(task, False, _in_words(error))
-        return self._host.mounted
-
-    def remount(self) -> MountedImage:
-        """Remount the image for the command, with the setup's changes, without a snapshot."""
-        try:
-            if (self._writable / UPPER).is_dir():
-                with interruptible():
-                    kernel.unmount(self._root)
-                    self._remount(())
-        except Exception as error:  # it may be busy: then the command runs in the setup's mount
-            self._check_mounted(error)
-        return self._host.mounted
-
-    def _check_mounted(self, error: Exception) -> None:
-        """Raises `PermanentError` if the image is no longer mounted."""
-        if not kernel.is_mount(self._root):
-            raise PermanentError(f"the image cannot be mounted again: {_in_words(error)}") from error
-
-    def _move_to_layer(self) -> Path:
-        """Make the upper layer a layer of its own, and remount the image with an empty upper layer.
-
-        If that fails, the image is remounted as it was.
-        """
-        upper, layer = self._writable / UPPER, self._task.folder.path / "layer"
-        if not upper.is_dir():
-            raise PermanentError("without an overlay the setup's changes in the image are not known")
-        kernel.unmount(self._root)
-        try:
-            upper.rename(layer)
-        except OSError:
-            self._remount(())
-            raise
-        try:
-            self._remount((layer,))
-        except Exception:
-            shutil.rmtree(self._writable, ignore_errors=True)
-            self._writable.mkdir(mode=0o700, exist_ok=True)
-            layer.rename(upper)
-            self._remount(())
-            raise
-        return layer
-
-    def _remount(self, above: Sequence[Path]) -> None:
-        """Remount the image. The folder for changes is moved aside meanwhile, as closing the old mount deletes it."""
-        writable = self._writable
-        aside = writable.with_name(f"{writable.name}-aside")
-        if writable.exists():
-            writable.rename(aside)
-        try:
-            self._host.mounted.close()
-        except (BootseerError, OSError) as error:
-            say(f"the image was not unmounted: {error}")
-        if aside.exists():
-            shutil.rmtree(writable, ignore_errors=True)
-            aside.rename(writable)
-        self._host.mounted = self._mount(writable, above, False)
-
-    def _changes(self, layer: Path) -> Sequence[Change]:
-        env, options = self._host.env, self._task.options
-        exclusions = Exclusions(
-            homes=["/root", env.get("HOME", "")],
-            caches=caches_of(env),
-            credentials=credentials_of(env),
-            leave_out=options.leave_out,
-            keep=options.keep,
-        )
-        mounted = {bind.target.rstrip("/") for bind in self._host.places.shown} | set(_OF_RUNTIME)
-        changes, self._left_out = container_changes(layer, exclusions=exclusions, mounted=mounted)
-        for line in self._left_out.warnings:
-            say(line)
-        return changes
-
-    def _in_scratch(self, layer: Path, changes: Sequence[Change], done: SetupResult) -> list[str]:
-        """Files that the setup left in the container's scratch folders and the command needs, as messages."""
-        files = [
-            f"/{Path(folder, name).relative_to(layer)}"
-            for scratch in SCRATCH
-            for folder, _, names in os.walk(layer / scratch.lstrip("/"))
-            for name in names
-        ]
-        used = [*self._start.command, *(export.value for export in done.exports), *mentions(changes)]
-        return left_in_scratch(files, used)
-
-    def _writes_into_mounts(self, done: SetupResult) -> Iterator[str]:
-        """Writes of the setup into mounts, which stay on this machine and are in no snapshot, as messages."""
-        task = self._task
-        for bind in self._host.places.shown:
-            if not bind.read_only and (bind.source in task.options.inputs or is_below(task.cwd, bind.source)):
-                path = _changed_since(bind, done.began_s - _CLOCK_S)
-                if path:
-                    yield f"it wrote {path}, in a mount, which is not captured"
-
-    def _start_publishing(self, done: SetupResult, changes: Sequence[Change], key: RequestKey) -> None:
-        task, prepared = self._task, self._start.prepared
-        reads = self._host.reads()
-        trust, unknown = trust_of(reads, unaccounted(reads.paths, key.accounted, (), host=False))
-        if prepared is not None:
-            prepared.mode = "captured"
-            prepared.facts.update(key=key.digest, builder=task.node, trust=trust, way="container")
-        publication = Publication(
-            key=key,
-            decision=self._decision,
-            changes=changes,
-            root=self._root,
-            division=None,
-            done=done,
-            trust=trust,
-            unaccounted=unknown,
-            left_out=self._left_out,
-            daemons=(),
-            validate=partial(self._host.problems, done),
-        )
-        self._start.publishing = start_publishing(task, publication)
-
-
-def _changed_since(bind: Bind, since_s: float) -> str:
-    """The first file below a mount that has changed since then; empty if there is none among the first thousands."""
-    num_looked_at = 0
-    for folder, folders, files in os.walk(bind.source):
-        for name in (*files, ""):
-            path = Path(folder, name)
-            num_looked_at += 1
-            try:
-                if path.lstat().st_ctime >= since_s:
-                    return str(path)
-            except OSError:
-                continue
-        if num_looked_at > _MAX_LOOKED_AT:
-            folders.clear()
-    return ""
-
-
-def _in_words(error: BaseException) -> str:
-    """An error as text; exceptions that are no `BootseerError` are named as errors of BootSeer."""
-    known = isinstance(error, BootseerError)
-    return str(error) if known else f"{REASONS['failed']}: {type(error).__name__}: {error}"

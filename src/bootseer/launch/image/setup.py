@@ -3,15 +3,8 @@
 The image's own programs are used: its shell and its Python. Each step is a container of its own on the same writable
 tree. Processes that a step leaves running end with its container.
 
-    /run/bootseer/setup      the working folder of `bootseer run`, read-only: where setups find their files
-    /run/bootseer/files-N    the folder of the script or of a requirements file that lies elsewhere, read-only
-
-If the user has mounted the working folder into the container, the setup runs there, and may write there if that mount
-is writable.
-
-The request key of such a setup depends on the container's variables and mounts, too. A mount whose path in the
-container is mentioned in the setup's files or variables is an input by content. Other mounts are not: data sets and
-checkpoints do not belong to an environment.
+The setup's changes are the upper layer of that tree. `UpperLayer` moves them into a layer of their own, below the
+command's container, and publishes that as a snapshot.
 """
 
 from __future__ import annotations
@@ -20,154 +13,56 @@ import contextlib
 import json
 import os
 import posixpath
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from bootseer.env.capturing.capture import container_changes
+from bootseer.env.capturing.effects import mentions
+from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.exports import ExportDiff
 from bootseer.env.capturing.fanotify import Group
+from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccounted
+from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.capturing.watch import Reads, Watch, not_watched
+from bootseer.env.changes import Change
 from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
-from bootseer.env.keys.files import FactCache, NodeFiles
-from bootseer.env.keys.script import gather
-from bootseer.env.keys.settings import is_irrelevant
-from bootseer.errors import BootseerError, UsageError
+from bootseer.env.keys.key import RequestKey
+from bootseer.env.life.decide import REASONS, Decision
+from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.process import passed_variables
 from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
+from bootseer.launch.environment.capture import trust_of
 from bootseer.launch.environment.plain import ScriptRun, prepare_script
+from bootseer.launch.environment.publish import Publication, report_outcome, start_publishing
 from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, setup_problems
+from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import Task
+from bootseer.launch.image.setup_paths import SetupPaths, is_below, passed_settings
+from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
+from bootseer.mounts import kernel
 
-_SETTINGS = ("PIP_", "UV_")
-_PLACE = re.compile(r"(^|[\s=,])(/|~|file:)")
-
-
-def passed_settings(env: Mapping[str, str], declared: Sequence[str]) -> tuple[str, ...]:
-    """Names of this machine's variables that are passed to a setup in a container, besides those for every program.
-
-    These are settings of installers without paths, as the image has other files there, and variables that the user
-    declares.
-    """
-    settings = (name for name, value in env.items() if name.startswith(_SETTINGS) and not _PLACE.search(value))
-    return tuple(dict.fromkeys([*settings, *(name for name in declared if name in env)]))
-
-
-def setup_variables(words: Sequence[str], env: Mapping[str, str], declared: Sequence[str]) -> dict[str, str]:
-    """Variables of a setup besides the image's own, which are covered by the image's digest.
-
-    `words` are the user's, `NAME=VALUE` or `NAME`.
-    """
-    found = passed_variables(env) | {name: env[name] for name in passed_settings(env, declared)}
-    for word in words:
-        name, sign, value = word.partition("=")
-        if sign or name in env:
-            found[name] = value if sign else env[name]
-    return found
-
-
-def mounts_of_setup(
-    setup: str | None,
-    requirements: Sequence[str],
-    cwd: str,
-    env: Mapping[str, str],
-    binds: Sequence[Bind],
-    declared: Sequence[str] = (),
-) -> tuple[Bind, ...]:
-    """The mounts that the setup mentions, without those of which the user has declared a part as input.
-
-    `env` is the setup's environment in the container.
-    """
-    parts = [posixpath.normpath(posixpath.join(cwd, path)) for path in declared]
-    left = [bind for bind in binds if not any(is_below(part, bind.source) for part in parts)]
-    if not left:
-        return ()
-    texts = list(_texts(setup, requirements, cwd, env))
-    return tuple(bind for bind in left if any(_mentions(text, bind.target) for text in texts))
-
-
-def is_below(path: str, folder: str) -> bool:
-    """Whether a path is the folder or lies in it; both absolute and normalised."""
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
-
-
-def _texts(setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str]) -> Iterator[str]:
-    # Without BOOTSEER_CHECKPOINT and the like, whose folders differ in each start.
-    yield from (value for name, value in env.items() if not is_irrelevant(name))
-    files = NodeFiles(FactCache(None))
-    inputs = gather(setup, requirements, cwd, env, files)
-    for path in dict.fromkeys([*inputs.files, *inputs.requirement_files, *inputs.requirements.files]):
-        try:
-            yield files.read(path).decode("utf-8", "replace")
-        except BootseerError:
-            continue  # reported with the key
-
-
-def _mentions(text: str, place: str) -> bool:
-    place = place.rstrip("/")
-    return bool(place) and re.search(rf"(?<![\w-]){re.escape(place)}(?![\w-])", text) is not None
-
-
-_SETUP = "/run/bootseer/setup"
-_FILES = "/run/bootseer/files"
+Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
+"""Mount the image with a folder for changes and additional layers; the flag: for the setup, not for the command."""
+UPPER = "upper"
+"""The upper layer, below a mount's folder for changes (`image.mounting.tree_mounts`)."""
+_UNSAFE = "this setup is not snapshot-safe"
+_OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
+_MAX_LOOKED_AT = 20_000
+_CLOCK_S = 0.1
+"""Tolerance for file times, which are of the kernel's last tick, or of a server's clock."""
 _EXPORTS = "/run/bootseer/exports"
 _UV = "/run/bootseer/uv"
 _HOOK = """timeout 20 sh -c 'cat > "$A" && read -r _ < "$B"' || :"""
 _NEWNS = 0x0002_0000
 _SHELL_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-@dataclass(frozen=True, slots=True)
-class SetupPaths:
-    """The setup's folders in the container."""
-
-    folder: str
-    """Its working folder."""
-    own: tuple[Bind, ...]
-    """Additional mounts for the setup's files."""
-    shown: tuple[Bind, ...]
-    """All mounts of this machine's folders, with the user's."""
-
-    def inside(self, path: str) -> str:
-        """A path of this machine as the container's path; unchanged if it is not mounted."""
-        return container_path(path, self.shown) or path
-
-    def outside(self, path: str) -> str:
-        """A path of the container as this machine's path; empty if it lies in no mount."""
-        return _translate(path, [(bind.target, bind.source) for bind in self.shown])
-
-
-def container_path(path: str, binds: Iterable[Bind]) -> str:
-    """The container's path of a path of this machine, by the first mount that contains it; empty if none does."""
-    return _translate(path, [(bind.source, bind.target) for bind in binds])
-
-
-def _translate(path: str, folders: Sequence[tuple[str, str]]) -> str:
-    for folder, other in folders:
-        if is_below(path, folder):
-            return posixpath.normpath(posixpath.join(other, posixpath.relpath(path, folder)))
-    return ""
-
-
-def setup_paths(cwd: str, files: Sequence[str], binds: Sequence[Bind]) -> SetupPaths:
-    """The folders of a setup with these files (relative to `cwd`) in a container with the user's mounts."""
-    folder = container_path(cwd, reversed(binds))
-    own = [] if folder or cwd == "/" else [Bind(cwd, _SETUP, read_only=True)]
-    folder = folder or (_SETUP if own else "/")
-    shown = [*own, *reversed(binds)]
-    for file in files:
-        path = posixpath.normpath(posixpath.join(cwd, file))
-        if not any(is_below(path, bind.source) for bind in shown):
-            bind = Bind(posixpath.dirname(path), f"{_FILES}-{len(own)}", read_only=True)
-            own.append(bind)
-            shown.append(bind)
-    return SetupPaths(folder, tuple(own), tuple(shown))
 
 
 class ImageSetupHost(SetupHost):
@@ -347,3 +242,173 @@ class ImageSetupHost(SetupHost):
 
     def _has_program(self, program: str) -> bool:
         return bool(is_executable(self.mounted.root, program))
+
+
+class UpperLayer:
+    """The upper layer of a successful setup in an image: made a layer of its own, and published as a snapshot."""
+
+    def __init__(self, start: EnvironmentStart, host: ImageSetupHost, mount: Mount, decision: Decision) -> None:
+        self._start = start
+        self._task = start.task
+        self._host = host
+        self._mount = mount
+        self._decision = decision
+        self._root = host.mounted.root
+        self._writable = self._root.parent
+        self._left_out = LeftOut(Exclusions())
+
+    def publish(self, done: SetupResult, key: RequestKey) -> MountedImage:
+        """Start to publish the layer as a snapshot, if possible; returns the image for the command in any case."""
+        task = self._task
+        try:
+            reasons = [*done.reasons, *self._writes_into_mounts(done)]
+            if reasons:
+                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
+                return self.remount()
+            with interruptible(), task.stage("capture") as facts:
+                layer = self._move_to_layer()
+                changes = self._changes(layer)
+                facts.update(changes=len(changes), way="container")
+            if reasons := self._in_scratch(layer, changes, done):
+                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
+            else:
+                self._start_publishing(done, changes, key)
+        except Exception as error:  # an error of BootSeer must not fail the job
+            self._check_mounted(error)
+            report_outcome(task, False, _in_words(error))
+        return self._host.mounted
+
+    def remount(self) -> MountedImage:
+        """Remount the image for the command, with the setup's changes, without a snapshot."""
+        try:
+            if (self._writable / UPPER).is_dir():
+                with interruptible():
+                    kernel.unmount(self._root)
+                    self._remount(())
+        except Exception as error:  # it may be busy: then the command runs in the setup's mount
+            self._check_mounted(error)
+        return self._host.mounted
+
+    def _check_mounted(self, error: Exception) -> None:
+        """Raises `PermanentError` if the image is no longer mounted."""
+        if not kernel.is_mount(self._root):
+            raise PermanentError(f"the image cannot be mounted again: {_in_words(error)}") from error
+
+    def _move_to_layer(self) -> Path:
+        """Make the upper layer a layer of its own, and remount the image with an empty upper layer.
+
+        If that fails, the image is remounted as it was.
+        """
+        upper, layer = self._writable / UPPER, self._task.folder.path / "layer"
+        if not upper.is_dir():
+            raise PermanentError("without an overlay the setup's changes in the image are not known")
+        kernel.unmount(self._root)
+        try:
+            upper.rename(layer)
+        except OSError:
+            self._remount(())
+            raise
+        try:
+            self._remount((layer,))
+        except Exception:
+            shutil.rmtree(self._writable, ignore_errors=True)
+            self._writable.mkdir(mode=0o700, exist_ok=True)
+            layer.rename(upper)
+            self._remount(())
+            raise
+        return layer
+
+    def _remount(self, above: Sequence[Path]) -> None:
+        """Remount the image. The folder for changes is moved aside meanwhile, as closing the old mount deletes it."""
+        writable = self._writable
+        aside = writable.with_name(f"{writable.name}-aside")
+        if writable.exists():
+            writable.rename(aside)
+        try:
+            self._host.mounted.close()
+        except (BootseerError, OSError) as error:
+            say(f"the image was not unmounted: {error}")
+        if aside.exists():
+            shutil.rmtree(writable, ignore_errors=True)
+            aside.rename(writable)
+        self._host.mounted = self._mount(writable, above, False)
+
+    def _changes(self, layer: Path) -> Sequence[Change]:
+        env, options = self._host.env, self._task.options
+        exclusions = Exclusions(
+            homes=["/root", env.get("HOME", "")],
+            caches=caches_of(env),
+            credentials=credentials_of(env),
+            leave_out=options.leave_out,
+            keep=options.keep,
+        )
+        mounted = {bind.target.rstrip("/") for bind in self._host.places.shown} | set(_OF_RUNTIME)
+        changes, self._left_out = container_changes(layer, exclusions=exclusions, mounted=mounted)
+        for line in self._left_out.warnings:
+            say(line)
+        return changes
+
+    def _in_scratch(self, layer: Path, changes: Sequence[Change], done: SetupResult) -> list[str]:
+        """Files that the setup left in the container's scratch folders and the command needs, as messages."""
+        files = [
+            f"/{Path(folder, name).relative_to(layer)}"
+            for scratch in SCRATCH
+            for folder, _, names in os.walk(layer / scratch.lstrip("/"))
+            for name in names
+        ]
+        used = [*self._start.command, *(export.value for export in done.exports), *mentions(changes)]
+        return left_in_scratch(files, used)
+
+    def _writes_into_mounts(self, done: SetupResult) -> Iterator[str]:
+        """Writes of the setup into mounts, which stay on this machine and are in no snapshot, as messages."""
+        task = self._task
+        for bind in self._host.places.shown:
+            if not bind.read_only and (bind.source in task.options.inputs or is_below(task.cwd, bind.source)):
+                path = _changed_since(bind, done.began_s - _CLOCK_S)
+                if path:
+                    yield f"it wrote {path}, in a mount, which is not captured"
+
+    def _start_publishing(self, done: SetupResult, changes: Sequence[Change], key: RequestKey) -> None:
+        task, prepared = self._task, self._start.prepared
+        reads = self._host.reads()
+        trust, unknown = trust_of(reads, unaccounted(reads.paths, key.accounted, (), host=False))
+        if prepared is not None:
+            prepared.mode = "captured"
+            prepared.facts.update(key=key.digest, builder=task.node, trust=trust, way="container")
+        publication = Publication(
+            key=key,
+            decision=self._decision,
+            changes=changes,
+            root=self._root,
+            division=None,
+            done=done,
+            trust=trust,
+            unaccounted=unknown,
+            left_out=self._left_out,
+            daemons=(),
+            validate=partial(self._host.problems, done),
+        )
+        self._start.publishing = start_publishing(task, publication)
+
+
+def _changed_since(bind: Bind, since_s: float) -> str:
+    """The first file below a mount that has changed since then; empty if there is none among the first thousands."""
+    num_looked_at = 0
+    for folder, folders, files in os.walk(bind.source):
+        for name in (*files, ""):
+            path = Path(folder, name)
+            num_looked_at += 1
+            try:
+                if path.lstat().st_ctime >= since_s:
+                    return str(path)
+            except OSError:
+                continue
+        if num_looked_at > _MAX_LOOKED_AT:
+            folders.clear()
+    return ""
+
+
+def _in_words(error: BaseException) -> str:
+    """An error as text; exceptions that are no `BootseerError` are named as errors of BootSeer."""
+    known = isinstance(error, BootseerError)
+    return str(error) if known else f"{REASONS['failed']}: {type(error).__name__}: {error}"
