@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import google_crc32c
-import numpy as np
 
 from bootseer.errors import TransientError
 from bootseer.hdfs.block_locations import Node
@@ -185,6 +184,8 @@ class BlockWriter:
         return [memoryview(_HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums)]
 
     def _sums(self, packet: memoryview) -> bytes:
+        import numpy as np  # here for the reason that `checksums` has
+
         chunk = self._defaults.chunk_bytes
         # google_crc32c refuses writable memory, unless it is numpy's.
         array = np.frombuffer(packet, np.uint8)

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
-
 from bootseer.hdfs import checksums
 from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
@@ -65,7 +63,8 @@ class DataNodeConnection:
         self.last_used_s = 0.0
         self.sums = bytearray()
         """A buffer for checksums, reused by the next read."""
-        self.row = np.empty(0, np.uint8)
+        self.row = bytearray()
+        """A buffer for many small packets, reused by the next read."""
         self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
         self._early = memoryview(b"")
         """Received early, and not consumed yet."""
@@ -299,12 +298,14 @@ class BlockRead:
 
     def _receive_small(self, into: Sequence[memoryview], num_packets: int) -> None:
         """As `receive`, for many small packets: DataNodes with logins send them (`io.file.buffer.size`)."""
+        import numpy as np  # here for the reason that `checksums` has
+
         size, num_sums = self._size, self._sums_bytes(self._size)
         num_bytes = num_packets * (num_sums + size + _HEADER_BYTES)
         if len(self._connection.row) < num_bytes:
-            self._connection.row = np.empty(num_bytes, np.uint8)
-        self._connection.receive([self._connection.row[:num_bytes].data], self._on_silence)
-        packets = self._connection.row[:num_bytes].reshape(num_packets, -1)
+            self._connection.row = bytearray(num_bytes)
+        self._connection.receive([memoryview(self._connection.row)[:num_bytes]], self._on_silence)
+        packets = np.frombuffer(self._connection.row, np.uint8, num_bytes).reshape(num_packets, -1)
         heads = packets[:, num_sums + size :]
         numbers = np.arange(1, num_packets)[:, None]
         first = _LENGTHS.pack(4 + num_sums + size, _HEADER.size)

@@ -136,8 +136,6 @@ class StripedSource:
         self._dedup_sources = dedup_sources
 
     def prepare(self) -> None:
-        if any(segment.parity is not None for segment in self._head.segments):
-            make_ready()
         if self._dedup_sources is not None:
             self._dedup_sources.search()
 
@@ -195,6 +193,7 @@ class StripedSource:
             if segment.parity is not None and chunk not in chunks:
                 of_segment = row_of(chunk - first, segment.index.num_blocks, segment.stripes)
                 chunks = range(of_segment.start + first, of_segment.stop + first)
+                make_ready()
                 row = Row(self._context, chunks)
             stripe = (chunk - first) % segment.stripes
             job = ChunkRead(self._context, request, stripe) if row is None else row.read(request, stripe)
