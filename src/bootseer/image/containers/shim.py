@@ -14,13 +14,14 @@ open files, and is killed when this script ends in any way. With `try` the conta
 that fails: without root, the kernel refuses a new /proc where parts of the current one are covered by mounts, as in
 most containers.
 
-With `guard COMMANDS` (JSON) it is the guard that cleans up after a killed `bootseer`: SIGKILL cannot be caught, and the
-container is no child that dies with `bootseer`. The guard has a session of its own and waits for its standard input: at
-a byte (all is cleaned up) it ends; at end of file it runs the commands, each for at most a minute.
-
 The exit code is the program's, or 128 + N after signal N; 127 if the program does not exist, 126 if it cannot be
 executed, and the runtime's if that fails for another reason.
+
+It runs before every container starts, so it imports little: `subprocess` and `typing` alone would
+take half as much time again.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -28,10 +29,12 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _NEWNS, _NEWPID = 0x0002_0000, 0x2000_0000
@@ -40,7 +43,6 @@ _CAPABILITY_VERSION_3 = 0x2008_0522
 _CANNOT = 125
 _START_S = 30.0
 _END_S = 30.0
-_CLEAN_UP_S = 60
 _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
 # Signals that are not forwarded: they cannot be caught, report a fault of this process, or are the terminal's stop
 # signals for background processes.
@@ -53,8 +55,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
-    if sys.argv[1] == "guard":
-        return _guard(json.loads(sys.argv[2]))
     pids, folder, *command = sys.argv[1:]
     awaited = (set(signal.valid_signals()) - _OWN) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -68,13 +68,13 @@ def main() -> int:
             return _print_error(f"the container cannot have a PID namespace: {reason}\nhint: --pid host")
         else:
             _print_error(f"the container sees the processes of this machine: {reason}")
-    try:
-        cgroups = _lines(f"{folder}/cgroups")
-        started = subprocess.run(command, check=False, preexec_fn=_reset_in_child(os.getpid(), cgroups))
-    except subprocess.SubprocessError:
-        return _print_error(f"the container cannot be put into its cgroup {cgroups}")
-    if started.returncode:
-        return _start_failure_code(f"{folder}/log") or started.returncode
+    cgroups = _lines(f"{folder}/cgroups")
+    parent, runtime = os.getpid(), os.fork()
+    if runtime == 0:
+        _exec_runtime(command, parent, cgroups)
+    failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
+    if failed:
+        return _start_failure_code(f"{folder}/log") or failed
     with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
@@ -102,49 +102,44 @@ def _report_out_of_memory(folders: Sequence[str]) -> None:
 
 def _lines(path: str) -> list[str]:
     """The lines of a file; empty if it is missing."""
-    with contextlib.suppress(OSError), open(path) as file:  # noqa: PTH123
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:  # noqa: PTH123
         return file.read().splitlines()
     return []
 
 
-def _guard(commands: Sequence[Sequence[str]]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler that ends the whole job must not keep the mounts
-    if not os.read(0, 1):
-        for command in commands:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEAN_UP_S, check=False)
-    return 0
-
-
 def _start_failure_code(log: str) -> int:
     """A shell's exit code for a missing or non-executable program, by the runtime's last message; else 0."""
-    with contextlib.suppress(OSError), open(log, errors="replace") as file:  # noqa: PTH123
-        last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
-        if "hybrid mode" in last:
-            return _print_error(
-                "crun cannot start containers where both versions of cgroups have controllers\n"
-                "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
-            )
-        if "exec: " in last or "executable" in last:
-            return 127 if "not found" in last or "no such file" in last else 126
+    last = (_lines(log) or [""])[-1].lower()
+    if "hybrid mode" in last:
+        return _print_error(
+            "crun cannot start containers where both versions of cgroups have controllers\n"
+            "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
+        )
+    if "exec: " in last or "executable" in last:
+        return 127 if "not found" in last or "no such file" in last else 126
     return 0
 
 
-def _reset_in_child(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
-    def become() -> None:
-        """Runs in the runtime's process: enter the cgroups, reset signals, and die with this script."""
+def _exec_runtime(command: list[str], parent: int, cgroups: Sequence[str]) -> NoReturn:
+    """In the runtime's process: enter the cgroups, reset signals, die with this script, and exec the runtime."""
+    try:
         for path in cgroups:
             with open(path, "w") as file:  # noqa: PTH123
                 file.write("0")
+    except OSError:
+        os._exit(_print_error(f"the container cannot be put into its cgroup {cgroups}"))
+    try:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return become
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        if os.getppid() == parent:
+            os.execvp(command[0], command)
+    except OSError as error:
+        _print_error(f"{command[0]}: {error.strerror}")
+    finally:
+        os._exit(_CANNOT)
 
 
 def _reap(pid: int) -> int | None:
