@@ -15,6 +15,7 @@ from harness import Benchmark, Must, Outcome, alternate, differences, spawn, wal
 _LIMIT_MS = 50.0
 _CPU_LIMIT_MS = 30.0
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
+_RESTORED = "with a restored environment"
 
 
 def measure(quick: bool) -> Outcome:
@@ -22,15 +23,23 @@ def measure(quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as spool:
         run = ["run", "-q", "--spool", spool, "--", "true"]
         disabled = {**os.environ, "BOOTSEER_DISABLE": "1"}
+        setup = Path(spool, "setup.sh")
+        setup.write_text(f"mkdir -p {spool}/made && echo word > {spool}/made/file\n")
+        env_run = ["run", "-q", "--spool", spool, "--setup", str(setup), "--store", f"{spool}/store", "--", "true"]
+        own_cache = {**os.environ, "BOOTSEER_CACHE": f"{spool}/cache", "BOOTSEER_RUNTIME": f"{spool}/runtime"}
+        for _ in range(2):  # the first one makes the snapshot
+            spawn([_BOOTSEER, *env_run], own_cache)
         costs = alternate(
             {
                 "true": lambda: spawn(["true"]),
                 "python -c pass": lambda: spawn([sys.executable, "-c", "pass"]),
                 "bootseer run -- true": lambda: spawn([_BOOTSEER, *run]),
                 "BOOTSEER_DISABLE=1": lambda: spawn([_BOOTSEER, *run], disabled),
+                _RESTORED: lambda: spawn([_BOOTSEER, *env_run], own_cache),
             },
             rounds,
         )
+        spawn([_BOOTSEER, "cache", "prune", "--to", "0"], own_cache)  # its layer is mounted
         imports = _imports([sys.executable, "-X", "importtime", "-m", "bootseer", *run])
     samples = wall_ms(costs)
     added = median(differences(samples, "bootseer run -- true", "true"))

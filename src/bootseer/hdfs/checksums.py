@@ -4,14 +4,15 @@ HDFS keeps a CRC of every 512 bytes, two thousand per MiB: computing them one by
 data. CRCs are linear: the CRC of a group of chunks can be combined from the chunks' CRCs by table lookups, which numpy
 does for the whole group at once. What remains is one CRC over the group, which the processor does by an instruction.
 
-numpy is imported for the first whole group: that takes 0.1 s of processor time, which a mount whose data is in the
-node's cache need not spend, as it reads only small files from HDFS.
+numpy is imported for the first MiB that arrives at once: that takes 0.1 s of processor time, which a mount whose data
+is in the node's cache need not spend, as it reads only small files from HDFS. Until then chunks are checked one by one.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,7 @@ KINDS: Final = (NONE, CRC32, CRC32C)
 SUM_BYTES: Final = 4
 _GROUP: Final = 128
 """Chunks whose CRCs are combined: 64 KiB, a packet, with the usual chunks of 512 bytes."""
+_NUMPY_GROUPS: Final = 16
 _MAX_TABLE_CHUNK: Final = 8192
 """Longer chunks are fast enough one by one."""
 
@@ -78,6 +80,8 @@ def _first_wrong_chunk(kind: int, chunk_bytes: int, data: memoryview, sums: memo
     """The index of the first wrong one of whole chunks."""
     num_chunks = len(data) // chunk_bytes
     num_groups = num_chunks // _GROUP if chunk_bytes <= _MAX_TABLE_CHUNK else 0
+    if num_groups < _NUMPY_GROUPS and "numpy" not in sys.modules:
+        num_groups = 0
     if num_groups:
         import numpy as np
 
