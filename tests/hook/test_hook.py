@@ -188,6 +188,23 @@ print(len(sys.modules["bootseer.hook.state"].active().undo))
     assert stages(events(), "begin").count(STAGE + "checkpoint_read") == 1000
 
 
+def test_the_first_use_of_cuda_is_marked_once(hooked, events):
+    """Whether there is a GPU or not: without one its end says that it failed."""
+    source = """
+import torch
+for _ in range(2):
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError):
+        pass
+print(torch.cuda.is_initialized(), torch.cuda._lazy_init.__module__)
+"""
+    initialized, module = hooked(source).stdout.split()
+    (end,) = [event for event in events() if event.stage == STAGE + "cuda_init" and event.phase == "end"]
+    assert end.outcome == ("ok" if initialized == "True" else "failed")
+    assert module == "torch.cuda"
+
+
 def test_death_in_the_first_step_leaves_it_open(hooked, events):
     assert hooked(DIES_IN_FIRST_STEP).returncode == -signal.SIGKILL
     found = events()

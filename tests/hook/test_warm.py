@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import bootseer
-from bootseer.hook import programs
+from bootseer.hook import programs, warm_parent
 from bootseer.trace.spool_tail import SpoolTail
 
 pytestmark = pytest.mark.slow
@@ -292,6 +292,27 @@ def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied
         launcher.remember(str(launcher.folder / "job" / "child.py"))
         assert launcher.run((["job/child.py"], {})) == [(0, "ran\n", "")]
         assert launcher.reasons()[1:] == [""]
+
+
+def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import _ctypes
+
+    library = launcher.folder / "libcuda.so.1"  # as the import of a CUDA build of torch maps it
+    library.write_bytes(Path(_ctypes.__file__).read_bytes())
+    launcher.write("library.py", f"import ctypes\nctypes.CDLL({str(library)!r})")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["json", "library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "print('libcuda.so' in open('/proc/self/maps').read())"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "True\n", "")]
+    assert launcher.reasons() == [""]
+    device = tmp_path / "device"
+    device.touch()
+    monkeypatch.setattr(warm_parent, "_DEVICES", (str(device),))
+    with device.open():
+        assert warm_parent.unfit() == "a device's driver is in use"
 
 
 def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launcher: Launcher):

@@ -3,6 +3,7 @@
     model_initialization.interpreter       process start to first Python code
     model_initialization.import_torch      the import statement; import_jax likewise
     model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
+    model_initialization.cuda_init         PyTorch's first use of CUDA: driver, devices
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
     model_initialization.first_collective  the first collective, where lazy communicators are made
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +31,9 @@ from bootseer.hook.connections import mark_stores
 from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
-from bootseer.hook.state import STAGE, active, begin, guarded
+from bootseer.hook.state import STAGE, active, add_undo, begin, compiling, guarded
 from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps
+from bootseer.hook.wrap import replace, spanned
 from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
 
@@ -113,10 +115,37 @@ def note_import(name: str, started_ns: int) -> None:
         state.tracer.emit(stage, END, span=span, outcome=OK)
 
 
+def mark_cuda(cuda: ModuleType) -> None:
+    """Mark the first call of `_lazy_init`, which all of PyTorch's uses of CUDA go through, those in C++ too."""
+
+    def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        state = active()
+        if state is not None and state.recorder is not None:
+            state.recorder.device_begins()
+        return {}
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        marked = spanned(STAGE + "cuda_init", describe)(original)
+
+        def lazy_init() -> None:
+            if compiling():
+                original()
+                return
+            if undo is not None:
+                undo()
+            marked()
+
+        return lazy_init
+
+    undo = replace(cuda, "_lazy_init", make)
+    add_undo(undo)
+
+
 def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
     """The watched modules, each with the function that is called with it after its import."""
     return {
         "torch": mark_steps,
+        "torch.cuda": mark_cuda,
         "jax": mark_jax,
         "torch._dynamo.callback": mark_compilation,
         "deepspeed.runtime.engine": mark_outer_steps("DeepSpeedEngine._take_model_step"),

@@ -142,6 +142,7 @@ class Recorder:
         self._pid = os.getpid()
         self._begun_in = os.getcwd()
         self._early: list[str] | None = None
+        self._before_device: list[str] | None = None
         self._launcher = ""
         self._above: dict[bytes, bytes] = {}
         parent = f"/proc/{os.getppid()}"
@@ -159,6 +160,11 @@ class Recorder:
         """Note the imports so far: the process joins a process group next, and may use devices after that."""
         if self._early is None:
             self._early = self._modules()
+
+    def device_begins(self) -> None:
+        """Note the imports so far: the process uses a device next. They are recorded if it joins no process group."""
+        if self._before_device is None:
+            self._before_device = self._modules()
 
     def write(self) -> None:
         """Write the record, unless another process of the same program did. Never raises."""
@@ -187,7 +193,7 @@ class Recorder:
             "launcher": launcher,
             "program": program,
             "flags": flags,
-            "modules": (self._early or []) if touched else self._modules(),
+            "modules": (self._early or self._before_device or []) if touched else self._modules(),
             "native": {name: value for name, value in set_above.items() if native(name)},
             "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
             "telling": import_lines(main, self._begun_in if is_module else os.path.dirname(main))[0],

@@ -189,11 +189,17 @@ def _read(path: str) -> str:
         return ""
 
 
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
+
+
 def unfit() -> str:
     """Why this process must not be copied now; empty if it may be."""
     maps = _read("/proc/self/maps")
-    if "libcuda.so" in maps or "/dev/nvidia" in maps:
-        return "a CUDA driver is mapped"
+    # Not the driver's library: a CUDA build of torch maps libcuda.so when it is imported, and leaves it alone until the
+    # first use of a device (`cuInit`), which opens the driver's device files.
+    opened = [_link(f"/proc/self/fd/{number}") for number in programs.open_files()]
+    if any(name in maps or any(path.startswith(name) for path in opened) for name in _DEVICES):
+        return "a device's driver is in use"
     if any(words[1].startswith("rw") and words[1].endswith("s") for words in map(str.split, maps.splitlines())):
         return "memory is shared with other processes"
     if len(os.listdir("/proc/self/task")) > 1:
