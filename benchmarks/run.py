@@ -39,7 +39,11 @@ NAMES = (
     "service_load",
     "service_month",
     "tests",
+    "gpu_marks",
+    "gpu_warm",
+    "gpu_checkpoint",
 )
+"""Those on a GPU run by name only."""
 
 
 def main() -> int:
@@ -57,7 +61,8 @@ def main() -> int:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     # An installed program has its bytecode: the round that is thrown away writes what a changed source lacks.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    benchmarks: list[harness.Benchmark] = [importlib.import_module(name).BENCHMARK for name in arguments.names or NAMES]
+    names = arguments.names or [name for name in NAMES if not name.startswith("gpu_")]
+    benchmarks: list[harness.Benchmark] = [importlib.import_module(name).BENCHMARK for name in names]
     if arguments.rounds and (fixed := [one.name for one in benchmarks if one.by_rounds is None]):
         parser.error(f"--rounds is not for {', '.join(fixed)}")
     results = []
