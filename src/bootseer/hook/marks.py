@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -118,14 +118,8 @@ def note_import(name: str, started_ns: int) -> None:
 def mark_cuda(cuda: ModuleType) -> None:
     """Mark the first call of `_lazy_init`, which all of PyTorch's uses of CUDA go through, those in C++ too."""
 
-    def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        state = active()
-        if state is not None and state.recorder is not None:
-            state.recorder.device_begins()
-        return {}
-
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        marked = spanned(STAGE + "cuda_init", describe)(original)
+        marked = spanned(STAGE + "cuda_init", lambda args, kwargs: {})(original)
 
         def lazy_init() -> None:
             if compiling():
@@ -133,9 +127,16 @@ def mark_cuda(cuda: ModuleType) -> None:
                 return
             if undo is not None:
                 undo()
+            note_device()
             marked()
 
         return lazy_init
+
+    @guarded
+    def note_device() -> None:
+        state = active()
+        if state is not None and state.recorder is not None:
+            state.recorder.device_begins()
 
     undo = replace(cuda, "_lazy_init", make)
     add_undo(undo)
