@@ -55,6 +55,7 @@ def test_values_are_compared(run: Run) -> None:
         (["--what-if", "links.node-gbit"], "expected TABLE.FIELD=VALUE"),
         (["--what-if", "links.node-gbit=-1"], "links.node-gbit"),
         (["--what-if", "links.unheard=1"], "unheard"),
+        (["--what-if", "image.gb=1e12"], "image.gb"),
         (["--what-if", "name.of=1"], "name is not a table"),
     ],
 )

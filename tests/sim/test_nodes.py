@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from bootseer.errors import PermanentError
 from bootseer.fetch.schedule import Scheduler
 from bootseer.sim.engine import Engine
 from bootseer.sim.nodes import BlockFile, Job, Node, Store
@@ -91,6 +92,17 @@ def test_a_silent_node_costs_little() -> None:
     seconds, mib = load(8, origin=100, node=200, change=fail)
     assert seconds < 1.2 * load(8, origin=100, node=200, peers=True)[0] + 1
     assert mib < 64 * (1 + 1 / 8) + 2
+
+
+def test_a_store_of_less_than_one_request_per_second_answers_one_in_several() -> None:
+    store = Store(Engine(), 100 * MBIT, 0.002, requests_per_s=0.25)
+    assert [now for now in range(12) if store.takes(now)] == [0, 4, 8]
+
+
+def test_a_start_that_takes_longer_than_a_day_is_an_error() -> None:
+    small = ["image.gb=0.2", "environment.gb=0", "checkpoint.gb=0", "links.registry-gbit=1e-7"]
+    with pytest.raises(PermanentError, match="today on 1 node: the start fails: .* 24 hours"):
+        simulate(read_scenario("moe", small), 1, "today")
 
 
 def test_a_scheduler_that_prefers_cold_blocks_loses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,19 +49,22 @@ class Store:
     """A registry or an HDFS: one link, and a limit of requests per second."""
 
     def __init__(self, engine: Engine, bytes_per_s: float, latency_s: float, requests_per_s: float = 0.0) -> None:
-        """`requests_per_s`: 0 is unlimited. Above the limit it answers 429 with a Retry-After of one second."""
+        """`requests_per_s`: 0 is unlimited, less than 1 is one request in several seconds. Above the limit it answers
+        429 with a Retry-After of one second.
+        """
         self.link = engine.link(STORE, bytes_per_s)
         self.latency_s = latency_s
         self.refused = 0
-        self._per_s = requests_per_s
-        self._second = -1
-        self._in_second = 0
+        self._window_s = max(1 / requests_per_s, 1.0) if requests_per_s else 1.0
+        self._per_window = requests_per_s * self._window_s
+        self._window = -1
+        self._in_window = 0
 
     def takes(self, now_s: float) -> bool:
-        if int(now_s) != self._second:
-            self._second, self._in_second = int(now_s), 0
-        self._in_second += 1
-        if self._per_s and self._in_second > self._per_s:
+        if (window := int(now_s / self._window_s)) != self._window:
+            self._window, self._in_window = window, 0
+        self._in_window += 1
+        if self._per_window and self._in_window > self._per_window:
             self.refused += 1
             return False
         return True

@@ -56,7 +56,7 @@ class Processors(_Part, frozen=True):
 class Image(_Part, frozen=True):
     """The job's image, as the registry stores it."""
 
-    gb: _Positive
+    gb: Annotated[float, Meta(gt=0, le=1000)]
     ratio: Annotated[float, Meta(gt=0, le=1)] = 0.45
     """Stored bytes per byte of the files."""
     hot_share: _Share = 0.2
@@ -73,7 +73,7 @@ class Environment(_Part, frozen=True):
 
     install_s: _NotNegative
     """Time for processor and disk, without the download."""
-    gb: _NotNegative
+    gb: Annotated[float, Meta(ge=0, le=1000)]
     """Size of the download, and of the snapshot."""
     hot_share: _Share = 0.35
     fixed_s: _NotNegative = 0.7
@@ -87,7 +87,7 @@ class Environment(_Part, frozen=True):
 class Checkpoint(_Part, frozen=True):
     """The checkpoint that nodes read before training."""
 
-    gb: _NotNegative
+    gb: Annotated[float, Meta(ge=0, le=100_000)]
     replicated_share: _Share = 0.0
     """Share that every node reads; the rest is divided among the nodes."""
     stream_mb_s: _Positive = 250.0

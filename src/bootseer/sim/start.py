@@ -29,6 +29,7 @@ from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
 from bootseer.sim.scenario import Fault, Scenario
 from bootseer.store.store import Stored
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
+from bootseer.units import plural
 
 _GBIT: Final = 1e9 / 8
 _BLOCK_BYTES: Final = 4 << 20
@@ -38,6 +39,8 @@ _INDEX_BYTES: Final = 45
 _IMPORTS: Final = 40
 """Number of reads during imports."""
 _QUANTUM_S: Final = 0.01
+_MAX_S: Final = 86_400.0
+"""A start that takes longer, after the allocation of its nodes, has failed: retries would be simulated without end."""
 _PIECES: Final = 256
 """Approximate number of pieces of a read."""
 _BY_BLOCK: Final = {
@@ -152,9 +155,7 @@ def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Out
     try:
         return _Start(scenario, num_nodes, arm, seed).run()
     except BootseerError as error:
-        raise PermanentError(
-            f"{arm} on {num_nodes} nodes fails to start: a read failed after all attempts: {error}"
-        ) from error
+        raise PermanentError(f"{arm} on {plural(num_nodes, 'node')}: the start fails: {error}") from error
 
 
 class _Start:
@@ -235,7 +236,9 @@ class _Start:
         for at, (node, draw) in enumerate(zip(self._nodes, self._draws, strict=True)):
             rack = at * self._fold // max(self._scenario.links.rack_nodes, 1)
             _NodeStart(self, node, self._from_servers[rack : rack + 1], *draw)
-        self._engine.run()
+        self._engine.run(self._scenario.rest.allocate_s + _MAX_S)
+        if self._left:
+            raise PermanentError(f"not all nodes were ready within {_MAX_S / 3600:g} hours")
         outcome, job = self._outcome, self._job
         spans = [outcome.spans[node.name] for node in self._nodes]
         outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self._num_nodes)}
