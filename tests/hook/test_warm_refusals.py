@@ -1,0 +1,161 @@
+"""Programs that are started by exec although there is a warm parent, and the reason that is reported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.hook import warm_parent
+from hook.test_warm import HOOK, Launcher
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+_UNFIT = {
+    "thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        "threads",
+    ),
+    "file": ("kept = open('/dev/null')", "open files"),
+    "socket": ("import socket\nkept = socket.socket()", "open files"),
+    "seed": ("import random\nrandom.seed(3)", "state of random"),
+    "signal": ("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)", "signals"),
+    "memory": ("import mmap\nkept = mmap.mmap(-1, 4096)", "shared"),
+    "process": ("import os\nif os.fork() == 0:\n    os.execv('/bin/sleep', ['sleep', '9'])", "children"),
+    "variables": ("import os\nkept = dict(os.environ)", "reads all variables"),
+    "secret": ("import secrets\nkept = secrets.token_hex()", "random bytes, in library"),
+    "folder": ("import os\nos.chdir('/')", "current folder"),
+}
+
+
+@pytest.mark.parametrize("case", _UNFIT)
+def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied(launcher: Launcher, case: str):
+    text, words = _UNFIT[case]
+    launcher.write("library.py", text)
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["json", "library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "print('ran')"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "ran\n", "")]
+    (told,) = launcher.told()
+    assert words in told["why_not"]
+    assert told["unfit"]
+    assert told["module"] == ("" if case in ("thread", "memory") else "library")
+    if told["module"]:  # what `bootseer run` keeps of it: the next one leaves the module to the program
+        launcher.known["cold"] = {told["module"]: told["why_not"]}
+        launcher.remember(str(launcher.folder / "job" / "child.py"))
+        assert launcher.run((["job/child.py"], {})) == [(0, "ran\n", "")]
+        assert launcher.reasons()[1:] == [""]
+
+
+def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import _ctypes
+
+    library = launcher.folder / "libcuda.so.1"  # as the import of a CUDA build of torch maps it
+    library.write_bytes(Path(_ctypes.__file__).read_bytes())
+    launcher.write("library.py", f"import ctypes\nctypes.CDLL({str(library)!r})")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["json", "library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "print('libcuda.so' in open('/proc/self/maps').read())"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "True\n", "")]
+    assert launcher.reasons() == [""]
+    device = tmp_path / "device"
+    device.touch()
+    monkeypatch.setattr(warm_parent, "_DEVICES", (str(device),))
+    with device.open():
+        assert warm_parent.unfit() == "a device's driver is in use"
+
+
+def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launcher: Launcher):
+    """Modules come before their package in a record: Python lists the package again when it is done."""
+    (launcher.folder / "library").mkdir()
+    launcher.write("library/__init__.py", "import library.one, library.other")
+    launcher.write("library/one.py", "")
+    launcher.write("library/other.py", "import os\nkept = dict(os.environ)")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["json", "library.one", "library.other", "library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "print('ran')"))
+    launcher.run((["job/child.py"], {}))
+    (told,) = launcher.told()
+    assert (told["module"], told["unfit"]) == ("library", True)
+
+
+def test_what_may_change_imports_is_named_and_the_program_started_by_exec(launcher: Launcher):
+    launcher.write("library.py", "import os\nlevel = os.environ.get('LEVEL')\n")
+    launcher.env.update(PYTHONPATH=f"{HOOK}/path:{launcher.folder}", OTHER="1")
+    launcher.known["modules"] = ["library", "fsspec.config"]
+    (launcher.folder / "fsspec").mkdir()
+    launcher.write(
+        "fsspec/config.py", "import os\nkept = [name for name in dict(os.environ) if name.startswith('FSSPEC_')]\n"
+    )
+    (launcher.folder / "job").mkdir()
+    text = "import library, os, sys\nprint(library.level, sys.argv[1:])\n"
+    launcher.remember(launcher.write("job/child.py", text))
+    base = {**os.environ, **launcher.env, "BOOTSEER_TRACE": f"spool:{launcher.spool}"}
+    runs = [
+        (["job/child.py"], {"env": {**base, "OTHER": "2"}}),
+        (["job/child.py"], {"env": {**base, "LEVEL": "3"}}),
+        (["job/child.py"], {"env": {**base, "OMP_NUM_THREADS": "3"}}),
+        (["-u", "job/child.py"], {}),
+        (["-c", "print('other')"], {}),
+    ]
+    found = launcher.run(*runs)
+    assert [out for _, out, _ in found] == ["None []\n", "3 []\n", "None []\n", "None []\n", "other\n"]
+    warm, level, native, flags = launcher.reasons()
+    assert warm == ""
+    assert "LEVEL" in level
+    assert "library" in level
+    assert "OMP_NUM_THREADS" in native
+    assert "flags" in flags
+
+
+@pytest.mark.parametrize("text", ["import library, os\nos.environ['LEVEL'] = '3'\n", "import json, library\n"])
+def test_a_program_that_imports_otherwise_than_recorded_is_started_by_exec(launcher: Launcher, text: str):
+    launcher.remember(launcher.write("child.py", "import json\ndef train():\n    return 1\n"))
+    launcher.write("child.py", "import json\ndef train():\n    return 2\nprint(train())\n")
+    assert launcher.run((["child.py"], {}))[0][1] == "2\n"
+    assert launcher.reasons() == [""]
+    launcher.write("library.py", "")
+    launcher.write("child.py", text)
+    launcher.run((["child.py"], {}))
+    assert "imports other modules, or sets other variables" in launcher.reasons()[-1]
+
+
+@pytest.mark.parametrize("own", ["job/helper.py", "job/helper/__init__.py"])
+def test_a_program_whose_folder_has_a_module_that_imports_found_elsewhere_is_started_by_exec(
+    launcher: Launcher, own: str
+):
+    """Such as a folder `datasets` beside the program, where an installed package imports the installed `datasets`."""
+    launcher.write("framework.py", "import helper\n")
+    launcher.write("helper.py", "value = 'installed'\n")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["framework"]
+    (launcher.folder / "job/helper").mkdir(parents=True)
+    launcher.remember(launcher.write("job/child.py", "import framework\nprint(framework.helper.value)\n"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "installed\n", "")]
+    launcher.write(own, "value = 'own'\n")
+    assert launcher.run((["job/child.py"], {})) == [(0, "own\n", "")]
+    assert launcher.reasons()[0] == ""
+    assert launcher.reasons()[1].endswith("has a module helper of its own, which the imports found elsewhere")
+
+
+def test_a_program_that_sets_what_imports_read_is_started_by_exec(launcher: Launcher):
+    main = launcher.write("child.py", "import os\nif 0:\n    os.environ['OMP_NUM_THREADS'] = '1'\nimport json\n")
+    launcher.remember(main)
+    launcher.run((["child.py"], {}))
+    assert "may set OMP_NUM_THREADS" in launcher.reasons()[0]
+    launcher.known["changed"] = ["OMP_PLACES"]
+    launcher.remember(launcher.write("child.py", "import json\n"))
+    launcher.run((["child.py"], {}))
+    assert "sets OMP_PLACES" in launcher.reasons()[1]
