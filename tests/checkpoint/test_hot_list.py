@@ -153,26 +153,48 @@ def test_on_a_quick_link_many_pieces_are_in_flight_and_on_a_busy_one_a_single_on
     window = PrefetchWindow()
     assert window.size == 1
     for _ in range(100):
-        window.note_end(0.004)
+        window.note_end(MIB, 0.004)
     assert window.size > 16
     assert window.step > 1, "fewer questions to peers"
     for _ in range(10):
-        window.note_end(0.2)
+        window.note_end(MIB, 0.2)
     assert (window.size, window.step) == (1, 1)
-    window.note_end(0.00001)
+    window.note_end(MIB, 0.00001)
     assert window.size == 1, "what is in the cache says nothing about the link"
-    window.note_end(0.05)
+    window.note_end(MIB, 0.05)
     assert window.size == 2
 
 
 def test_a_slow_link_is_used_without_pauses_until_others_want_it() -> None:
     window = PrefetchWindow()
     for _ in range(3):
-        window.note_end(0.25)
+        window.note_end(MIB, 0.25)
         assert (window.size, window.pause_s) == (1, 0.0)
-    window.note_end(1.0)
+    window.note_end(MIB, 1.0)
     assert window.pause_s == 0.75
-    window.note_end(60.0)
+    window.note_end(MIB, 60.0)
     assert window.pause_s < 5
-    window.note_end(0.05)
+    window.note_end(MIB, 0.05)
     assert window.pause_s == 0
+
+
+def test_a_server_that_answers_late_is_read_with_many_pieces_in_flight() -> None:
+    window = PrefetchWindow()
+    window.note_end(MIB, 0.13)
+    assert window.size == 1
+    window.note_end(2000, 0.11)
+    for _ in range(40):
+        window.note_end(MIB, 0.13)
+    assert window.size > 16
+    for _ in range(10):
+        window.note_end(MIB, 0.3)
+    assert window.size == 1
+
+
+def test_a_short_read_that_was_slow_for_another_reason_does_not_fill_a_slow_link() -> None:
+    window = PrefetchWindow()
+    window.note_end(2000, 3.0)
+    window.note_end(MIB, 0.17)
+    assert window.size == 2
+    window.note_end(MIB, 0.34)
+    assert window.size == 1

@@ -27,6 +27,8 @@ MAX_RANGES = 100_000
 MAX_BYTES = 16 << 20
 _MAX_PATH = 4096
 _TARGET_S = 0.1
+_SHORT_BYTES = 64 << 10
+"""A read of so few bytes takes as long as the server needs to answer, on every usual link."""
 _CACHED_S = 0.0005
 """What ends sooner was not transferred, and says nothing about the link."""
 _MAX_WINDOW = 32
@@ -121,7 +123,8 @@ def common(first: Iterable[Range], second: Iterable[Range]) -> list[Range]:
 
 
 class PrefetchWindow:
-    """How many pieces to prefetch at once: so many that each arrives within `_TARGET_S`.
+    """How many pieces to prefetch at once: so many that each arrives within `_TARGET_S` after the time in which the
+    server answers at all, which is 0.1 s for a bucket.
 
     On a link that others use, or a slow one, pieces take longer, and one remains in flight: one connection, which gets
     a small share of a busy link and nearly all of an idle one. Not safe for threads.
@@ -133,18 +136,26 @@ class PrefetchWindow:
         """How long to wait before the next request: as long as the last piece was later than the fastest one, because
         others wanted the link meanwhile. So at least half of an idle link is used."""
         self._fastest_s = math.inf
+        self._latency_s = math.inf
+        """The shortest time of a short read."""
 
     @property
     def step(self) -> int:
         """How many pieces to request together."""
         return max(self.size // 4, 1)
 
-    def note_end(self, seconds: float) -> None:
-        """Whole pieces that were requested together arrived, or failed, so long after that."""
+    def note_end(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes that were requested together arrived, or failed, so long after that."""
         if seconds <= _CACHED_S:
             return
+        if num_bytes <= _SHORT_BYTES:
+            self._latency_s = min(self._latency_s, seconds)
+        if num_bytes < PIECE_BYTES:
+            return
         self._fastest_s = min(self._fastest_s, seconds)
-        self.size = max(self.size // 2, 1) if seconds > _TARGET_S else min(self.size + 1, _MAX_WINDOW)
+        # Each piece includes it. Without a short read it is unknown: a slow piece may as well mean a busy link.
+        latency_s = min(self._latency_s, self._fastest_s) if math.isfinite(self._latency_s) else 0.0
+        self.size = max(self.size // 2, 1) if seconds > latency_s + _TARGET_S else min(self.size + 1, _MAX_WINDOW)
         self.pause_s = min(seconds - self._fastest_s, _MAX_PAUSE_S) if self.size == 1 else 0.0
 
 

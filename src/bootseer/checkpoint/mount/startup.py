@@ -88,8 +88,7 @@ class Startup:
         def ended() -> None:
             with self._changed:
                 self._in_flight -= num_pieces
-                if length >= PIECE_BYTES:
-                    self._window.note_end(time.monotonic() - began_s)
+                self._window.note_end(length, time.monotonic() - began_s)
                 self._changed.notify_all()
 
         with self._changed:
