@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import fcntl
+import signal
+
 import pytest
 
 from bootseer.cache import evict
@@ -63,6 +66,18 @@ def test_blocks_of_a_file_that_something_reads_without_a_lease_stay(cache, index
         assert cache.prune(entry.disk_bytes - 3 * BLOCK).steps == ()
         assert file.read() == data
     assert cache.prune(entry.disk_bytes - 3 * BLOCK).steps
+
+
+def test_an_entry_that_another_process_is_about_to_evict_from_is_not_damaged(cache, index, data):
+    fill(cache, index, data)
+    with (cache.entries()[0].path / "data").open("rb+") as file:
+        previous = signal.signal(signal.SIGURG, lambda *_: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+        try:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            assert not cache.entries()[0].damaged
+        finally:
+            signal.signal(signal.SIGURG, previous)
 
 
 def test_whole_entries_go_when_cold_blocks_are_not_enough(cache):

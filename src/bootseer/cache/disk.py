@@ -93,8 +93,12 @@ def boot_id() -> str:
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open a file of an entry. Raises `Damaged` if it is not a regular file, and `OSError`."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            fd = os.open(path, flags | os.O_NONBLOCK, 0o600)  # a pipe in its place must not block
+        except BlockingIOError:  # another process has a lease on the file, for microseconds (`has_other_users`)
+            fd = os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
             raise Damaged(f"{path} is not a file") from error
