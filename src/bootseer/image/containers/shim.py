@@ -133,7 +133,11 @@ def _exec_runtime(command: list[str], parent: int, cgroups: Sequence[str]) -> No
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        # `closerange` tries a billion numbers where nothing limits them and the C library is older than `close_range`.
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if descriptor > 2:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(descriptor)
         if os.getppid() == parent:
             os.execvp(command[0], command)
     except OSError as error:

@@ -29,6 +29,8 @@ from bootseer.store.store import Store
 
 _THREADS = 8
 _TAG_BYTES = 256
+_COMPARE_S = 5.0
+"""A start whose blocks are on the node, or on other nodes, waits no longer for a store that is away."""
 _FRESH_S = 60.0
 """A document read within this time is not compared with the store's: often another process of the same start did."""
 
@@ -90,7 +92,8 @@ class Metadata:
     def is_outdated(self, document: ImageDocument, store: Store, signatures: Signatures) -> bool:
         """Whether the store has replaced or removed the document and deleted objects of this one, which is dropped."""
         try:
-            if images_in(store, signatures=signatures).find(document.digest) == document:
+            catalog = images_in(store, signatures=signatures)
+            if catalog.find(document.digest, timeout_s=_COMPARE_S) == document:
                 return False
             if not missing(store, document.objects):
                 return False
