@@ -348,6 +348,7 @@ def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
     assert result.overhead.gpu_hours == pytest.approx(8 * (5 + 3 * 600) / 3600)
     assert result.overhead.wait_gpu_hours == pytest.approx(8 * 3 * 596 / 3600)
     assert any("3 nodes still waiting at process_group" in line for line in result.headlines)
+    assert result.critical_chain == [], "the last node has not arrived at a barrier that has not opened"
     assert any("1 node stopped before training: n0 in model_initialization" in line for line in result.headlines)
 
 

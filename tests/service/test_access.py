@@ -106,6 +106,8 @@ def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):
             assert browser.post("/login?next=//evil.example", data={"token": token}).headers["location"] == "/"
             assert browser.cookies[COOKIE] == token
             assert browser.get("/page").status_code == 404
+            page = browser.get("/<page>", headers={"accept": "text/html"})
+            assert (page.status_code, "There is no page /&lt;page&gt;" in page.text) == (404, True)
             own, other = {"origin": running.url}, {"origin": "http://evil.example"}
             assert browser.post("/v1/lines", headers=other).status_code == 403
             assert browser.post("/v1/lines", headers=own).status_code == 400

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from bootseer.report.render import html
 from bootseer.service import schema
 from bootseer.service.access import Grant
+from bootseer.service.charts import bars
 from bootseer.service.database import Database, default_url
 from bootseer.service.over_time import Answers
 from bootseer.service.rows import day_of
@@ -92,6 +93,14 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     dead = next(one for one in now["starts"] if one["job"] == "dead")
     assert dead["line"].startswith("2 of 3 at process_group")
     assert dead["line"] in get(service, "/now").text
+
+
+@pytest.mark.parametrize(
+    ("most", "ticks"), [(1, "0 1 2"), (5, "0 3 6"), (64.1, "0 40 80"), (100, "0 50 100"), (0, "0 1 2")]
+)
+def test_axes_have_round_numbers(most: float, ticks: str) -> None:
+    drawn = bars([("2026-11-26", {"": most})], "starts")
+    assert re.findall('text-anchor="end">([^<]*)<', drawn) == ticks.split()
 
 
 def test_jobs_are_found_by_a_part_of_their_name_and_filters_narrow_all_of_a_page(service: RunningService) -> None:

@@ -325,9 +325,14 @@ def of_team(line: bytes, team: str) -> bytes:
     return b"".join(events).rstrip(b"\n")
 
 
-_LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>BootSeer</title>
-<meta name="viewport" content="width=device-width"><h1>BootSeer</h1><p>%s</p>
-<form method="post"><label>Token <input type="password" name="token" autocomplete="current-password" autofocus></label>
+_LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Log in · BootSeer</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<link rel="icon" href="/static/icon.svg">
+<link rel="stylesheet" href="/static/report.css"><link rel="stylesheet" href="/static/service.css">
+<header><h1>BootSeer</h1></header><p class="verdict">%s</p>
+<p class="note">A token is made on the machine of the service: <code>bootseer serve token add --scope read</code></p>
+<form method="post" class="filters"><label>Token
+<input type="password" name="token" autocomplete="current-password" autofocus></label>
 <button>Log in</button></form>"""
 
 

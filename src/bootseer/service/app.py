@@ -163,7 +163,10 @@ class Service:
         host = self.settings.listen[0]
         rules = Rules(is_loopback(_bracketed(host)), self.settings.proxies, self.settings.proxy_header.lower())
         app = Starlette(
-            routes=self.routes(), lifespan=lifespan, middleware=[Middleware(Gate, tokens=self.tokens, rules=rules)]
+            routes=self.routes(),
+            lifespan=lifespan,
+            middleware=[Middleware(Gate, tokens=self.tokens, rules=rules)],
+            exception_handlers={404: self.pages.not_found},
         )
         app.state.service = self
         return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -18,7 +19,8 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
         return '<p class="empty">No data in this period.</p>'
     names = sorted({name for _, parts in rows for name in parts})
     css = {name: f"c{2 + number % _COLOURS}" for number, name in enumerate(names)}
-    most = max(sum(parts.values()) for _, parts in rows) or 1.0
+    sums = [sum(parts.values()) for _, parts in rows]
+    most = _top(max(sums), counts=all(value == int(value) for value in sums))
     width = min((_WIDTH - _LEFT) / len(rows), _MOST_PX)
     drawn = [
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" role="img" aria-label="{escape(label)} by day">'
@@ -49,6 +51,15 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
         for name in names
     )
     return "".join(drawn) + "</svg>" + (f'<ul class="legend">{legend}</ul>' if len(names) > 1 else "")
+
+
+def _top(most: float, *, counts: bool) -> float:
+    """The end of the axis, of which half is a round number too; even for counts."""
+    if most <= 0:
+        return 2.0
+    power = 10.0 ** math.floor(math.log10(most))
+    top = next(power * one for one in (1, 2, 4, 6, 8, 10) if power * one >= most)
+    return max(top, 2.0) if counts else top
 
 
 def _short(value: float) -> str:

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from sqlalchemy import Connection, select
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -34,7 +34,7 @@ from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.report.model import Report
 from bootseer.report.render import html, perfetto
 from bootseer.report.render.html_svg import NUM_COLOURS
-from bootseer.report.render.html_text import raw
+from bootseer.report.render.html_text import dotted, raw
 from bootseer.service import questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
@@ -99,6 +99,7 @@ class Pages:
             "money": lambda value: "–" if value is None else f"{value:,.0f}",
             "moment": lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "count": lambda value: "–" if value is None else f"{value:,.0f}",
+            "dotted": lambda text: Markup(dotted(text)),  # noqa: S704 - escaped by `dotted`
             "words": lambda text: str(text).replace("_", " "),
             "raw": raw,
             "colour": _colour,
@@ -285,6 +286,12 @@ class Pages:
             kinds=_KINDS, scales=_SCALES,
         )  # fmt: skip
         return HTMLResponse(text, status)
+
+    async def not_found(self, request: Request, error: Exception) -> Response:
+        """For an address that is none of the service's: a page for browsers."""
+        if "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse("Not Found", 404)
+        return self._page("error", request, status=404, error=f"There is no page {request.url.path}")
 
     def _found(self, connection: Connection, request: Request, job: str, attempt: int, restart: int) -> Answer:
         """A start. Raises `NotFoundError` if there is none, or if it belongs to another team."""

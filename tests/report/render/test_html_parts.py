@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.report.model import Node, Report, Segment
-from bootseer.report.render.fold import bands, clean, coalesced, outliers, own_s, time_range, top
-from bootseer.report.render.html_svg import Palette, Scale, axis, clock, tick_times
+from bootseer.report.render.fold import bands, clean, coalesced, domain, outliers, own_s, time_range, top
+from bootseer.report.render.html_svg import Palette, Scale, axis, bar, clock, tick_times
 from bootseer.report.render.html_text import data_block, esc, hours, money, num, raw, seconds
 
 
@@ -118,6 +118,26 @@ def test_outliers_begin_with_the_critical_chain(big: Report) -> None:
 def test_an_outlier_that_is_not_in_the_report_is_left_out(small: Report) -> None:
     gone = replace(small, nodes=small.nodes[:1])
     assert [node.node for node in outliers(gone)] == [small.nodes[0].node]
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (("a1.rack.example.com", "a2.rack.example.com"), ".rack.example.com"),
+        (("a.rack1.example.com", "a.rack2.example.com"), ""),
+        (("a", "b"), ""),
+        (("10.0.0.1", "11.0.0.1"), ""),
+        (("a.example.com",), ""),
+    ],
+)
+def test_labels_leave_out_the_domain_that_all_nodes_share(small: Report, names: tuple[str, ...], shared: str) -> None:
+    assert domain([replace(small.nodes[0], node=name) for name in names]) == shared
+
+
+def test_a_stage_that_was_cut_off_at_its_begin_is_marked(small: Report) -> None:
+    segments = [Segment("image_loading", 0, 5, "work", "ok"), Segment("environment_setup", 5, 5, "work", "truncated")]
+    drawn = bar(segments, Scale(0, 10, ()), Palette(small), "n0")
+    assert drawn.count('class="x"') == 1
 
 
 def test_coalesced_keeps_the_time_and_merges_sub_stages(small: Report) -> None:

@@ -51,6 +51,12 @@ def test_odd_names_fit_and_are_harmless(name):
     assert starts == {19}
 
 
+def test_a_long_name_of_a_job_can_be_copied():
+    job = "-".join(["a-job-as-schedulers-name-them"] * 5)
+    text = shown(report(span(0, 5, INSTALL, job=job), began(6, job=job)), 80)
+    assert job in re.sub(r"\s+", "", text)
+
+
 def test_markup_of_a_log_is_no_markup():
     text = shown(report(span(0, 5, INSTALL, node="[red]a[/red]"), began(6, node="[red]a[/red]")))
     assert "[red]a[/red]" in text

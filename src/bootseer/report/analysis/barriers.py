@@ -57,6 +57,8 @@ class Barrier:
     left_ns: list[int] = field(default_factory=list)
     num_participants: int = 0
     """Number of waiting spans: a launcher waits once for all ranks of its node."""
+    has_opened: bool = False
+    """False if all of them are cut off by the end of the logs: the last participant has not arrived."""
 
     @property
     def last(self) -> Visit:
@@ -66,7 +68,9 @@ class Barrier:
     @property
     def passed(self) -> bool:
         """Whether any lane passed: none passes `training_began` in a failed or abandoned startup."""
-        return self.name != TRAINING_BEGAN or any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
+        if self.name != TRAINING_BEGAN:
+            return self.has_opened
+        return any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
 
     @property
     def release_ns(self) -> int:
@@ -83,6 +87,7 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
             barrier = found.setdefault(arrival.barrier, Barrier(arrival.barrier))
             waiting[arrival.barrier].add(id(arrival.span))
             barrier.num_participants = len(waiting[arrival.barrier])
+            barrier.has_opened |= arrival.span.outcome != TRUNCATED
             if arrival.span.outcome == OK:
                 barrier.left_ns.append(arrival.left_ns)
             barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns, arrival.left_ns))

@@ -203,7 +203,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
             f"{plural(len(missing), 'node')} stopped before training: {named}{more}; "
-            "their unfinished stages are excluded from medians."
+            "unfinished stages are excluded from medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":

@@ -57,6 +57,14 @@ def own_s(node: Node) -> float:
     return node.work_s + node.untracked_s
 
 
+def domain(nodes: list[Node]) -> str:
+    """The domain that the names of all nodes share, such as `.cluster.example.com`: it makes labels long and tells
+    nothing apart. Addresses have none."""
+    domains = {node.node.partition(".")[2] for node in nodes}
+    shared = domains.pop() if len(nodes) > len(domains) == 1 else ""
+    return f".{shared}" if any(character.isalpha() for character in shared) else ""
+
+
 def time_range(nodes: list[Node]) -> tuple[float, float]:
     """Begin and end of the time axis, s; finite and of positive length."""
     times = [t for n in nodes for t in (n.start_s, n.end_s, *(s.end_s for s in n.background)) if math.isfinite(t)]

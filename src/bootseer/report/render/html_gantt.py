@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from bootseer.report.model import UNTRACKED, WAIT, WORK, Node, Report, Segment, Straggler
-from bootseer.report.render.fold import FOLD_ABOVE, Band, bands, clean, coalesced, outliers, own_s, shared_links
+from bootseer.report.render.fold import FOLD_ABOVE, Band, bands, clean, coalesced, domain, outliers, own_s, shared_links
 from bootseer.report.render.html_svg import Palette, Scale, axis, bar, icon, swatch
 from bootseer.report.render.html_text import (
     cell,
@@ -124,7 +124,8 @@ def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str
     tags += f'<b class="tag bad">{esc(node.outcome)}</b>' if node.outcome != "ok" else ""
     title = f"{node.node}: {seconds(node.work_s)} work, {seconds(node.wait_s)} wait"
     rank = f'<span class="rank" title="rank {node.rank}">r{node.rank}</span>' if node.rank >= 0 else ""
-    label = f'<span class="name" title="{esc(node.node)}">{esc(node.node)}</span>{rank}{tags}'
+    name = node.node.removesuffix(domain(report.nodes))
+    label = f'<span class="name" title="{esc(node.node)}">{esc(name)}</span>{rank}{tags}'
     figures = f"{seconds(node.work_s)}<i>work</i>" + (f" {seconds(node.wait_s)}<i>wait</i>" if node.wait_s else "")
     drawing = bar(node.segments, scale, palette, title, node.background)
     return _row(label, drawing, figures, _node_detail(node, slow))

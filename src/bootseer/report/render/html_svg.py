@@ -20,6 +20,7 @@ NUM_COLOURS = 10
 NUM_SHADES = 6
 ROW_HEIGHT = 22
 _MAX_BARRIER_NAME = 24
+_BAD = ("failed", "truncated")
 _CHARACTER = 0.0082
 """Width of a character as a share of the plot, on the smallest screen that shows all names."""
 MAX_SEGMENTS = 400
@@ -104,7 +105,7 @@ def patterns() -> str:
 
 def describe(seg: Segment) -> str:
     """One segment in words; the text of its tooltip."""
-    outcome = f", {seg.outcome}" if seg.outcome in ("failed", "truncated") else ""
+    outcome = f", {seg.outcome}" if seg.outcome in _BAD else ""
     kind = "" if seg.kind == UNTRACKED else f", {seg.kind}"
     span = f"{seconds(seg.end_s - seg.start_s)} ({seconds(seg.start_s)} to {seconds(seg.end_s)})"
     return f"{seg.stage}{kind}{outcome}: {span}"
@@ -115,7 +116,7 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
     shown = segments if len(segments) <= MAX_SEGMENTS else coalesced(segments)
     parts = []
     for seg in filter(_drawable, shown):
-        mark = " bad" if seg.outcome in ("failed", "truncated") else ""
+        mark = " bad" if seg.outcome in _BAD else ""
         parts.append(
             f'<rect class="{palette.css(seg.stage, seg.kind)}{mark}" x="{scale.x(seg.start_s)}%" y="4" '
             f'width="{_width(seg, scale)}%" height="14"><title>{esc(describe(seg))}</title></rect>'
@@ -124,8 +125,9 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
         begin = max(seg.start_s, scale.low)
         if (seg.end_s - begin) / (scale.high - scale.low) > _CHARACTER * (len(name) + 2):
             parts.append(f'<text class="in" x="{scale.x(begin)}%" dx="5" y="14.5">{esc(name)}</text>')
-        if mark:
-            parts.append(end_mark(scale.x(seg.end_s), seg.outcome))
+    # Also of a stage of which nothing but its begin is known, and which is therefore not drawn.
+    ended = (seg for seg in shown if seg.outcome in _BAD and math.isfinite(seg.end_s))
+    parts += (end_mark(scale.x(seg.end_s), seg.outcome) for seg in ended)
     parts += (
         f'<rect class="{palette.css(seg.stage, seg.kind)}" x="{scale.x(seg.start_s)}%" y="19" '
         f'width="{_width(seg, scale)}%" height="3"><title>{esc("background " + describe(seg))}</title></rect>'

@@ -166,7 +166,7 @@ def _print_facts(report: Report, console: Console) -> None:
         )
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, Text(value))
     console.print(table)
