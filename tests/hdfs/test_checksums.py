@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
 import zlib
 from itertools import pairwise
 
@@ -74,6 +76,29 @@ def test_two_chunks_that_changed_places_are_found() -> None:
     told = memoryview(sums(CRC32C, 512, data))
     data[:512], data[512:1024] = data[512:1024], data[:512]
     assert first_wrong(CRC32C, 512, [memoryview(data)], told) == 0
+
+
+_WITHOUT_NUMPY = """
+import sys
+from bootseer.hdfs.checksums import CRC32, first_wrong
+from zlib import crc32
+piece = bytearray(65536)
+sums = memoryview(crc32(bytes(512)).to_bytes(4, "big") * 128)
+def check():
+    piece[1024] = 1
+    assert first_wrong(CRC32, 512, [memoryview(piece)], sums) == 1024
+    piece[1024] = 0
+    assert first_wrong(CRC32, 512, [memoryview(piece)], sums) is None
+check()
+assert "numpy" not in sys.modules
+for _ in range(200):
+    check()
+assert "numpy" in sys.modules
+"""
+
+
+def test_numpy_is_imported_once_much_has_arrived_in_small_pieces() -> None:
+    subprocess.run([sys.executable, "-c", _WITHOUT_NUMPY], check=True)
 
 
 def test_what_has_no_checksums_is_not_checked() -> None:

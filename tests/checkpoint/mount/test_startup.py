@@ -191,6 +191,14 @@ def test_a_place_that_cannot_be_written_costs_a_message(job: Job) -> None:
     assert job.opened == ["step-1/meta", "step-1/used"]
 
 
+def test_a_cache_that_cannot_be_written_costs_a_message(job: Job) -> None:
+    job.cache.mkdir(exist_ok=True)
+    (job.cache / "checkpoints").touch()
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    assert any("is not kept on this node" in line for line in job.said)
+    assert len(job.hot()) == 1
+
+
 def test_a_list_in_the_place_names_no_path_outside_of_the_checkpoint(job: Job) -> None:
     (job.folder / "secret").write_bytes(bytes(LARGE))
     job.record("0 of 2", ("step-1/used", 0, MIB))

@@ -56,10 +56,13 @@ class HotLists:
         """Keep what this start read."""
         data = encode(ranges, checkpoint)
         if self._path is not None:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new = self._path.with_suffix(f".{os.getpid()}")
-            new.write_bytes(data)
-            new.replace(self._path)
+            try:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                new = self._path.with_suffix(f".{os.getpid()}")
+                new.write_bytes(data)
+                new.replace(self._path)
+            except OSError as error:  # often a full disk
+                self._on_error(f"{self._path}: {error.strerror}; the hot list is not kept on this node")
         # Most starts of a job read the same, so that a thousand nodes write nothing.
         if not checkpoint or sorted(ranges) == sorted(self._published):
             return
