@@ -331,7 +331,7 @@ _LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Log
 <link rel="stylesheet" href="/static/report.css"><link rel="stylesheet" href="/static/service.css">
 <header><h1>BootSeer</h1></header><p class="verdict">%s</p>
 <p class="note">A token is made on the machine of the service: <code>bootseer serve token add --scope read</code></p>
-<form method="post" class="filters"><label>Token
+<form method="post" class="filters login"><label>Token
 <input type="password" name="token" autocomplete="current-password" autofocus></label>
 <button>Log in</button></form>"""
 

@@ -124,7 +124,8 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
         name = seg.kind if seg.kind != WORK else seg.stage.rpartition(".")[2]
         begin = max(seg.start_s, scale.low)
         if (seg.end_s - begin) / (scale.high - scale.low) > _CHARACTER * (len(name) + 2):
-            parts.append(f'<text class="in" x="{scale.x(begin)}%" dx="5" y="14.5">{esc(name)}</text>')
+            css = "in on-hatch" if seg.kind == WAIT else "in"
+            parts.append(f'<text class="{css}" x="{scale.x(begin)}%" dx="5" y="14.5">{esc(name)}</text>')
     # Also of a stage of which nothing but its begin is known, and which is therefore not drawn.
     ended = (seg for seg in shown if seg.outcome in _BAD and math.isfinite(seg.end_s))
     parts += (end_mark(scale.x(seg.end_s), seg.outcome) for seg in ended)
