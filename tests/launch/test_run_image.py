@@ -81,6 +81,25 @@ def test_signals_reach_the_command_and_its_end_is_told(
     nothing_is_left(node)
 
 
+@pytest.mark.parametrize("handler", ["trap - TERM", "trap 'exit 1' TERM"])
+def test_a_signal_while_the_runtime_starts_the_container_is_in_the_exit_code(
+    image: str, env: dict[str, str], node: Node, tmp_path: Path, handler: str
+) -> None:
+    """Depending on the moment, the signal ends the runtime, or a child of the runtime, which then fails."""
+    runtime = tmp_path / "programs/runc"
+    runtime.parent.mkdir()
+    runtime.write_text(f"#!/bin/sh\n{handler}\necho starting\nsleep 60 >/dev/null & wait\n")
+    runtime.chmod(0o755)
+    words = ["run", "-q", "--image", image, "--runtime", "runc", "--", "true"]
+    env = {**env, "PATH": f"{runtime.parent}:{env['PATH']}"}
+    with subprocess.Popen([*BOOTSEER, *words], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting\n"
+        process.terminate()
+        assert process.wait(300) == 128 + signal.SIGTERM
+    nothing_is_left(node)
+
+
 def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node) -> None:
     master, slave = pty.openpty()
     words = [

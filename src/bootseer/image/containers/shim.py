@@ -50,6 +50,7 @@ _OWN = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTTIN, signal.SIGTTOU),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
 }
+_ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -74,7 +75,10 @@ def main() -> int:
         _exec_runtime(command, parent, cgroups)
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
     if failed:
-        return _start_failure_code(f"{folder}/log") or failed
+        # A signal for the process group of this script reaches the runtime and its children, too.
+        if received := signal.sigpending() & _ENDING:
+            return 128 + int(min(received))
+        return _start_failure_code(f"{folder}/log") or (failed if failed > 0 else 128 - failed)
     with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
