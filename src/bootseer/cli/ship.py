@@ -71,9 +71,9 @@ def ship_command(
         waiting = 0
     else:
         until = time.monotonic() + within
-        lines = sum(_send_file(source, job, link, until) for source in inputs.sources(files)) if files else 0
+        lines = sum(_send_file(source, job, link, until, quiet) for source in inputs.sources(files)) if files else 0
         try:
-            waiting = _send_spools(sender, link, until) if folders else 0
+            waiting = _send_spools(sender, link, until, quiet) if folders else 0
         finally:
             sender.close()
     if waiting and not quiet:
@@ -106,9 +106,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
                 logs.step()
             is_over = piped is not None and piped.step()
             if link.problem != reported:
-                reported = link.problem
-                state = f"the service: {reported}; retrying" if reported else "the service is reachable again"
-                sys.stderr.write(f"bootseer: {state}\n")
+                reported = _report(link.problem)
             if is_last or (is_over and len(files) == 1):
                 return piped.lines if piped is not None else 0
             ended.wait(pause_s(link))
@@ -116,6 +114,13 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
         sender.close()
         if logs is not None:
             logs.close()
+
+
+def _report(problem: str) -> str:
+    """Print the state of the service after it has changed. Returns `problem`."""
+    state = f"the service: {problem}; retrying" if problem else "the service is reachable again"
+    sys.stderr.write(f"bootseer: {state}\n")
+    return problem
 
 
 class _Piped:
@@ -163,8 +168,9 @@ class _Piped:
                 return True
 
 
-def _send_spools(sender: Spools, link: Link, until: float) -> int:
+def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
     """Send until everything is sent or the time is over; the number of folders left."""
+    reported = ""
     while True:
         sender.step()
         waiting = sender.waiting()
@@ -175,6 +181,8 @@ def _send_spools(sender: Spools, link: Link, until: float) -> int:
         now = time.monotonic()
         if now >= until:
             return waiting
+        if link.problem and not reported and not quiet:
+            reported = _report(link.problem)
         time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
@@ -185,7 +193,7 @@ def _sender(name: str) -> str:
     return f"{safe_name(Path(name).name)[:40]}-{fingerprint(f'{os.uname().nodename}:{name}')[:12]}"
 
 
-def _send_file(source: Source, job: str, link: Link, until: float) -> int:
+def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool) -> int:
     """Send a file's event lines, or with `job` all its lines; returns their number.
 
     Batches of the same file always have the same sender and sequence numbers, so that the service can recognise
@@ -194,13 +202,15 @@ def _send_file(source: Source, job: str, link: Link, until: float) -> int:
     from bootseer.trace.ship import log_headers
 
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    sender, more, count = _sender(name), log_headers(job) if job else {}, 0
+    sender, more, count, reported = _sender(name), log_headers(job) if job else {}, 0, ""
     for sequence, lines in enumerate(_batches(source, events_only=not job)):
         while not link.send(lines, sender, sequence, more):
             if link.is_refused:
                 raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
             if time.monotonic() >= until:
                 raise TransientError(f"{source.name}: not sent completely: {link.problem}")
+            if not reported and not quiet:
+                reported = _report(link.problem)
             time.sleep(max(link.not_before - time.monotonic(), 0.1))
         count += lines.count(b"\n")
     if not count:

@@ -97,6 +97,8 @@ def simulate_command(
     if len(variants) > 1 and (reports or events or (wanted.month is not None and nodes is None)):
         raise UsageError("several values can be compared only for starts, without --calibrate and --events")
     if wanted.month is not None and not reports and nodes is None:
+        if arms or html is not None or events is not None:
+            raise UsageError("--arm, --html and --events are for starts, not for a month", hint="give --nodes")
         _month(wanted, wanted.month, range(seed, seed + seeds), output)
         return
     if reports:

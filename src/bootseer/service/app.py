@@ -69,8 +69,12 @@ class Settings:
     """Patterns of stages in logs of jobs without BootSeer."""
 
     def made(self) -> Settings:
-        """The same, with the data folder created if necessary. Raises `AccessError` if others can write to it."""
-        return replace(self, data=trusted_folder(self.data, otherwise=_OTHERWISE, private=True))
+        """The same, with the data folder created if necessary. Raises `AccessError` if others can write to it,
+        `UsageError` if it cannot be created."""
+        try:
+            return replace(self, data=trusted_folder(self.data, otherwise=_OTHERWISE, private=True))
+        except OSError as error:
+            raise UsageError(f"{self.data}: {error.strerror}", hint=_OTHERWISE) from error
 
     @property
     def database_url(self) -> str:
@@ -236,8 +240,12 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def locked(settings: Settings) -> Iterator[None]:
-    """Lock the data folder. Raises `UsageError` if another process has locked it."""
-    lock = os.open(settings.data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Lock the data folder. Raises `UsageError` if another process has locked it, or if it cannot be written."""
+    path = settings.data / "lock"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint=_OTHERWISE) from error
     try:
         if not try_flock(lock):
             raise UsageError(f"another service uses {settings.data}", hint=_OTHERWISE)

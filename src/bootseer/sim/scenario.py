@@ -165,6 +165,10 @@ class Month(_Part, frozen=True):
     snapshot_days: Annotated[tuple[_NotNegative, ...], Meta(min_length=1, max_length=16)] = (1, 7, 0)
     """Maximum ages of snapshots to compare; 0: any age."""
 
+    def __post_init__(self) -> None:
+        if max(self.job_nodes) > self.nodes:
+            raise ValueError(f"job-nodes: a job of {max(self.job_nodes)} nodes on a cluster of {self.nodes}")
+
 
 class Scenario(_Part, frozen=True):
     """A cluster, and a job on different numbers of its nodes."""
