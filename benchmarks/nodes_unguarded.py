@@ -4,7 +4,8 @@ to show what the guard is for; the program itself has no such switch."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from bootseer.cli.main import main
 from bootseer.peers import choice, health

@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import venv
 import zipfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.request_key import Base, KeyRequest, request_key

@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.request import Request

@@ -11,10 +11,10 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import hadoop
 from bootseer.checkpoint.download import get_checkpoint

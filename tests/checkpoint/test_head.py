@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.checkpoint.head import (
     PEEK_BYTES,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.artifact.document import OtherVersionError
 from bootseer.env.document import CLOCK_SKEW_S, MAX_BYTES, Daemon, EnvironmentDocument, Export, document_name

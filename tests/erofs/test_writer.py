@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import stat
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.tree import ROOT
@@ -78,7 +78,7 @@ def _fill(steps: list[tuple[int, bytes, Attributes, bytes, bytes, int]]) -> Call
                 continue
             kind = stat.S_IFMT(attributes.mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):  # Linux has no user attributes there
-                attributes = dataclasses.replace(attributes, xattrs={})
+                attributes = replace(attributes, xattrs={})
             if again == 0 and files:
                 tree.link(directory, name, files[where % len(files)])
                 continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull

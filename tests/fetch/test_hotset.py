@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record, coverage
 

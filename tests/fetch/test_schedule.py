@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError

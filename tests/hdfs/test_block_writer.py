@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
@@ -46,7 +47,7 @@ class TestOnACluster:
             writer.write(memoryview(DATA[2 * PACKET_BYTES - 7 :]))
             writer.finish()
             writer.close()
-            lease.complete(replace(new.block, length=len(DATA)), len(DATA), 120)
+            lease.complete(structs.replace(new.block, length=len(DATA)), len(DATA), 120)
         # Its checksums are compared with the bytes here, and by the library for itself.
         assert read_all(client, path) == DATA
         assert cluster.where(path)[0].size_bytes == len(DATA)

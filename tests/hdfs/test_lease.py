@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from hdfs_cluster import HdfsCluster, needs_hdfs

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
+from msgspec.structs import replace
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert

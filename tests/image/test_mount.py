@@ -10,10 +10,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.child import breaks_forks, run_in_child

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import AccessError, PermanentError, UsageError
 from bootseer.mounts import kernel
@@ -72,7 +72,7 @@ def test_what_several_remove_at_once_is_gone_for_all(place: Path) -> None:
 
 def test_leftovers_of_an_earlier_boot_are_gone(place: Path) -> None:
     runtime = Runtime(place / "run")
-    state = dataclasses.replace(mounted_state(runtime, place), boot="another")
+    state = replace(mounted_state(runtime, place), boot="another")
     runtime.write(state)
     assert runtime.health(state) == "gone"
 

@@ -8,10 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter

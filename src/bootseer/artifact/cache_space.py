@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.blocks.index import Index
@@ -27,8 +28,7 @@ _IDLE_S = 7 * 86_400.0
 """A shared layer is unmounted when no start used it for a week: until then the next start finds its files in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSpace:
+class CacheSpace(Struct, frozen=True):
     """The disk space of one cache. `say` gets a line when eviction fails."""
 
     cache: Cache

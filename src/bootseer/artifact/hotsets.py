@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.artifact.objects import put_once, read_all
 from bootseer.artifact.places import own_folder
@@ -160,8 +162,7 @@ class HotSets:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class HotSetUpdater:
+class HotSetUpdater(Struct, frozen=True):
     """Merges the finished record of a start into the hot set. Called in the daemon, which opens its own stores."""
 
     store: str | None

@@ -17,7 +17,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.artifact.lease_state import MAX_BYTES, TTL_S, LeaseObservation, LeaseRecord
 from bootseer.artifact.objects import put, read_all
@@ -32,15 +34,13 @@ _SETTLE_S = (0.2, 0.5)
 """Delay between writing a taken lease and reading it back: longer than a competitor takes from reading to writing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True):
     """Another process holds the lease and builds."""
 
     words: str
 
 
-@dataclass(frozen=True, slots=True)
-class NoLease:
+class NoLease(Struct, frozen=True):
     """It is unknown whether another process builds."""
 
     why: str

@@ -7,11 +7,11 @@ and touches nothing; `lease` reads and writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from bootseer.artifact.document import decode, encode, printable
 from bootseer.errors import CorruptError
@@ -31,8 +31,7 @@ _MAX_NODE = 256
 _MAX = 10**15
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
+class LeaseRecord(Struct, frozen=True):
     """The content of a lease."""
 
     nonce: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -81,8 +80,7 @@ class LeaseRecord:
         return replace(found, node=printable(found.node[:_MAX_NODE]))
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseObservation:
+class LeaseObservation(Struct, frozen=True):
     """One observation of a lease."""
 
     kind: Literal["free", "held", "broken", "unknown"]

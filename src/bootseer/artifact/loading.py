@@ -10,8 +10,9 @@ Decides and touches nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
 
 from bootseer.blocks.index import Index
 from bootseer.units import format_bytes, format_seconds
@@ -27,8 +28,7 @@ LAZY: Mode = "lazy"
 PULL: Mode = "pull"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """The constants of the model, each with its source."""
 
     small_bytes: int = 32 << 20
@@ -50,8 +50,7 @@ class Settings:
     """How many readers wait concurrently while programs are imported."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedLayer:
+class CachedLayer(Struct, frozen=True):
     """A layer and the part of it that is on this node."""
 
     index: Index
@@ -71,8 +70,7 @@ class CachedLayer:
         return sum(self.index.place(block).length for block in missing)
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(Struct, frozen=True):
     """What has to be fetched, in stored bytes, without what is on this node."""
 
     stored_bytes: int
@@ -81,8 +79,7 @@ class Missing:
     """Of the hot set; None without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """The decision, its reason, and the predicted times (None if the sizes alone decided)."""
 
     mode: Mode

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.child import breaks_forks
@@ -36,8 +38,7 @@ RECORD = "record"
 """The file in a mount's folder that records what the start needed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MountOptions:
+class MountOptions(Struct, frozen=True, kw_only=True):
     """How block files are materialized on this node."""
 
     cache: Path
@@ -55,8 +56,7 @@ class MountOptions:
     """A file for the list of modules that the start imports, shared through the hot set. Only written if missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """The image or environment, and the store of its block files."""
 
     name: str
@@ -72,8 +72,7 @@ class Subject:
     """Why this is a fallback in any case, e.g. after a local conversion; empty otherwise."""
 
 
-@dataclass(slots=True)
-class Materializer:
+class Materializer(Struct):
     """Materializes the block files of one mount. `mode` and `reason` are for the report."""
 
     subject: Subject

@@ -13,9 +13,11 @@ builds anew. Every step may be interrupted and repeated: a tombstone is deleted 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
+
+from msgspec import Struct, field
 
 from bootseer.artifact.catalog import Catalog, Listing
 from bootseer.artifact.kind import D, Tombstone
@@ -27,8 +29,7 @@ GRACE_S = 24 * 3600.0
 _MAX_TOMBSTONES = 10_000
 
 
-@dataclass(slots=True)
-class Pruned:
+class Pruned(Struct):
     """The result of `prune`."""
 
     expired: list[str] = field(default_factory=list)

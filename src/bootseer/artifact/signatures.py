@@ -17,9 +17,10 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, SignatureError, UsageError
 from bootseer.io.trusted_folder import open_trusted, trusted_uids
@@ -42,8 +43,7 @@ def stored_limit(payload_bytes: int) -> int:
     return payload_bytes * 4 // 3 + (MAX_SIGNATURES + 1) * 2 * _MAX_TEXT
 
 
-@dataclass(frozen=True, slots=True)
-class Signatures:
+class Signatures(Struct, frozen=True):
     """The keys to sign with, and the keys whose signatures are required. By default nothing is signed or verified."""
 
     signing: tuple[str, ...] = ()

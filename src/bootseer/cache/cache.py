@@ -14,8 +14,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
@@ -34,8 +35,7 @@ _POLL_S = 0.005
 _MAX_DAMAGED = 5  # After more replacements in a row, something damages the entry each time.
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+class Pruned(Struct, frozen=True):
     """The result of `Cache.prune`, or of a dry run."""
 
     used_bytes: int

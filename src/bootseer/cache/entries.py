@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import MAX_INDEX_BYTES, Index
@@ -33,8 +34,7 @@ _HOT = bytes(value & HOT != 0 for value in range(256))
 _TAKES_ROOM = bytes(value != ZERO for value in range(256))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One cached file."""
 
     identity: str

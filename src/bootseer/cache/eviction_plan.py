@@ -7,7 +7,8 @@ that cannot be examined counts as in use. Decides and touches nothing; `evict` e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blocks.codec import ZERO
 
@@ -15,8 +16,7 @@ _HIGH, _LOW = 0.90, 0.80
 """Shares of the limit at which eviction starts and stops. The gap keeps a full cache from evicting at every start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """An entry, as relevant for eviction."""
 
     identity: str
@@ -28,8 +28,7 @@ class Candidate:
     """Disk usage of its `cold_blocks`, at most `disk_bytes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """Evict `num_bytes` of an entry's cold blocks, or the whole entry."""
 
     identity: str

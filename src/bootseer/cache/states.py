@@ -16,10 +16,10 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from msgspec import Struct
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import Index
@@ -45,8 +45,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 _FOLD = bytes([MISSING]) + bytes([UNVERIFIED]) * 255
 
 
-@dataclass(frozen=True, slots=True)
-class StatIdentity:
+class StatIdentity(Struct, frozen=True):
     """Attributes of a file that change when it is modified. Times in ns."""
 
     size: int
@@ -60,8 +59,7 @@ class StatIdentity:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-@dataclass(frozen=True, slots=True)
-class Durable:
+class Durable(Struct, frozen=True):
     """A snapshot of the states, one byte per block, MISSING or UNVERIFIED.
 
     `whole`: the data file's identity when all blocks were verified and synced; None otherwise.

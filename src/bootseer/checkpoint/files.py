@@ -15,7 +15,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.checkpoint.head import (
     MAX_HEAD_BYTES,
@@ -55,8 +56,7 @@ class OtherFolderError(PermanentError):
     """A striped file cannot be renamed into another folder (EXDEV); it can be copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
+class FileInfo(Struct, frozen=True):
     """A visible file or folder."""
 
     entry: Entry

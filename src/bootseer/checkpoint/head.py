@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from blake3 import blake3
+from msgspec import Struct
 
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.blocks.index import MAX_STRIPES, Index
@@ -46,8 +46,7 @@ _HEX = re.compile(r"[0-9a-f]+")
 _MAX_NODES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One file with every S-th chunk of a segment, or with their parity."""
 
     name: str
@@ -59,8 +58,7 @@ class Part:
     """The nodes it was written to, `host:port` each; it may have moved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """A section of a file, which is a block file of its own."""
 
     start: int
@@ -86,8 +84,7 @@ class Segment:
         return self.parts if self.parity is None else (*self.parts, self.parity)
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """A striped file. Its segments are contiguous; all but the last end at a whole chunk."""
 
     id: str

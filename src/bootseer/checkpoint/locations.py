@@ -11,9 +11,11 @@ import os
 import posixpath
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.artifact.places import blocks_folder, cache_root
 from bootseer.cache.cache import Cache
@@ -61,8 +63,7 @@ class FileSystem:
         self.place.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """A file or folder of a file system."""
 
     system: FileSystem

@@ -11,8 +11,9 @@ Decides and touches nothing. Not safe for threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 _MIB = 1 << 20
 _DISORDER = 4
@@ -20,8 +21,7 @@ _DISORDER = 4
 _MIN_SLACK = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAheadSettings:
+class ReadAheadSettings(Struct, frozen=True):
     """How far reads may be from a stream's position, and how much is read ahead. All in bytes."""
 
     first_bytes: int = 2 * _MIB

@@ -6,11 +6,11 @@ import hashlib
 import os
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.command import json_option, listen_address
 from bootseer.cli.env_options import parse_duration

@@ -7,8 +7,9 @@ Paths are absolute in the setup's view, without `.` and `..`; bytes that are not
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 
 class Action(Enum):
@@ -20,8 +21,7 @@ class Action(Enum):
     DELETED = "deleted"
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """A path that the setup changed."""
 
     path: str

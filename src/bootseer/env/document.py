@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from bootseer.artifact.document import OtherVersionError, decode, encode, printable
 from bootseer.blocks.block_file import BlockFile
@@ -59,8 +59,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e11)]
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(Struct, frozen=True):
     """An environment variable that the setup changed: `value` replaces the old one, or is prepended or appended."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,255}\Z")]
@@ -88,8 +87,7 @@ _Path = Annotated[str, Meta(pattern=r"\A/[^\0]*\Z", max_length=4096)]
 _Id = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Daemon:
+class Daemon(Struct, frozen=True):
     """A daemon left running by the setup, as a restore starts it: as the same user, never with more privileges."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -116,8 +114,7 @@ class Daemon:
     """How long it took during the setup until it listened and its pid files existed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOutPath:
+class LeftOutPath(Struct, frozen=True):
     """A path that the setup wrote and that is not in the snapshot."""
 
     path: _Text
@@ -127,8 +124,7 @@ class LeftOutPath:
     """A command may have to log in again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentDocument:
+class EnvironmentDocument(Struct, frozen=True):
     """The document of one snapshot."""
 
     key: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

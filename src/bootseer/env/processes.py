@@ -13,8 +13,9 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _TABLES = (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07"))
 """Tables of the kernel, and the state of a socket that listens (TCP) or is not connected (UDP)."""
@@ -24,8 +25,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, nothing listens
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     """A running process."""
 
     pid: int

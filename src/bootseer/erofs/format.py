@@ -9,7 +9,8 @@ from __future__ import annotations
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from bootseer.errors import CorruptError, PermanentError
 
@@ -58,8 +59,7 @@ _FILE_TYPES = {
 NO_XATTRS: Mapping[bytes, bytes] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(Struct, frozen=True):
     """A file's attributes as in stat(2) and getxattr(2), without size and link count.
 
     `mode` includes the type. `rdev` is a pair (major, minor), used for devices only.
@@ -73,8 +73,7 @@ class Attributes:
     xattrs: Mapping[bytes, bytes] = field(default_factory=lambda: NO_XATTRS)
 
 
-@dataclass(frozen=True, slots=True)
-class Superblock:
+class Superblock(Struct, frozen=True):
     """The superblock's variable fields."""
 
     root_nid: int

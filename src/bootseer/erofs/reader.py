@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.erofs.format import (
     BLOCK,
@@ -38,8 +39,7 @@ _MAX_DIRECTORY = 64 << 20  # some two million names
 _MAX_DEPTH = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Inode:
+class Inode(Struct, frozen=True):
     """One inode. `number` is its nid, which hard links share."""
 
     number: int
@@ -58,8 +58,7 @@ class Inode:
     xattrs_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A name in a directory."""
 
     name: bytes

@@ -14,12 +14,13 @@ on names alone. Owned by one thread.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import stat
 from array import array
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from bootseer.erofs.format import (
     BLOCK,
@@ -111,7 +112,7 @@ class ErofsWriter:
                 self._flush(pending, digest)
                 pending.clear()
         self._flush(pending, digest)
-        return dataclasses.replace(layout.superblock, uuid=_uuid(digest.digest())).encode()
+        return replace(layout.superblock, uuid=_uuid(digest.digest())).encode()
 
     def _flush(self, pending: bytearray, digest: hashlib._Hash) -> None:
         data = bytes(pending)

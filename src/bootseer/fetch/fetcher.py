@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
 from bootseer.cache.disk import CacheFull

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
 
 import msgspec
 import zstandard
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch.settings import FetchSettings
@@ -64,8 +65,7 @@ class Availability(IntEnum):
     MISSING = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(Struct, frozen=True):
     """A reader needed a block for the first time."""
 
     file: str
@@ -76,8 +76,7 @@ class Need:
     found: Availability
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """The needs of one startup in chronological order, each block once."""
 
     started_s: float
@@ -93,8 +92,7 @@ class Record:
         return frozenset((need.file, need.block) for need in self.needs)
 
 
-@dataclass(frozen=True, slots=True)
-class HotSet:
+class HotSet(Struct, frozen=True):
     """The newest records of one image with one workload, the oldest first."""
 
     image: str

@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.settings import FetchSettings, Purpose
@@ -43,8 +44,7 @@ class Geometry(Protocol):
         """Where a block is stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Read these blocks with one range request: their stored bytes are adjacent in their stripe."""
 
     number: int
@@ -60,8 +60,7 @@ class Fetch:
     """For an origin with several peers, the step of the route: which peer is asked, and how."""
 
 
-@dataclass(slots=True)
-class Counts:
+class Counts(Struct):
     """Counters for the report."""
 
     requests: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
@@ -175,8 +174,7 @@ class Pace:
         return sorted(self._latencies)[int(0.9 * (len(self._latencies) - 1))]
 
 
-@dataclass(slots=True)
-class Wanted:
+class Wanted(Struct):
     """A block that is wanted and missing."""
 
     readers: int = 0
@@ -216,8 +214,7 @@ class Wanted:
         return not (self.requests or self.claimed_elsewhere or self.postponed)
 
 
-@dataclass(slots=True, eq=False)
-class OriginQueues:
+class OriginQueues(Struct, eq=False):
     """The queues of one origin by purpose, its pace, and its running requests.
 
     Prefetch queues are cleaned lazily: an entry that was fetched for another reason is dropped when it reaches the
@@ -262,8 +259,7 @@ class OriginQueues:
             yield heapq.heappop(self.postponed)[1]
 
 
-@dataclass(slots=True)
-class File:
+class File(Struct):
     """One block file."""
 
     geometry: Geometry
@@ -273,8 +269,7 @@ class File:
     hot: bytearray
 
 
-@dataclass(slots=True)
-class Request:
+class Request(Struct):
     """A running request."""
 
     fetch: Fetch

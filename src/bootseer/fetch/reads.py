@@ -24,8 +24,9 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
@@ -51,8 +52,7 @@ _CLOSE_S = 5.0
 _MAX_SECONDS = 3600
 
 
-@dataclass(slots=True)
-class _Actions:
+class _Actions(Struct):
     """What to do after the lock is released."""
 
     fetches: list[Fetch] = field(default_factory=list)

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
+
+from msgspec import field
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.ledger import Fetch, Geometry, Key, OriginQueues, Pace, Wanted
@@ -75,8 +76,7 @@ class Routes(Protocol):
         """The route of a block at a time of the scheduler's clock."""
 
 
-@dataclass(slots=True, eq=False)
-class PeerQueues(OriginQueues):
+class PeerQueues(OriginQueues, eq=False):
     """The queues of the origin that consists of all peers."""
 
     running: Counter[Hashable] = field(default_factory=Counter)

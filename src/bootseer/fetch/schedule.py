@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.fetch.hotset import HotSetTrust
@@ -38,8 +39,7 @@ _REQUESTS_PER_WINDOW = 4
 _AHEAD_WINDOWS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What to do now."""
 
     fetches: list[Fetch]

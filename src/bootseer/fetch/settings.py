@@ -5,8 +5,9 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 _MIB = 1 << 20
 
@@ -22,8 +23,7 @@ class Purpose(IntEnum):
     """A reader waits for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FetchSettings:
+class FetchSettings(Struct, frozen=True):
     """Request sizes, time limits and retries. Bytes are stored (compressed) bytes."""
 
     request_bytes: int = 4 * _MIB

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from bootseer.fetch.settings import Purpose
 
 
-@dataclass(slots=True)
-class FetchStats:
+class FetchStats(Struct):
     """Times are seconds since the fetcher was created; bytes are stored (compressed) bytes unless noted."""
 
     reads: int = 0

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
+
+from msgspec import Struct, field
 
 from bootseer.blocks.codec import RAW, Buffer, decode
 from bootseer.blocks.index import Index
@@ -67,8 +68,7 @@ class Peers(Routes, Protocol):
         """What each peer sent, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOrigin:
+class StoreOrigin(Struct, frozen=True):
     """The store with the stripes of a file: a range is streamed."""
 
     store: Store
@@ -98,8 +98,7 @@ class StoreOrigin:
                 raise TransientError(f"{self.uri}: {stripe}: the answer is longer than what was asked for")
 
 
-@dataclass(slots=True)
-class Claim:
+class Claim(Struct):
     """How the blocks of one request are divided among processes."""
 
     owned: list[int] = field(default_factory=list)
@@ -124,8 +123,7 @@ class ArrivedBlock(NamedTuple):
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class File:
+class File(Struct, frozen=True, eq=False):
     """One block file."""
 
     index: Index

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 Data = bytes | bytearray | memoryview
 
@@ -21,8 +22,7 @@ Cancel = Callable[[], None]
 """Cancels a read whose result is not needed any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(Struct, frozen=True):
     """Attributes as in stat(2). `size` in bytes; `inode` is never 0, and 1 is the root."""
 
     inode: int
@@ -120,8 +120,7 @@ class Space(NamedTuple):
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Struct, frozen=True):
     """Attributes to set on a node; None leaves one unchanged. Times in nanoseconds since 1970."""
 
     size: int | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
+
+from msgspec import Struct
 
 from bootseer.hdfs.protobuf import MalformedError, Message, read_delimited
 
@@ -22,8 +23,7 @@ _FIRST_MESSAGE: Final = b"\x0a"
 """The tag of field 1 with a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A DataNode."""
 
     host_port: str
@@ -35,8 +35,7 @@ class Node:
     """Its RPC port."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """A block of a file, and the DataNodes that store it."""
 
     start: int
@@ -58,8 +57,7 @@ class Block:
         return f"blk_{self.id}"
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedFile:
+class LocatedFile(Struct, frozen=True):
     """A file at the time of the NameNode's answer."""
 
     path: str
@@ -161,8 +159,7 @@ def parse_node(message: Message) -> Node:
 _FOLDER: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class FileStatus:
+class FileStatus(Struct, frozen=True):
     """A file or folder as the NameNode reports it."""
 
     path: str

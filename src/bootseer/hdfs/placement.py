@@ -25,9 +25,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, Final
+
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
 from bootseer.hdfs.block_locations import Block, FileStatus

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from bootseer.io.pooled_reads import ReadOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSettings:
+class ReadSettings(Struct, frozen=True):
     """Settings of one `HdfsReads`."""
 
     silent_s: float = 1.0
@@ -67,8 +67,7 @@ class State(Enum):
     ENDED = auto()
 
 
-@dataclass(eq=False, slots=True)
-class HdfsSource:
+class HdfsSource(Struct, eq=False):
     """A file that is being read, with its latest known locations."""
 
     located: LocatedFile
@@ -88,8 +87,7 @@ _MAX_EXTENSIONS: Final = 4
 take three minutes."""
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
+class Ticket(Struct, eq=False):
     """One read. `done` is called once, when no thread writes to its memory any more."""
 
     source: HdfsSource
@@ -136,8 +134,7 @@ class Ticket:
         self.num_left = len(self.pieces)
 
 
-@dataclass(eq=False, slots=True)
-class Piece:
+class Piece(Struct, eq=False):
     """A range of one block."""
 
     ticket: Ticket
@@ -215,8 +212,7 @@ class Stoppable(Protocol):
         """Close it for this process."""
 
 
-@dataclass(eq=False, slots=True)
-class Run:
+class Run(Struct, eq=False):
     """A request to a DataNode for consecutive pieces."""
 
     queue: NodeQueue

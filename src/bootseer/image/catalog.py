@@ -16,8 +16,9 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from bootseer.artifact.catalog import Catalog, Listing
 from bootseer.artifact.kind import Kind
@@ -109,8 +110,7 @@ def conversions(store: Store, now_s: float) -> dict[str, str]:
     return found
 
 
-@dataclass(slots=True)
-class RemovalResult:
+class RemovalResult(Struct):
     """What `remove` did."""
 
     removed: list[str] = field(default_factory=list)

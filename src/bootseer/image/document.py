@@ -9,10 +9,9 @@ The format is described in docs/formats/image.md. No I/O.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from bootseer.artifact.document import convert, encode, parse_object
 from bootseer.blocks.block_file import BlockFile
@@ -25,8 +24,7 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 500  # overlayfs's limit
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFile:
+class LayerFile(Struct, frozen=True):
     """A layer as an EROFS image in a block file.
 
     `source_digest` and `diff_id` are the layer's digests in the image's manifest and configuration. Both are empty for
@@ -38,8 +36,7 @@ class LayerFile:
     file: BlockFile
 
 
-@dataclass(frozen=True, slots=True)
-class ImageDocument:
+class ImageDocument(Struct, frozen=True):
     """A converted image."""
 
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]

@@ -15,8 +15,9 @@ There is no default registry: a name without a host is an error. No I/O: `source
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from bootseer.errors import UsageError
 from bootseer.store.addresses import shown
@@ -39,8 +40,7 @@ class SourceKind(Enum):
     CONVERTED = "digest"
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Struct, frozen=True):
     """A parsed image reference. Fields that its kind does not use are empty."""
 
     kind: SourceKind

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from bootseer.artifact.progress import ProgressCallback, Show
 from bootseer.errors import AccessError, Interrupted, TransientError
@@ -32,8 +33,7 @@ VARIABLE = "BOOTSEER_CHECKPOINT"
 """Environment variable of the command: the folder with its checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointOptions:
+class CheckpointOptions(Struct, frozen=True):
     """The options of `--checkpoint`."""
 
     uri: str

@@ -10,8 +10,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
@@ -38,8 +40,7 @@ HotBlocks = Callable[[], Iterable[tuple[str, int]]]
 MakeTree = Callable[[Fetcher, Sequence[LazyFile], OnError], Tree]
 
 
-@dataclass(frozen=True, slots=True)
-class ServedFile:
+class ServedFile(Struct, frozen=True):
     """One block file to serve."""
 
     name: str
@@ -50,8 +51,7 @@ class ServedFile:
     plain_http: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFileService:
+class BlockFileService(Struct, frozen=True):
     """The files to serve and how; a call opens everything. The callables run in the daemon."""
 
     files: tuple[ServedFile, ...]

@@ -12,9 +12,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from msgspec import Struct
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
 from bootseer.logs import logger
@@ -38,8 +39,7 @@ Waiting = Callable[[], None]
 """Called twice a second during a wait for a daemon; an exception from it ends the wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Daemon:
+class Daemon(Struct, frozen=True):
     """A running daemon, as seen by other processes."""
 
     folder: Path

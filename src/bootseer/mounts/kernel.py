@@ -11,8 +11,9 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
@@ -156,8 +157,7 @@ def _context_log(context: int) -> str:
     return "; ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """One line of /proc/self/mountinfo."""
 
     id: int

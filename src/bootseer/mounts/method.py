@@ -5,8 +5,9 @@ No I/O: the facts come from an attempt to mount or from the doctor's probes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 
 class MountMethod(Enum):
@@ -22,8 +23,7 @@ class MountMethod(Enum):
     """Everything is fetched and unpacked into a folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """Facilities of this process on this machine: "" for one that works, else the reason why it does not."""
 
     mount: str = ""
@@ -38,8 +38,7 @@ class Facts:
     """Overlay in a user namespace; equal to `overlay` for root, which needs no namespace."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The chosen method, and each better method with the reason why it does not work."""
 
     method: MountMethod

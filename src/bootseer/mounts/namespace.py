@@ -16,9 +16,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
+
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, error_named
 from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
@@ -31,8 +32,7 @@ _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAPPED, _NOT_MAPPED = b"y", b"n"
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+class Built(Struct, frozen=True):
     """What the helper reports about the mounts that it made."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -13,9 +13,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.fuse.syscalls import libc
 
@@ -90,8 +91,7 @@ def readable(watched: Sequence[int | socket.socket], timeout_s: float | None = N
     return [numbers[number] for number, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
+class ProcessId(Struct, frozen=True):
     """A pid and its start time, in clock ticks since boot: together unique, where a pid alone may be reused."""
 
     pid: int

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from bootseer import __version__, logs
 from bootseer.errors import BootseerError, PermanentError
@@ -61,8 +62,7 @@ Mount = Callable[[Path, str, OnError, int | None], Session]
 whose daemon died, it takes over that mount."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """The result of `DaemonSpec.open` in the daemon."""
 
     source: Source
@@ -80,8 +80,7 @@ class Served:
     """Called on a lazy unmount: from now on blocks are fetched on demand only."""
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonSpec:
+class DaemonSpec(Struct, frozen=True):
     """What a daemon serves, and how."""
 
     folder: Path

@@ -18,11 +18,11 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.trusted_folder import trusted_folder
@@ -42,8 +42,7 @@ _ID = re.compile(r"[0-9a-f]{12}")
 Health = Literal["mounted", "daemon dead", "gone"]
 
 
-@dataclass(frozen=True, slots=True)
-class MountState:
+class MountState(Struct, frozen=True):
     """One mount. `target` is the absolute path that the user sees."""
 
     id: str
@@ -107,7 +106,7 @@ class Runtime:
         """Create or update the record of a mount."""
         path = self.folder(state) / _RECORD
         new = path.with_suffix(".new")
-        new.write_text(json.dumps({"schema": SCHEMA, **asdict(state)}) + "\n")
+        new.write_text(json.dumps({"schema": SCHEMA, **msgspec.to_builtins(state)}) + "\n")
         new.replace(path)
 
     def all(self) -> Iterator[MountState]:

@@ -16,8 +16,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from bootseer.erofs.format import BLOCK, Superblock
 from bootseer.erofs.reader import ErofsReader, Inode

@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b, sha256
 from heapq import nlargest
 from math import log
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 RUN_BYTES: Final = 4 << 20
 """Maximum size of a run, the unit of ownership: ranking 1,440 nodes for each block of 28 GB would take minutes."""
@@ -44,8 +45,7 @@ class Level(StrEnum):
     """Nothing: the block is sent if it is present. Waiting for it could be a deadlock."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Peer:
+class Peer(Struct, frozen=True, order=True):
     """One node of the job."""
 
     name: str
@@ -64,8 +64,7 @@ class Step(NamedTuple):
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """Where a node gets the blocks of one run."""
 
     steps: tuple[Step, ...]

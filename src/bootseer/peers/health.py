@@ -16,9 +16,10 @@ Times are seconds of any one clock. Pure decisions, no I/O.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
+
+from msgspec import Struct, field
 
 _SILENCE_S: Final = 0.5
 """Five missed reports of a waiting owner, one each 0.1 s. Longer where responses usually begin late: at the start of
@@ -59,8 +60,7 @@ _ABSENT_S: Final = 2.0
 """A node that does not listen yet, or has not opened the file yet, is about to: nodes of a job start within seconds."""
 
 
-@dataclass(slots=True)
-class PeerRequest:
+class PeerRequest(Struct):
     """A request to a peer that is under way."""
 
     peer: str
@@ -78,8 +78,7 @@ class PeerRequest:
     num_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Known:
+class _Known(Struct):
     rate: float = 0.0
     """Bytes in a second, of its latest answers; 0 while unknown."""
     slow_s: float = 0.0

@@ -25,9 +25,10 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import Struct, to_builtins
 
 from bootseer.blocks.index import Index
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
@@ -48,8 +49,7 @@ _MAX_AHEAD: Final = 16
 _MAX_UNKNOWN: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSource:
+class BlockSource(Struct, frozen=True):
     """Where the service finds a block file."""
 
     index: Index
@@ -135,7 +135,7 @@ class JobPeers:
     def write_members(self, own: str, peers: Iterable[Peer], limit: int | None = None) -> None:
         """Publish the job's nodes to the local processes, and how many bytes per second each process may receive from
         them (None: unlimited)."""
-        listed = {"own": own, "peers": [asdict(peer) for peer in peers], "limit": limit}
+        listed = {"own": own, "peers": [to_builtins(peer) for peer in peers], "limit": limit}
         _replace(self.folder / "members.json", json.dumps(listed).encode())
 
     def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ class JobPeers:
 
     def write_readiness(self, readiness: Readiness, num_nodes: int) -> None:
         """Publish the readiness of the job's nodes, of which `num_nodes` are listed, to the launcher."""
-        _replace(self.folder / "start.json", json.dumps({**asdict(readiness), "nodes": num_nodes}).encode())
+        _replace(self.folder / "start.json", json.dumps({**to_builtins(readiness), "nodes": num_nodes}).encode())
 
     def readiness(self) -> tuple[Readiness, int] | None:
         """The readiness of the job's nodes, and how many are listed; None if unknown."""

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import hmac
 import re
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+from msgspec import Struct, field
 
 from bootseer.errors import CorruptError
 from bootseer.peers.choice import Level
@@ -59,8 +60,7 @@ class Head(NamedTuple):
     fields: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A range of a block file."""
 
     file: str
@@ -77,8 +77,7 @@ class Request:
         return f"{self.members} {self.sender}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(Struct, frozen=True):
     """Which nodes read or have blocks of a file."""
 
     file: str
@@ -111,8 +110,7 @@ class Question:
         return cls(found[1], int(found[2]), int(found[3], 16), sender[1], bool(sender[2]), without)
 
 
-@dataclass(slots=True)
-class Signer:
+class Signer(Struct):
     """Signs or verifies the requests of one connection. Each side has its own."""
 
     key: bytes

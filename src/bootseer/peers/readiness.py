@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError
 
@@ -30,8 +31,7 @@ _MAX_NODES: Final = 20_000
 _MAX_LISTED: Final = 20
 
 
-@dataclass(frozen=True, slots=True)
-class StartReport:
+class StartReport(Struct, frozen=True):
     """A node's stage of its start."""
 
     sender: str
@@ -51,8 +51,7 @@ class StartReport:
         return cls(sender, stage)
 
 
-@dataclass(frozen=True, slots=True)
-class Readiness:
+class Readiness(Struct, frozen=True):
     """How many nodes are ready, and for some others their stage and the seconds since their last report."""
 
     ready: int

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import Protocol, Unpack
+
+from msgspec import Struct
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io.pooled_reads import ReadOptions, ReadOutcome
@@ -66,8 +67,7 @@ def is_utf8(name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """Attributes of a file or folder."""
 
     path: str

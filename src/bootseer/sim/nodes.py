@@ -8,9 +8,11 @@ that it is fetching them, or hangs. A request is delivered as a whole; `Health` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final
+
+from msgspec.structs import replace
 
 from bootseer.blocks.codec import ZSTD, Buffer
 from bootseer.blocks.index import Place, Stripe

@@ -22,8 +22,9 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.retry import retrying
@@ -122,8 +123,7 @@ _SETTLE_S = 0.2
 """Delay of `create` before its last check: longer than the write of a process that checked before us takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
+class _Object(Struct, frozen=True):
     """The content of an object's manifest."""
 
     name: str

@@ -21,10 +21,11 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from bootseer.errors import (
     BootseerError,
@@ -160,8 +161,7 @@ _MAX_ADDRESSES = 1024
 _MAX_PAGES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """A manifest with its exact bytes."""
 
     data: bytes

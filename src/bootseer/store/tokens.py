@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from msgspec import Struct
+
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.store.credential_providers import find_login
 from bootseer.store.open import is_loopback
@@ -199,8 +201,7 @@ _FRESH = 0.8
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))')
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(Struct, frozen=True):
     header: str
     until: float
 

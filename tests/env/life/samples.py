@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.index import Stripe

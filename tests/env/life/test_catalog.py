@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import uuid
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.artifact.document import OtherVersionError
 from bootseer.artifact.kind import Tombstone
@@ -81,9 +81,9 @@ def test_a_snapshot_is_replaced_when_that_is_wanted_and_its_objects_are_remember
 def test_nobody_finds_a_snapshot_whose_objects_are_missing(catalog: Catalog, store: Store) -> None:
     names = store_objects(store)
     store.delete(names[1])
-    for replace in (False, True):
+    for again in (False, True):
         with pytest.raises(PermanentError, match=f"{names[1]} of the environment is not there"):
-            catalog.publish(document(), replace=replace)
+            catalog.publish(document(), replace=again)
         assert catalog.find(KEY) is None
 
 
@@ -260,7 +260,7 @@ class TestSigned:
         self, store: Store, signs: Signatures
     ) -> None:
         store_objects(store, "content")
-        large = dataclasses.replace(document(), components={str(number): "x" * 60_000 for number in range(15)})
+        large = replace(document(), components={str(number): "x" * 60_000 for number in range(15)})
         with pytest.raises(PermanentError, match="too many"):
             Catalog(store, signatures=signs).publish(large)
         assert Catalog(store).publish(large)

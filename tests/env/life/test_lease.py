@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease, acquire, look, take_over
 from bootseer.artifact.lease_state import LeaseObservation, LeaseRecord

@@ -7,9 +7,9 @@ import itertools
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.artifact.hotsets import hotset_name
 from bootseer.artifact.lease_state import LeaseRecord

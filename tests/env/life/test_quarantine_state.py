@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.env.life.quarantine_state import MAX_BYTES, MAX_REBUILDS, State
 from bootseer.errors import CorruptError

@@ -8,10 +8,10 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder

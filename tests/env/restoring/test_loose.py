@@ -8,10 +8,11 @@ import stat
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.env.changes import Action, Change
 from bootseer.env.keys.files import FactCache, stamp_of

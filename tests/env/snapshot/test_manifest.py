@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.env.changes import Action
 from bootseer.env.snapshot import manifest as format_
@@ -77,8 +77,7 @@ def test_a_manifest_says_the_same_when_it_is_read_again(entries: tuple[Entry, ..
 @given(_trees)
 def test_what_was_there_before_and_how_it_is_shown_do_not_count(entries: tuple[Entry, ...]) -> None:
     others = tuple(
-        dataclasses.replace(entry, before="", loose=not entry.loose) if entry.kind == "file" else entry
-        for entry in entries
+        replace(entry, before="", loose=not entry.loose) if entry.kind == "file" else entry for entry in entries
     )
     assert Manifest(entries).digest == Manifest(others).digest
 
@@ -97,7 +96,7 @@ def test_what_was_there_before_and_how_it_is_shown_do_not_count(entries: tuple[E
 )
 def test_everything_that_a_job_can_see_counts(change: dict[str, Any]) -> None:
     entry = Entry("/a", "file", 0o644, size=3, digest=DIGEST)
-    assert Manifest((entry,)).digest != Manifest((dataclasses.replace(entry, **change),)).digest
+    assert Manifest((entry,)).digest != Manifest((replace(entry, **change),)).digest
 
 
 def test_a_manifest_lies_in_a_store_under_its_content_name() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.manifest import Entry
@@ -51,7 +51,7 @@ def test_a_mounted_snapshot_is_what_its_manifest_says(tmp_path: Path) -> None:
             (below / name).write_text("below")
         with overlay([layer, below], tmp_path / "view") as view:
             assert verify(str(view), entries, "full", layer=False) == []
-        fewer = [dataclasses.replace(change, opaque=False) for change in changes if change.path != "/lib/gone"]
+        fewer = [replace(change, opaque=False) for change in changes if change.path != "/lib/gone"]
         others = snapshot(MemoryStore(str(tmp_path)), upper, changes=fewer).entries
         assert verify(str(layer), others, "quick", layer=True) == [
             Difference("/closed", "hides what lies below"),

@@ -17,6 +17,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import EARLIEST_S
@@ -118,7 +119,7 @@ def test_the_manifest_in_the_store_says_what_the_image_holds(tmp_path: Path) -> 
 
 def test_a_loose_deletion_is_one_in_the_manifest(tmp_path: Path) -> None:
     (tmp_path / "upper").mkdir()
-    gone = dataclasses.replace(deleted("/home/old"), before="directory")
+    gone = structs.replace(deleted("/home/old"), before="directory")
     (tmp_path / "upper/home").mkdir()
     done = snapshot(MemoryStore(str(tmp_path)), tmp_path / "upper", changes=[gone], is_loose=lambda _: True)
     assert [(entry.kind, entry.loose, entry.before) for entry in done.entries] == [("deleted", True, "directory")]

@@ -17,7 +17,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.os_errors import number_of, os_error
@@ -95,8 +97,7 @@ class SharedReader:
             self.reader.close()
 
 
-@dataclass(frozen=True, slots=True)
-class MountContext:
+class MountContext(Struct, frozen=True):
     """The mount's file tree and settings."""
 
     files: Files

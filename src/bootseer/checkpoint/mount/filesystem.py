@@ -14,7 +14,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
@@ -35,8 +37,7 @@ _UNKNOWN_INODE = 0xFFFF_FFFF
 """For names without a node. Numbers of nodes are larger."""
 
 
-@dataclass(eq=False, slots=True)
-class _Listing:
+class _Listing(Struct, eq=False):
     """An open folder. Its entries are read once, at the first request."""
 
     path: str

@@ -13,9 +13,10 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.mount.serving import MountRequest, Serving
@@ -40,8 +41,7 @@ PLAIN = "plain"
 """The `access` of a folder that is shown by a bind mount, without a daemon."""
 
 
-@dataclass(frozen=True, slots=True)
-class MountedCheckpoint:
+class MountedCheckpoint(Struct, frozen=True):
     """A mounted place, found or mounted by this process."""
 
     runtime: Runtime

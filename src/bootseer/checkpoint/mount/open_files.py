@@ -18,7 +18,9 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node, no_check
@@ -241,8 +243,7 @@ class Listings:
         return is_fresh, info if is_fresh else None
 
 
-@dataclass(eq=False, slots=True)
-class _Handle:
+class _Handle(Struct, eq=False):
     """One open file description, shared by all descriptors that were duplicated from it."""
 
     node: Node

@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.artifact.places import blocks_folder
 from bootseer.cache.cache import Cache
@@ -34,8 +36,7 @@ MEMORY_BYTES = 256 << 20
 REWRITE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class MountRequest:
+class MountRequest(Struct, frozen=True):
     """A place, and how to mount it. Paths are absolute."""
 
     uri: str
@@ -101,8 +102,7 @@ _FIGURES = {
 """Names in the daemon's status, and the counters of `Reading` they show."""
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(Struct, frozen=True):
     """Opens everything when called. Raises errors of the place."""
 
     request: MountRequest

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
@@ -312,8 +313,7 @@ class Engine:
             self.cache_writer.settle(self.settings.keep_s, self.settings.keep_still_s)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadContext:
+class ReadContext(Struct, frozen=True, eq=False):
     """The context of one file. `cache_writer` is None without a cache."""
 
     path: str

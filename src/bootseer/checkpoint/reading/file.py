@@ -6,9 +6,10 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count, pairwise
+
+from msgspec.structs import replace
 
 from bootseer.checkpoint.ranges import split_overlaps
 from bootseer.checkpoint.read_ahead import Advice, ReadAhead

@@ -17,10 +17,11 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct, field
 
 from bootseer.blocks.index import Index
 from bootseer.checkpoint.reading.transfer import Counters
@@ -45,8 +46,7 @@ _STALL_S: Final = 20.0
 """A peer that promised chunks is given up after so long without any. Less than `stall_s` of a read."""
 
 
-@dataclass(slots=True, eq=False)
-class PeerRead:
+class PeerRead(Struct, eq=False):
     """One chunk that a peer may have."""
 
     block: int
@@ -59,8 +59,7 @@ class PeerRead:
     num_sources: int = 0
 
 
-@dataclass(slots=True)
-class _Queue:
+class _Queue(Struct):
     """Chunks to be requested from one peer."""
 
     reads: deque[tuple[Unit, PeerRead]] = field(default_factory=deque)

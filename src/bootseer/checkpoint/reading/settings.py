@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from bootseer.checkpoint.read_ahead import ReadAheadSettings
 
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingSettings:
+class ReadingSettings(Struct, frozen=True):
     """How much to read at once, how much memory to use, how long to wait."""
 
     memory_bytes: int = 256 * _MIB

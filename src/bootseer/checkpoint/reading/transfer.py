@@ -20,9 +20,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import report_exception, show_threads
@@ -32,8 +33,7 @@ Done = Callable[[BootseerError | None], None]
 memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RangeRequest:
+class RangeRequest(Struct, frozen=True, eq=False):
     """Bytes of a file, from `start` on, to be read into `into`."""
 
     start: int

@@ -16,8 +16,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from bootseer.checkpoint.writing.segment import PartTask
 
 
-@dataclass(frozen=True, slots=True)
-class WritingSettings:
+class WritingSettings(Struct, frozen=True):
     """Limits of all files that are written concurrently. The defaults suit a node of a training cluster."""
 
     max_threads: int = 20

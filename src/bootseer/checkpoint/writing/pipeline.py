@@ -10,9 +10,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
+
+from msgspec.structs import replace
 
 from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import Policy

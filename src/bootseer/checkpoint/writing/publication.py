@@ -13,10 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from blake3 import blake3
+from msgspec import Struct
 
 from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
@@ -108,8 +108,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes written so far and in total."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Struct, frozen=True):
     """A file that is published: visible, durable, checked."""
 
     path: str

@@ -20,9 +20,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from blake3 import blake3
+from msgspec import Struct
 
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
@@ -202,8 +202,7 @@ _WORTH_S = 1.0
 """A slow part that needs less than this is not moved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """Where and how the parts of a file are written."""
 
     place: Place

@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.cache.disk import punch, write_all
 from bootseer.checkpoint.head import Segment
@@ -149,8 +150,7 @@ _MAX_RECALLS = 4
 """A file whose segments were recalled so often is sent at publication and not before."""
 
 
-@dataclass(eq=False, slots=True)
-class _Sent:
+class _Sent(Struct, eq=False):
     """A segment that was sent, or is in flight while `segment` is None."""
 
     writer: SegmentWriter

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 SCHEMA = "bootseer.request-key/2"
 """First part of every digest, so that new rules give new keys. Version 1 hashed requirement files as bytes."""
@@ -19,8 +20,7 @@ _SHOWN = 72
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RequestKey:
+class RequestKey(Struct, frozen=True):
     """What a setup requests. Equal digests may share a snapshot."""
 
     digest: str

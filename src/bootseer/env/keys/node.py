@@ -18,9 +18,10 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
@@ -204,8 +205,7 @@ print("bootseer:" + json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
+class Interpreter(Struct, frozen=True):
     """A Python interpreter."""
 
     path: str
@@ -256,7 +256,7 @@ def _ask(path: str, env: Mapping[str, str]) -> dict[str, object]:
                 found = json.loads(line.removeprefix("bootseer:"))
             except ValueError:
                 break
-            names = {name for name in Interpreter.__dataclass_fields__ if name != "path"}
+            names = {name for name in Interpreter.__struct_fields__ if name != "path"}
             if isinstance(found, dict) and set(found) == names:
                 return found
     reason = answer.error or f"ended with code {answer.code}"
@@ -291,8 +291,7 @@ _LEVELS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerators:
+class Accelerators(Struct, frozen=True):
     """NVIDIA GPUs of this node. All fields are empty without GPUs or if the driver does not answer."""
 
     gpus: tuple[str, ...] = ()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from bootseer.env.keys.requirements import installer_options
 from bootseer.env.keys.shell import Command
@@ -41,8 +42,7 @@ _VALUE_OPTIONS = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Install:
+class Install(Struct):
     """The inputs of one `pip install`."""
 
     action: str

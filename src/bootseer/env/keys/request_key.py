@@ -10,10 +10,11 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
@@ -29,8 +30,7 @@ _MAX_LISTED = 40
 _log = logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(Struct, frozen=True):
     """What the setup starts from."""
 
     kind: Literal["image", "host"]
@@ -40,8 +40,7 @@ class Base:
     """The image's configuration, covered by the digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRequest:
+class KeyRequest(Struct, frozen=True):
     """A setup to be run."""
 
     setup: str | None

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from bootseer.env.keys import requirement
 from bootseer.env.keys.requirement import Requirement
 from bootseer.env.keys.settings import looks_secret
@@ -46,8 +48,7 @@ _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _SETTINGS = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links", "--pre", "--trusted-host")
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(Struct, frozen=True):
     """A local distribution: a wheel, an archive, or a source tree."""
 
     path: str

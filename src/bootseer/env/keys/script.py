@@ -14,8 +14,9 @@ import fnmatch
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import programs, requirement, shell
@@ -107,8 +108,7 @@ _SHELL = re.compile(r"(ba|da|z|k)?sh|su")
 _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
-@dataclass(slots=True)
-class Inputs:
+class Inputs(Struct):
     """Inputs found in scripts and requirement files, as absolute paths."""
 
     requirements: Requirements = field(default_factory=Requirements)
@@ -127,8 +127,7 @@ class Inputs:
     """A short reason why the working folder matters; empty if it does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(Struct, frozen=True):
     """A script's text and its folders."""
 
     text: str

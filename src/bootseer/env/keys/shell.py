@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 _KEYWORDS = frozenset(
     """
@@ -47,8 +48,7 @@ _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(Struct, frozen=True):
     """A simple command: its program and arguments, without redirections."""
 
     words: tuple[str, ...]
@@ -63,8 +63,7 @@ class Command:
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
-@dataclass(slots=True)
-class Shell:
+class Shell(Struct):
     """The commands and variables of a script."""
 
     commands: list[Command] = field(default_factory=list)

@@ -14,10 +14,11 @@ was installed. `REASONS` has the meaning of each code; codes are stable, as they
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
+
+from msgspec import Struct
 
 from bootseer.artifact import kind
 from bootseer.env import Mode
@@ -93,8 +94,7 @@ DOCUMENTS = ("document", "replaces")
 """Fields of a decision that are documents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """What to do, and why."""
 
     action: Action

@@ -12,10 +12,10 @@ So a job that always fails causes a few installations and no endless loop. `quar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta, Struct, structs
+from msgspec.structs import replace
 
 from bootseer.artifact.document import decode, encode
 from bootseer.env.document import is_key
@@ -45,8 +45,7 @@ class Suspect(Struct, frozen=True, array_like=True):
     """Seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """The state of one request key."""
 
     key: str

@@ -14,8 +14,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.artifact.progress import Say
 from bootseer.env.restoring import private_layer
@@ -93,8 +94,7 @@ def show_on_host(
     return HostView(namespace, folder, points, say)
 
 
-@dataclass(frozen=True, slots=True)
-class _MountBuilder:
+class _MountBuilder(Struct, frozen=True):
     """Makes the mounts; called in the namespace."""
 
     source_of: SourceOf

@@ -14,7 +14,6 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +42,7 @@ ENVIRONMENT = "environment"
 _POINT = "layer"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerOptions(MountOptions):
+class LayerOptions(MountOptions, frozen=True):
     """Options of mounting a snapshot. Signatures are those of hot sets: the document's was verified at the lookup."""
 
     unpack: bool = False

@@ -14,9 +14,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct, field
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys.files import FactCache, is_settled, stamp_of
@@ -46,16 +47,14 @@ class Conflict(PermanentError):  # noqa: N818 - the reason code of the fallback 
         """One for each path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One path to be written."""
 
     operation: Operation
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """The steps in order: deletions first, and a folder before its entries."""
 
     steps: tuple[Step, ...]
@@ -98,8 +97,7 @@ def plan(
     return Plan((*reversed(planner.deletions), *planner.steps, *planner.links), root)
 
 
-@dataclass(slots=True)
-class _Planner:
+class _Planner(Struct):
     tree: SafeTree
     source_of: SourceOf
     entries: dict[str, Entry]

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from msgspec import Struct
 
 from bootseer.env.changes import Action, Change, lies_in
 
@@ -63,8 +64,7 @@ class Folders(Protocol):
         """Whether it is a folder itself, and no symbolic link to one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(Struct, frozen=True):
     """The changed paths, divided. Both are sorted."""
 
     roots: tuple[str, ...]

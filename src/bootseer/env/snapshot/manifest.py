@@ -10,11 +10,10 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import zstandard
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from bootseer.artifact.document import convert
 from bootseer.env.changes import Action
@@ -39,8 +38,7 @@ _NO_XATTRS: Mapping[str, bytes] = {}
 _BEFORE = r"\A(file:sha256:[0-9a-f]{64}|symlink:[\s\S]{1,4095}|directory|other)?\Z"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One path of a snapshot. Directories on the way to it that did not change themselves have no entry."""
 
     path: str
@@ -68,8 +66,7 @@ class Entry:
     """Whether a restore on a host copies it instead of mounting it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """All entries, sorted by the bytes of their paths."""
 
     entries: tuple[Entry, ...]

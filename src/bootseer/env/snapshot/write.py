@@ -15,7 +15,9 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.machine import check
@@ -23,8 +24,7 @@ _MAX_BYTES = 16 << 20
 _NO_YAML = "write the file as JSON: nvidia-ctk cdi generate --format=json --output=/etc/cdi/nvidia.json"
 
 
-@dataclass(slots=True)
-class Edits:
+class Edits(Struct):
     """The changes to a container that the named devices need: `containerEdits` of the CDI specification."""
 
     nodes: list[Mapping[str, Any]] = field(default_factory=list)

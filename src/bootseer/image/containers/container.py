@@ -16,9 +16,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
@@ -46,8 +48,7 @@ _OF_HOST = ("resolv.conf", "hosts", "hostname")
 _END_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """The user's options for a container."""
 
     process: ProcessOptions = field(default_factory=ProcessOptions)

@@ -13,8 +13,9 @@ import re
 import resource
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import UsageError
 
@@ -37,8 +38,7 @@ _TMPFS_OPTION = re.compile(
 _MAX_ENV_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The user's options for the container, apart from those for its process."""
 
     read_only: bool = False

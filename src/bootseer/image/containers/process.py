@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from bootseer.errors import CorruptError, UsageError
 from bootseer.image.containers.rootfs import User, resolve_user
@@ -33,8 +34,7 @@ _NOT_PASSED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessOptions:
+class ProcessOptions(Struct, frozen=True):
     """The user's options for the process; None: the image's value."""
 
     command: tuple[str, ...] = ()
@@ -52,8 +52,7 @@ class ProcessOptions:
     """Folders to prepend to variables that are lists of folders (PYTHONPATH)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     """The process to start, with paths and ids of the container."""
 
     args: tuple[str, ...]

@@ -13,8 +13,9 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import PermanentError, UsageError
 
@@ -77,8 +78,7 @@ _MAX_BYTES = 1 << 20
 _MAX_ID = (1 << 32) - 2
 
 
-@dataclass(frozen=True, slots=True)
-class User:
+class User(Struct, frozen=True):
     """Numeric ids, and the home folder from the image's passwd (default `/`)."""
 
     uid: int

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import UsageError
 from bootseer.image.containers.cdi import Edits
@@ -31,8 +32,7 @@ _READ_ONLY = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys",
 _CGROUPS = "/sys/fs/cgroup"
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(Struct, frozen=True):
     """A bind mount of a file or folder of the host."""
 
     source: str

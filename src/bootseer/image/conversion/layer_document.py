@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.artifact import document
 from bootseer.blocks.block_file import BlockFile
@@ -27,8 +28,7 @@ MAX_QUESTIONS = 10_000
 """A layer with more questions is converted again each time, because its document would be too large."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedLayer:
+class ConvertedLayer(Struct, frozen=True):
     """A converted layer: its block file, and what assembling the image needs."""
 
     file: BlockFile

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from dataclasses import fields, replace
+
+from msgspec.structs import replace
 
 from bootseer.errors import UsageError
 from bootseer.machine import kernel
@@ -79,7 +80,7 @@ def after_failure(facts: Facts, method: MountMethod, reason: str, *, private: bo
     found = replace(facts, **{failed: getattr(facts, failed) or reason})
     if not facts.mount:  # root: `initial_facts` has not probed
         probed = probe(private=private)
-        found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
+        found = Facts(*(getattr(found, name) or getattr(probed, name) for name in Facts.__struct_fields__))
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import field
 
 from bootseer.artifact.materialize import MountOptions
 from bootseer.image.reference import Reference
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 Fallback = Literal["convert", "none"]
 
 
-@dataclass(frozen=True, slots=True)
-class Request(MountOptions):
+class Request(MountOptions, frozen=True):
     """The image to mount and how it is fetched."""
 
     reference: Reference

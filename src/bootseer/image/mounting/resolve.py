@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
@@ -34,8 +35,7 @@ _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedImage:
+class ResolvedImage(Struct, frozen=True):
     """A converted image, ready to be mounted."""
 
     document: ImageDocument

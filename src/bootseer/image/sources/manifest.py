@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
@@ -28,8 +29,7 @@ _CONFIGS = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.
 _LAYERS = ("application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.image.rootfs.diff.tar")
 
 
-@dataclass(frozen=True, slots=True)
-class Platform:
+class Platform(Struct, frozen=True):
     """Operating system and architecture of an image. As a request, an empty variant matches any."""
 
     os: str
@@ -48,8 +48,7 @@ class Platform:
         return cls(*parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(Struct, frozen=True):
     """A reference to a blob in a document."""
 
     digest: str
@@ -57,8 +56,7 @@ class Descriptor:
     media_type: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """One image for one platform."""
 
     data: bytes

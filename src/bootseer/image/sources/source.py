@@ -10,8 +10,9 @@ import os
 import random
 import stat
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from bootseer.errors import CorruptError, UsageError
 from bootseer.io.retry import retrying
@@ -24,8 +25,7 @@ _STALL_S = 300.0
 """How long a layer's stream may deliver no bytes, retries included."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLayer:
+class SourceLayer(Struct, frozen=True):
     """A layer in its source, usually compressed."""
 
     digest: str
@@ -37,8 +37,7 @@ class SourceLayer:
     """Yields the bytes from an offset on. After a `TransientError` it may be called again, with the offset reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSource:
+class ImageSource(Struct, frozen=True):
     """An image that can be converted. Call `close` at the end."""
 
     name: str

@@ -17,10 +17,12 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
+
+from msgspec.structs import replace
 
 from bootseer.env.capturing.leftovers import TRANSIENT
 from bootseer.env.document import Daemon, apply_exports

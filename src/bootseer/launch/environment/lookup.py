@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Struct
 
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey
@@ -39,8 +39,7 @@ _RELEASE_S = 10.0
 _log = logger(__name__)
 
 
-@dataclass(slots=True)
-class LookupResult:
+class LookupResult(Struct):
     """The decision, and the process that holds the lease."""
 
     decision: Decision

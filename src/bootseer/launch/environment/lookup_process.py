@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
@@ -115,7 +116,7 @@ class LookupProcess:
         document, suspicion = found.document, ""
         if document is not None:
             document = self._with_age_limit(document)
-            found = replace(found, document=document)
+            found = dataclasses.replace(found, document=document)
             suspicion = Quarantine(catalog.store, node_catalog.store, self._say).reason(document)
         return decide(
             mode,
@@ -173,6 +174,6 @@ class LookupProcess:
 
 
 def _encoded(decision: Decision) -> dict[str, Any]:
-    message = {field.name: getattr(decision, field.name) for field in fields(decision)}
+    message = asdict(decision)
     documents = {name: message[name].encode().decode() for name in DOCUMENTS if message[name] is not None}
     return {**message, **documents, "action": decision.action.value}

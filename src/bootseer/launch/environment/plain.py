@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.launch.command import Options, run_command, run_program
@@ -77,8 +78,7 @@ def install_command(
     return module_command(python, "pip", "install", *(word for path in files for word in ("-r", path))), {}
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptRun:
+class ScriptRun(Struct, frozen=True):
     """The command of a setup script, with a hook that records its exports."""
 
     argv: Sequence[str]

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import Struct
+
 from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
@@ -32,8 +34,7 @@ UNPINNED_AGE_S = 7 * 86_400.0
 """Default age limit of a snapshot with unpinned versions."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentOptions:
+class EnvironmentOptions(Struct, frozen=True):
     """Options of environment snapshots."""
 
     cache: Path

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct, field
 
 from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fall_back
@@ -33,8 +34,7 @@ _NO_MOUNTS = "nothing can be mounted here"
 Mode = Literal["restored", "captured", "installed"]
 
 
-@dataclass(slots=True)
-class PreparedEnvironment:
+class PreparedEnvironment(Struct):
     """The environment of the command, ready to run it; `undo` is closed when the command has ended."""
 
     mode: Mode

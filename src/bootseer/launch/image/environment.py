@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from bootseer.artifact.places import cache_root, containers_folder
 from bootseer.env.document import Export, apply_exports

@@ -15,9 +15,10 @@ import os
 import posixpath
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.effects import mentions

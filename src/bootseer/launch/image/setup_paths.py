@@ -16,7 +16,8 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.script import gather
@@ -96,8 +97,7 @@ def _mentions(text: str, place: str) -> bool:
     return bool(place) and re.search(rf"(?<![\w-]){re.escape(place)}(?![\w-])", text) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class SetupPaths:
+class SetupPaths(Struct, frozen=True):
     """The setup's folders in the container."""
 
     folder: str

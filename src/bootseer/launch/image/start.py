@@ -19,9 +19,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 import bootseer
 from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
@@ -54,8 +56,7 @@ _OF_SETUP = "-setup"
 _MAX_WORKLOAD = 94
 
 
-@dataclass(frozen=True, slots=True)
-class ImageOptions:
+class ImageOptions(Struct, frozen=True):
     """The options of the image and the container."""
 
     request: Request
