@@ -139,7 +139,9 @@ class CheckpointStart:
             MAX_DATANODES,
         )
 
-        status = self._mounted.began() if self._mounted is not None and self._plain_folder is None else {"place": {}}
+        status: dict[str, Any] = {"place": {}}
+        if self._mounted is not None and self._plain_folder is None:
+            status = self._mounted.began(training=until != COMMAND_ENDED)
         tracer, parent = self._session.tracer, self._session.span
         how = {"mode": "mounted" if self._plain_folder is None else "plain", "reason": self._reason}
         attrs = {

@@ -65,12 +65,16 @@ class Job:
         self._ends += [startup.drop, reading.close]
         return startup, reading
 
-    def record(self, slot: str, *reads: tuple[str, int, int], node: str = "cache") -> None:
+    def record(
+        self, slot: str, *reads: tuple[str, int, int], node: str = "cache", training_begins: bool = True
+    ) -> None:
         """A start that reads this."""
         startup, _ = self.start(slot, node=node)
         startup.begin()
         for path, offset, length in reads:
             startup.note(path, offset, length)
+        if training_begins:
+            startup.training_began()
         startup.end()
         startup.close()
         startup.drop()
@@ -175,6 +179,19 @@ def test_a_start_that_read_the_same_writes_nothing_into_the_place(job: Job) -> N
     job.record("0 of 2", ("step-2/used", 0, MIB))
     assert job.hot() == [published], "replaced as a whole"
     assert published.stat().st_ino != before.st_ino
+
+
+def test_a_start_that_fails_before_it_has_read_all_keeps_the_list(job: Job) -> None:
+    job.record("0 of 2", ("step-1/used", 0, 4 * MIB))
+    (published,) = job.hot()
+    (on_node,) = (job.cache / "checkpoints").iterdir()
+    before = published.read_bytes(), on_node.read_bytes()
+    job.record("0 of 2", ("step-1/used", MIB, MIB), training_begins=False)
+    assert (published.read_bytes(), on_node.read_bytes()) == before
+    job.record("0 of 2", ("step-1/used", MIB, MIB), ("step-1/unused", 0, MIB), training_begins=False)
+    assert published.read_bytes() != before[0], "the job reads other files now"
+    job.record("0 of 2", ("step-1/used", MIB, MIB))
+    assert json.loads(published.read_bytes())["ranges"] == [["used", True, MIB, MIB]]
 
 
 def test_a_place_that_cannot_be_written_costs_a_message(job: Job) -> None:

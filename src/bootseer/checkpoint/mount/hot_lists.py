@@ -42,6 +42,8 @@ class HotLists:
         self._path = None if cache is None else cache / _FOLDER / f"{key}.json"
         self._published: list[Range] = []
         """What the place has for this slot."""
+        self._own: list[Range] = []
+        """What the place, or this node, has for this slot."""
 
     def load(self, checkpoint: str) -> list[Range]:
         """What this slot read in its last start, or what two other slots both read; empty if neither is known.
@@ -50,10 +52,13 @@ class HotLists:
         """
         if checkpoint:
             self._published = self._in_place(self._name, checkpoint)
-        return self._published or self._on_node(checkpoint) or self._of_other_slots(checkpoint)
+        self._own = self._published or self._on_node(checkpoint)
+        return self._own or self._of_other_slots(checkpoint)
 
-    def save(self, ranges: Sequence[Range], checkpoint: str) -> None:
-        """Keep what this start read."""
+    def save(self, ranges: Sequence[Range], checkpoint: str, *, began: bool) -> None:
+        """Keep what this start read. `began`: training began; a start that failed may have read only a part."""
+        if not began and sum(one.length for one in common(ranges, self._own)) == sum(one.length for one in ranges):
+            return
         data = encode(ranges, checkpoint)
         if self._path is not None:
             try:

@@ -69,12 +69,16 @@ class MountedCheckpoint(Struct, frozen=True):
         is_writing = self.status().get("unpublished")
         return f"sending what was written to {self.state.what}" if is_writing else f"unmounting {self.target}"
 
-    def began(self) -> dict[str, Any]:
-        """The startup is over: what was read so far is the next start's hot list. Returns the daemon's status."""
+    def began(self, *, training: bool = True) -> dict[str, Any]:
+        """The startup is over: what was read so far is the next start's hot list. Returns the daemon's status.
+
+        Without `training` the command ended before: then a list that contains what it read stays.
+        """
         daemon = self._daemon()
         if daemon is None:
             raise NotFoundError(f"the daemon that serves {self.target} does not run")
-        daemon.end_startup()
+        if training:
+            daemon.end_startup()
         return daemon.status()
 
     def _daemon(self) -> Daemon | None:

@@ -118,7 +118,7 @@ class Serving(Struct, frozen=True):
         startup = source.startup
         if startup is None:
             return Served(source, mount, status=source.status, finish_writes=source.end)
-        return Served(source, mount, startup, source.status, startup.begin, source.end)
+        return Served(source, mount, startup, source.status, startup.begin, source.end, startup.training_began)
 
 
 def _ignore(path: str, offset: int, length: int) -> None:

@@ -44,6 +44,7 @@ class Startup:
         self._changed = threading.Condition()
         self._recorder: Recorder | None = Recorder()
         self._ranges: list[Range] = []
+        self._has_begun = False
         self._checkpoint = ""
         self._ahead: dict[str, CheckpointFile] = {}
         self._window = PrefetchWindow()
@@ -120,6 +121,9 @@ class Startup:
         file.close()
         return None
 
+    def training_began(self) -> None:
+        self._has_begun = True
+
     def end(self) -> None:
         """The start is over: later reads are not recorded, and nothing more is prefetched."""
         with self._changed:
@@ -131,7 +135,7 @@ class Startup:
     def close(self) -> None:
         """Save the record for the next start."""
         if self._ranges:
-            self._hot_lists.save(self._ranges, self._checkpoint)
+            self._hot_lists.save(self._ranges, self._checkpoint, began=self._has_begun)
 
     def drop(self) -> None:
         """Stop prefetching."""
