@@ -303,3 +303,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the application's task to be cancelled, which logs a traceback
+            await self.lifespan.shutdown()

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from bootseer.report.render import terminal
+from bootseer.report.render.fold import outliers
 from bootseer.trace.event import decode
 from fleet import INSTALL, Fleet
 from startups import began, report, span
@@ -49,6 +50,16 @@ def test_odd_names_fit_and_are_harmless(name):
     bars = [line for line in text.splitlines() if line.count("▓") > 0]
     starts = {cell_len(line[: line.index("▓")]) for line in bars[:6]}
     assert starts == {19}
+
+
+def test_the_node_that_all_others_wait_for_is_shown_first():
+    result = fleet(
+        num_nodes=64, killed_in={50: INSTALL}, names=tuple(f"gpu-{at:02d}.rack.example.com" for at in range(64))
+    )
+    rows = [line for line in shown(result).splitlines() if line.startswith("gpu-")]
+    assert len(rows) == 8
+    assert rows[0].startswith("gpu-50 ")
+    assert outliers(result)[0].node == "gpu-50.rack.example.com"
 
 
 def test_a_long_name_of_a_job_can_be_copied():

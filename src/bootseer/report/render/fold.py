@@ -78,10 +78,15 @@ def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
     by_name = {node.node: node for node in report.nodes}
     names = [link.node for link in reversed(report.critical_chain)]
     names += [straggler.node for straggler in sorted(report.stragglers, key=lambda s: -s.delay_s)]
-    names += [node.node for node in report.nodes if node.outcome != "ok"]
+    names += [node.node for node in ended_first(report.nodes)]
     names += [node.node for node in sorted(report.nodes, key=own_s, reverse=True)]
     chosen = [name for name in dict.fromkeys(names) if name in by_name]
     return [by_name[name] for name in chosen[:limit]]
+
+
+def ended_first(nodes: list[Node]) -> list[Node]:
+    """The nodes that did not reach training. First those whose events end first: the others waited for them."""
+    return sorted((node for node in nodes if node.outcome != "ok"), key=lambda node: node.own_end_s)
 
 
 def bands(nodes: list[Node]) -> list[Band]:

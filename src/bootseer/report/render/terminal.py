@@ -19,7 +19,7 @@ from bootseer.report.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
 from bootseer.report.analysis.starts import SUMMARIES
 from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
-from bootseer.report.render.fold import clean, top
+from bootseer.report.render.fold import clean, domain, ended_first, top
 from bootseer.units import format_bytes, format_hours, format_money, format_seconds, plural
 
 _COLOURS = {
@@ -201,17 +201,23 @@ def _shown(report: Report) -> list[tuple[str, Node]]:
     """All nodes if they are few; else percentiles and the stragglers."""
     # Ranks are more detailed than nodes, if there is room for them.
     nodes = report.ranks if 0 < len(report.ranks) <= _MAX_NODES else report.nodes
+    shared = domain(report.nodes)
+
+    def label(node: Node) -> str:
+        return node.node.removesuffix(shared)
+
     if len(nodes) <= _MAX_NODES:
-        return [(node.node + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
+        return [(label(node) + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
     ordered = sorted(nodes, key=lambda node: (node.outcome != "ok", node.work_s))
     picked = {
         f"p{share} of {len(nodes)}": ordered[min(share * len(ordered) // 100, len(ordered) - 1)]
         for share in (1, 50, 90)
     }
-    worst = [row.node for row in report.stragglers] + [n.node for n in nodes if n.outcome in ("truncated", "failed")]
+    stopped = [node.node for node in ended_first(nodes) if node.outcome in ("truncated", "failed")]
+    worst = [row.node for row in report.stragglers] + stopped
     by_name = {node.node: node for node in nodes}
     for name in list(dict.fromkeys(worst))[:_MAX_ROWS]:
-        picked[name] = by_name[name]
+        picked[label(by_name[name])] = by_name[name]
     return list(picked.items())
 
 
