@@ -161,6 +161,18 @@ def test_a_slot_without_a_record_prefetches_what_two_others_have_read(job: Job) 
     assert place_bytes(reading) <= MIB + 100
 
 
+def test_lists_that_are_being_written_are_not_used(job: Job) -> None:
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    job.record("1 of 2", ("step-1/used", 0, MIB))
+    for name in (".attempts-0123456789abcdef", ".attempts-fedcba9876543210"):
+        (job.folder / "place/.stripes-hot" / name).touch()
+    job.said.clear()
+    job.opened.clear()
+    job.start("3 of 4", node="new")[0].begin()
+    assert job.opened == ["step-1/meta", "step-1/used"]
+    assert job.said == []
+
+
 def test_lists_of_different_numbers_of_nodes_are_not_compared(job: Job) -> None:
     job.record("0 of 2", ("step-1/used", 0, LARGE))
     job.record("0 of 4", ("step-1/used", 0, LARGE))

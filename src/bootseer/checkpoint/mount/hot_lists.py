@@ -117,7 +117,8 @@ class HotLists:
         for entry in sorted(entries, key=lambda entry: entry.mtime_ns, reverse=True):
             name = name_of(entry.path)
             num_nodes = name.partition("-")[0]
-            if num_nodes == _ONE_NODE or entry.is_folder:
+            # Temporary files of writers have other names.
+            if not num_nodes.isdecimal() or num_nodes == _ONE_NODE or entry.is_folder:
                 continue
             if num_nodes in newest:
                 return common(self._in_place(newest[num_nodes], checkpoint), self._in_place(name, checkpoint))
