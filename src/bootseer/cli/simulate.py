@@ -115,7 +115,7 @@ def simulate_command(
     if events is not None:
         for outcome in done:
             _write(events, outcome, wanted.name + (f"-seed{outcome.seed}" if seeds > 1 else ""))
-    columns = ("image", "env", "imports", "ckpt", "start s", "registry GB", "peers GB")
+    columns = ("image", "env", "imports", "ckpt", "start", "registry", "peers")
     rows = table("nodes", "arm", *columns, right=("nodes", *columns))
     names = ("image_loading", "environment_setup", "model_initialization.imports", "model_initialization.checkpoint")
     for outcome in done:
@@ -125,7 +125,8 @@ def simulate_command(
         rows.add_row(str(outcome.nodes), outcome.arm, *(f"{figure:,.1f}" for figure in figures))
     drawn = _seeds(range(seed, seed + seeds))
     digests = dict.fromkeys(variant.digest for _, variant in variants)
-    caption = f"Simulated: parameters {', '.join(digests)}; {drawn}. Seconds of the slowest node."
+    caption = f"Simulated: parameters {', '.join(digests)}; {drawn}. Seconds of the slowest node; GB sent by registry "
+    caption += "and peers."
     document = {"simulated": True, "scenario": wanted.name, "parameters": wanted.digest, "seed": seed}
     document["starts"] = [outcome.as_json() for outcome in done]
     if html is not None:
