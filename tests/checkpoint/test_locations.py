@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.locations import close_all, is_uri, resolve, resolve_below, split
+from bootseer.checkpoint.locations import is_uri, resolve, resolve_below, split
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.places import open_place
 from bootseer.store.open import open_store
-from checkpoint_process import own_file_systems
+from checkpoint_process import close_all, own_file_systems
 
 __all__ = ["own_file_systems"]
 
