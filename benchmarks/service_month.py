@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +46,11 @@ def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
     where, now = Filter(month.first_day, month.last_day), Filter(month.last_day - 6, month.last_day)
     return {
         "1 cost by team": lambda: questions.cost(connection, where),
-        "2 stages by scale": lambda: questions.stages(connection, where),
+        "2 stages by scale": lambda: [
+            {"bucket": name, **row}
+            for number, (_, name, _) in enumerate(BUCKETS)
+            for row in questions.stages(connection, replace(where, bucket=number))
+        ],
         "3 open starts": lambda: questions.open_starts(connection),
         "4 slow nodes": lambda: questions.nodes(connection, where),
         "5 starts of a job": lambda: questions.starts(connection, Filter(job="job-0007")),

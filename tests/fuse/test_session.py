@@ -263,6 +263,30 @@ def test_a_mount_that_was_taken_away_ends_its_session(mounted: Mount) -> None:
     session.close()
 
 
+@pytest.mark.root
+def test_a_session_whose_mount_lives_on_elsewhere_unmounts_no_later_mount_of_its_folder(
+    tmp_path: Path, mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "JOIN_S", 0.1)
+    first = mounted(MemoryTree({b"a": b"first"}))
+    copy = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", "echo; read x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert copy.stdout is not None
+    copy.stdout.readline()
+    with pytest.raises(TransientError, match="still uses it"):
+        first.close()
+    second = session_module.mount(MemoryTree({b"a": b"second"}), first.target, on_error=lambda line: None)
+    try:
+        with pytest.raises(TransientError, match="still uses it"):
+            first.close()  # a mount daemon tries again, by force in the end
+        first.close(force=True)
+        assert (first.target / "a").read_bytes() == b"second"
+    finally:
+        second.close(force=True)
+        copy.communicate(b"\n")
+
+
 def test_sessions_leave_no_descriptors(mounted: Mount) -> None:
     mounted(MemoryTree({b"f": b"x"})).close()
     gc.collect()

@@ -166,6 +166,9 @@ class Session:
         self._on_error = on_error
         self._pending: dict[int, PendingRead] = {}
         self._ended = threading.Event()
+        self._is_detached = False
+        """Whether it is gone from its folder. Another mount namespace may have a copy that is in use, and the folder
+        another mount."""
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = 0
@@ -208,12 +211,14 @@ class Session:
     def close(self, *, force: bool = False) -> None:
         """Unmount. Raises `TransientError` while files are in use; with `force`, their users get errors instead."""
         if not self._ended.is_set():
-            try:
-                attach.detach(self.target, force=force)
-            except BootseerError:
-                # Another process may have unmounted it a moment ago: then the reading threads end by themselves.
-                if not self._ended.wait(0.1):
-                    raise
+            if not self._is_detached:
+                try:
+                    attach.detach(self.target, force=force)
+                    self._is_detached = True
+                except BootseerError:
+                    # Another process may have unmounted it a moment ago: then the reading threads end by themselves.
+                    if not self._ended.wait(0.1):
+                        raise
             if not self._ended.wait(JOIN_S) and not force:
                 raise TransientError(f"{self.target} is unmounted, but something still uses it")
         if self._ended.is_set() and self._handler.max_threads == 1:
@@ -221,8 +226,9 @@ class Session:
 
     def detach(self) -> None:
         """Unmount lazily: it disappears at once, and ends with its last user."""
-        if not self._ended.is_set():
+        if not self._ended.is_set() and not self._is_detached:
             attach.detach(self.target, lazy=True)
+            self._is_detached = True
 
     # Threads that read requests
 
