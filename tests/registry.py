@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import re
 import secrets
 import shutil
@@ -37,6 +38,7 @@ _LOG = re.compile(
 )
 _START_S = 120.0
 _given_ports: set[int] = set()
+_RANGES, _PORTS = 16, 1_423
 
 needs_registry = pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
 
@@ -161,10 +163,12 @@ class Registry:
 def free_port() -> int:
     """A TCP port of the loopback address that nobody listens on, another one at each call.
 
-    None of those that the kernel gives to connections, one of which could take it before the server starts.
+    None of those that the kernel gives to connections, one of which could take it before the server starts. Each worker
+    has a range of its own for the same reason.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 10_000 + secrets.randbelow(22_768)
+        port = 10_000 + worker % _RANGES * _PORTS + secrets.randbelow(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _given_ports:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import select
 import sys
 
-from bootseer.artifact.lease import Held, Lease
+from bootseer.artifact.lease import Held, Lease, acquire
 from bootseer.env.life.catalog import Catalog
-from bootseer.env.life.election import elect
+from bootseer.env.life.election import elect, lease_name
 from bootseer.store.open import open_store
 
 
@@ -20,7 +20,9 @@ def main(uri: str, key: str, node: str, ttl_s: float, what: str) -> None:
     if what == "elect":
         print("ready", flush=True)
         sys.stdin.readline()
-    found = elect(catalog, key, node, ttl_s=ttl_s)
+        found = elect(catalog, key, node)
+    else:
+        found = acquire(catalog.store, lease_name(key), node, ttl_s=ttl_s)
     if not isinstance(found, Lease):
         print("held" if isinstance(found, Held) else f"none: {found}", flush=True)
         return
