@@ -101,7 +101,7 @@ def left(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            text = path.read_text()
+            text = path.read_text(errors="replace")  # of any process of the machine, also one that is just starting
         except OSError:
             continue
         if "warm_parent.py" in text and str(folder) in text:
