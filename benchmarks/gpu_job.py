@@ -284,7 +284,6 @@ def main() -> None:
     at("end")
     rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
     facts["threads"] = len(list(Path("/proc/self/task").iterdir()))
-    facts["warm"] = "warm_parent" in Path("/proc/self/environ").read_text(errors="replace")
     found = {"points": points, "ends": ends, "losses": losses, "facts": facts}
     out = Path(given.out)
     out.with_name(f"{out.stem}-{rank}{out.suffix}").write_text(json.dumps(found))

@@ -116,7 +116,7 @@ def note_import(name: str, started_ns: int) -> None:
 
 
 def mark_cuda(cuda: ModuleType) -> None:
-    """Mark the first call of `_lazy_init`, which all of PyTorch's uses of CUDA go through, those in C++ too."""
+    """Mark the first call of `torch.cuda._lazy_init`, but by modules that imported it by name before."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         marked = spanned(STAGE + "cuda_init", lambda args, kwargs: {})(original)

@@ -288,7 +288,7 @@ class Pages:
         return HTMLResponse(text, status)
 
     async def not_found(self, request: Request, error: Exception) -> Response:
-        """For an address that is none of the service's: a page for browsers."""
+        """A page for browsers that ask for an address that does not exist."""
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse("Not Found", 404)
         return self._page("error", request, status=404, error=f"There is no page {request.url.path}")

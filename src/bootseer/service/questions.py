@@ -113,25 +113,24 @@ def stages(connection: Connection, where: Filter) -> Rows:
     """2. Cost of each stage: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
     # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
-    key = [of.c.stage_id]
     known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
-    columns = (*key, *(func.sum(of.c[name]).label(name) for name in summed))
-    hists: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
+    columns = (of.c.stage_id, *(func.sum(of.c[name]).label(name) for name in summed))
+    hists: dict[int, list[int]] = defaultdict(lambda: [0] * CLASSES)
     if of is stage_day:  # all histograms of a stage as one text: thousands of small ones take longer to parse
         totals = select(*columns, func.sum(of.c.n).label("n"), func.aggregate_strings(of.c.hist, ",").label("hists"))
         totals = totals.where(*where.of(of))
     else:
         totals = select(*columns, func.count().label("n")).join_from(of, start).where(*where.of(start))
-        medians = select(*key, of.c.median_s).join_from(of, start)
-        for *group, took_s in connection.execute(medians.where(*where.of(start), of.c.median_s.is_not(None))):
-            hists[tuple(group)][class_of(took_s)] += 1
+        medians = select(of.c.stage_id, of.c.median_s).join_from(of, start)
+        for stage_id, took_s in connection.execute(medians.where(*where.of(start), of.c.median_s.is_not(None))):
+            hists[stage_id][class_of(took_s)] += 1
     found = []
-    for row in connection.execute(totals.group_by(*key)):
+    for row in connection.execute(totals.group_by(of.c.stage_id)):
         if of is stage_day:
             lists = msgspec.json.decode(f"[{row.hists}]", type=list[list[int]])
             hist = list(map(sum, zip(*lists, strict=True)))
         else:
-            hist = hists[tuple(row[: len(key)])]
+            hist = hists[row.stage_id]
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
         added = {name: row._mapping[name] or 0.0 for name in summed}
         found.append({"stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
