@@ -91,8 +91,10 @@ def test_missing_parts_are_named_and_the_newest_whole_one_is_found(files: Files,
     assert newest_whole(files, "", without="step-2") == "step-1"
     os.truncate(next((job / "step-2/.stripes").glob("*/*")), 5)
     assert newest_whole(files, "") == "step-1"
-    (job / "step-1/model").write_bytes((job / "step-1/model").read_bytes()[:-1] + b"x")
-    assert newest_whole(files, "") is None
+    head_bytes = (job / "step-1/model").read_bytes()
+    for damaged in (head_bytes[:20] + b"x" + head_bytes[21:], head_bytes[:-1] + b"x"):
+        (job / "step-1/model").write_bytes(damaged)
+        assert newest_whole(files, "") is None
 
 
 def test_a_head_that_was_copied_without_its_parts_names_what_is_missing(files: Files, job: Path) -> None:

@@ -199,9 +199,10 @@ def test_an_error_in_the_middle_leaves_nothing_behind(files: Files, job: Path, s
     assert list(files.list("")) == []
 
 
-def test_a_source_that_changes_while_it_is_written_is_refused(files: Files, job: Path, source: Path) -> None:
+@pytest.mark.parametrize("mode", ["ab", "r+b"])
+def test_a_source_that_changes_while_it_is_written_is_refused(files: Files, job: Path, source: Path, mode: str) -> None:
     def change(done: int, total: int) -> None:
-        with (source / "model").open("ab") as file:
+        with (source / "model").open(mode) as file:
             file.write(b"more")
 
     with pytest.raises(PermanentError, match="changed while"):

@@ -85,10 +85,13 @@ def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, job: Path,
     assert head.segments[0].parts[1].name in problems[0].what
 
 
-def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(files: Files, job: Path) -> None:
+@pytest.mark.parametrize("at", [20, 200])
+def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(
+    files: Files, job: Path, at: int
+) -> None:
     put_striped(files.place, "ckpt/a", content_of(2 * _MIB), stripes=2)
     head = put_striped(files.place, "ckpt/b", content_of(2 * _MIB, 1), stripes=2)
-    flip(job / "ckpt/a", 200)
+    flip(job / "ckpt/a", at)
     flip(job / part_paths("ckpt/b", head)[0], 0)
     problems = verify(files, "ckpt").problems
     assert [problem.path for problem in problems] == ["ckpt/a", "ckpt/b"]

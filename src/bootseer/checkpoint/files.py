@@ -229,9 +229,10 @@ class Files:
         check_name(f"{path}/".removeprefix(self._within))
 
     def _info(self, entry: Entry) -> FileInfo:
-        size_bytes = None
-        with contextlib.suppress(CorruptError):  # shown with its head's length; reading it is an error
+        try:
             size_bytes = self._size(entry) if maybe_head(entry) else None
+        except CorruptError:  # shown with its head's length; reading it is an error
+            size_bytes = entry.size_bytes
         if size_bytes is None:
             return FileInfo(entry, entry.size_bytes, is_striped=False)
         return FileInfo(entry, size_bytes, is_striped=True)

@@ -170,6 +170,7 @@ class _File:
     """Path relative to the source."""
     local: Path
     size_bytes: int
+    mtime_ns: int
     mode: int
 
 
@@ -263,7 +264,7 @@ def _file(name: str, local: Path) -> _File:
     status = _status(local)
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{local} is not a regular file", hint="sockets, pipes and devices cannot be put")
-    return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777)
+    return _File(name, local, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode) & 0o777)
 
 
 def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) -> None:

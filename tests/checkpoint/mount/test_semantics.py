@@ -50,8 +50,12 @@ def test_fsync_publishes_and_the_file_may_be_written_on(one: MountedPlace, other
         file.write(data)
         os.fsync(file.fileno())
         assert (other.target / "f").read_bytes() == data
-        file.write(data)
-        assert (one.target / "f").read_bytes() == data + data
+        with (other.target / "f").open("rb") as reader:
+            assert reader.read(9) == data[:9]
+            file.write(data)
+            assert (one.target / "f").read_bytes() == data + data
+            os.fsync(file.fileno())
+            assert (other.target / "f").read_bytes() == data + data, "it is opened anew"
     assert (other.target / "f").read_bytes() == data + data
 
 

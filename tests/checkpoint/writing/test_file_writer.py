@@ -199,6 +199,26 @@ def test_nothing_is_visible_before_a_sync_and_all_of_it_after(desk: Desk) -> Non
     assert desk.leftovers() == []
 
 
+def test_a_truncate_that_fails_changes_nothing(desk: Desk) -> None:
+    writer = desk.writing.open("job/file", policy=SMALL)
+    content = os.urandom(9 * MIB)
+    writer.write_at(0, content)
+    writer.sync()
+    desk.place.before = _away
+    with pytest.raises(TransientError):
+        writer.truncate(3 * MIB)
+    desk.place.before = lambda step, path: None
+    assert writer.read_at(0, 9 * MIB) == content
+    writer.truncate(3 * MIB)
+    assert writer.read_at(0, 9 * MIB) == content[: 3 * MIB]
+    writer.commit()
+    assert desk.read("job/file") == content[: 3 * MIB]
+
+
+def _away(step: str, path: str) -> None:
+    raise TransientError("the place is away")
+
+
 def test_a_log_that_is_synced_after_each_line_resends_no_more_than_its_last_chunk(desk: Desk) -> None:
     writer = desk.writing.open("job/log", policy=SMALL)
     content = os.urandom(7 * MIB)

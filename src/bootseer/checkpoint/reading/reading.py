@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import count
 
+from bootseer.blocks.codec import digest_of
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, Segment, is_head_size, parse_head, peek
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
@@ -125,9 +126,9 @@ class StripedSource:
     whole_units = True
     unit_bytes = CHUNK_BYTES
 
-    def __init__(self, head: Head, context: ReadContext, dedup_sources: DedupSources | None) -> None:
+    def __init__(self, head: Head, version: str, context: ReadContext, dedup_sources: DedupSources | None) -> None:
         self.size_bytes = head.size_bytes
-        self.version = head.id
+        self.version = version
         self.num_lanes = max(segment.stripes for segment in head.segments)
         self.row_bytes = self.num_lanes * CHUNK_BYTES
         self.max_ahead_bytes = context.settings.ahead.max_bytes
@@ -242,17 +243,16 @@ class Reading:
             raise self._after_close(path)
         file = self._place.open(path)
         try:
-            head = _read_head(file, path, self._settings)
+            head, version = _read_head(file, path, self._settings)
         except BaseException:
             file.close()
             raise
         if head is None:
             make: Callable[[Engine], Source] = partial(self._ordinary, file)
-            key = (path, file.version)
         else:
             file.close()
-            make = partial(self._striped, path, head)
-            key = (path, head.id)
+            make = partial(self._striped, path, head, version)
+        key = (path, version)
         with self._lock:
             if self._closed:  # closed by another thread meanwhile
                 if head is None:
@@ -329,7 +329,7 @@ class Reading:
     def _ordinary(self, file: OpenFile, engine: Engine) -> Source:
         return OrdinarySource(file, self._settings, engine.facts)
 
-    def _striped(self, path: str, head: Head, engine: Engine) -> Source:
+    def _striped(self, path: str, head: Head, version: str, engine: Engine) -> Source:
         segments = Segments(
             self._place, path, head,
             workers=engine.workers, cache=engine.cache, cache_writer=engine.cache_writer,
@@ -339,20 +339,23 @@ class Reading:
             path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer,
             engine.peers,
         )  # fmt: skip
-        return StripedSource(head, context, engine.dedup_sources)
+        return StripedSource(head, version, context, engine.dedup_sources)
 
 
-def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | None:
-    """The head in this file; None if it is an ordinary file."""
+def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> tuple[Head | None, str]:
+    """The head in this file, None if it is an ordinary file; and the version of the content.
+
+    Of a striped file that is the head's digest: a file that is written on after an fsync keeps its id.
+    """
     if not is_head_size(file.size_bytes):
-        return None
+        return None, file.version
     data = read_blocking(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
     try:
         if peek(bytes(data[:PEEK_BYTES])) is None:
-            return None
+            return None, file.version
         if len(data) < file.size_bytes:
             data += read_blocking(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
-        return parse_head(bytes(data))
+        return parse_head(bytes(data)), digest_of(data).hex()
     except BootseerError as error:
         raise reworded(error, f"{path}: {error}") from error
 

@@ -272,9 +272,12 @@ class Sending:
 
     def truncate(self, size_bytes: int, old_size_bytes: int) -> None:
         with self._state:
+            is_cut = any(sent.start < size_bytes < sent.end for sent in self._sent)
+        if is_cut:  # first, because it may fail: then the file must be as it was
+            self.recall(size_bytes, size_bytes + 1)
+        with self._state:
             for sent in [sent for sent in self._sent if sent.start >= size_bytes]:
                 self._drop(sent)
-        self.recall(size_bytes, old_size_bytes)
         self._spool.truncate(size_bytes)
         with self._state:
             self._budget.free(self._present.remove(size_bytes, old_size_bytes))
