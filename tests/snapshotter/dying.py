@@ -15,7 +15,7 @@ from typing import Any
 
 from bootseer.cli.main import main
 from bootseer.snapshotter.lazy import LazyImages
-from bootseer.snapshotter.records import VIEW, Records
+from bootseer.snapshotter.records import COMMITTED, VIEW, Records
 from bootseer.snapshotter.snapshots import Snapshots
 
 TRAP = Path(sys.argv[1])
@@ -47,7 +47,7 @@ def behind(owner: Any, name: str, point: str) -> None:
 
 def patch() -> None:
     make, prepare, mounts = Snapshots._make, Snapshots.prepare, Snapshots.mounts
-    release = LazyImages.release_unknown
+    release, add = LazyImages.release_unknown, Records.add
 
     def recorded_only(self: Any, folder: Path, record: Any) -> None:
         at("View" if record.kind == VIEW else "Prepare")
@@ -65,18 +65,23 @@ def patch() -> None:
             at("Mounts")
         return mounts(self, key)
 
-    def half_cleaned(self: Any, images: Any) -> None:
+    def half_cleaned(self: Any, used: Any) -> None:
         at("Cleanup")
-        release(self, images)
+        release(self, used)
+
+    def mounted_only(self: Any, *arguments: Any) -> Any:
+        if arguments[2] == COMMITTED:
+            at("Prepare of a layer")
+        return add(self, *arguments)
 
     Snapshots._make = recorded_only  # type: ignore[method-assign]
     Snapshots.prepare = preparing  # type: ignore[method-assign]
     Snapshots.mounts = asked_for  # type: ignore[method-assign]
     LazyImages.release_unknown = half_cleaned  # type: ignore[method-assign]
+    Records.add = mounted_only  # type: ignore[method-assign]
     behind(Records, "commit", "Commit")
     behind(Records, "remove", "Remove")
     behind(Records, "relabel", "Update")
-    behind(LazyImages, "layer", "Prepare of a layer")
 
 
 patch()

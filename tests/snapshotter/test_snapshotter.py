@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from bootseer.mounts import kernel  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
 from image_node import LARGE_BYTES, Node, node  # noqa: E402
-from snapshotter_images import convert, pause  # noqa: E402
+from snapshotter_images import convert, pause, push_small  # noqa: E402
 
 assert node
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
@@ -325,6 +326,27 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     running.cri("RemoveImage", field(1, field(1, node.reference)))
     running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
+
+
+def test_cleanups_during_a_pull_leave_its_image_mounted(node: Node) -> None:
+    small = push_small(node)
+    convert(node, small)
+    with containerd(node.folder / "c", node.env, pause(node), program=PATIENT) as running:
+        pulled = threading.Event()
+
+        def clean_up() -> None:
+            while not pulled.is_set():
+                running.call(running.socket, f"{SERVICE}/Cleanup", b"")
+
+        with ThreadPoolExecutor(1) as pool:
+            cleaning = pool.submit(clean_up)
+            try:
+                running.pull(small)
+            finally:
+                pulled.set()
+            cleaning.result()
+        _, container = running.start_pod(small, ["true"])
+        assert running.ended(container) == 0, running.logs()
 
 
 @pytest.mark.parametrize("program", [PATIENT, LATE], ids=["in time", "late"])

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import asdict, dataclass
@@ -97,37 +97,46 @@ class LazyImages:
         self._runtime = Runtime(Path(settings.runtime))
         self._lock = threading.Lock()
         self._lookups: dict[str, tuple[float, Future[_KnownImage | None]]] = {}
-        self._mounting: dict[str, threading.Lock] = {}
+        self._mounting: dict[str, threading.RLock] = {}
+        """By digest: held while an image is mounted or unmounted, and until its new snapshot is recorded."""
         self._timed: set[str] = set()
         self._pulled: dict[str, str] = {}
         """For each image that is pulled normally, the chain id of its latest layer."""
 
-    def layer(self, chain: str, parent: str, labels: Mapping[str, str]) -> Layer | None:
+    def layer(
+        self, chain: str, parent: str, labels: Mapping[str, str], record: Callable[[Layer], None]
+    ) -> Layer | None:
         """The mounted layer of this chain id; None if it is unknown, not found within a second, or cannot be mounted.
 
         None also for layers above one that this pull fetches normally: containerd fetches all layers from there on, and
         lazy ones would be fetched twice.
+
+        `record` is called with the layer while it cannot be unmounted: `release_unknown` sees no use of it before.
         """
         match = _DIGEST.fullmatch(labels.get(_DIGEST_LABEL, ""))
         if match is None:
             return None
         # containerd's own table of snapshots prefixes the chain id with namespace and number.
         begun = bool(parent) and self._pulled.get(match[0]) == parent.rpartition("/")[2]
-        layer = None if begun else self._known_layer(chain, match, labels)
+        layer = None if begun else self._known_layer(chain, match, labels, record)
         if layer is None:
             self._pulled[match[0]] = chain
         else:
             self._pulled.pop(match[0], None)
         return layer
 
-    def _known_layer(self, chain: str, match: re.Match[str], labels: Mapping[str, str]) -> Layer | None:
+    def _known_layer(
+        self, chain: str, match: re.Match[str], labels: Mapping[str, str], record: Callable[[Layer], None]
+    ) -> Layer | None:
         try:
             known = self._look_up(match[0], labels.get(_REF_LABEL, "")).result(_DECIDE_S)
             if known is None or chain not in known.chains:
                 return None
-            name = f"{match[1]}-{known.chains[chain]}"
-            self._store_known(known)
-            self.lowers(name)
+            layer = Layer(f"{match[1]}-{known.chains[chain]}", match[0])
+            with self._mount_lock(match[1]):
+                self._store_known(known)
+                self.lowers(layer.name)
+                record(layer)
         except LateError:
             _LOG.warning("%s: no answer within %g s; its layers are pulled", match[0], _DECIDE_S)
             return None
@@ -135,15 +144,13 @@ class LazyImages:
             _LOG.warning("%s: its layers are pulled: %s", match[0], error)
             self._lookups[match[0]] = (time.monotonic(), _completed(None))
             return None
-        return Layer(name, match[0])
+        return layer
 
     def lowers(self, name: str) -> list[Path]:
         """The mount points of the layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
         digest, _, depth = name.partition("-")
         known = self._load(digest)
-        with self._lock:
-            mounting = self._mounting.setdefault(digest, threading.Lock())
-        with mounting:
+        with self._mount_lock(digest):
             state = self._mounted(digest)
             if state is None:
                 self._mount(known)
@@ -163,14 +170,18 @@ class LazyImages:
         timer.daemon = True
         timer.start()
 
-    def release(self, name: str, left: Collection[str]) -> None:
-        """A layer is removed; `left` are the remaining ones. The image is unmounted with its last layer."""
+    def release(self, name: str, used: Callable[[], Collection[str]]) -> None:
+        """Unmount an image if none of the layers that snapshots use, `used()`, is of it."""
         digest = name.partition("-")[0]
-        if any(other.startswith(digest) for other in left):
+
+        def is_used() -> bool:
+            return any(other.startswith(digest) for other in used())
+
+        if is_used():  # does not wait for a mount that hangs
             return
-        with self._lock:
-            mounting = self._mounting.setdefault(digest, threading.Lock())
-        with mounting:
+        with self._mount_lock(digest):
+            if is_used():
+                return
             state = self._runtime.find(self._folder / digest)
             if state is not None:
                 with contextlib.suppress(BootseerError, OSError):  # busy: retried by `release_unknown`
@@ -183,10 +194,14 @@ class LazyImages:
                 self._lookups.pop(f"sha256:{digest}", None)
                 self._timed.discard(digest)
 
-    def release_unknown(self, images: Collection[str]) -> None:
-        """Unmount images that none of these snapshots uses."""
+    def release_unknown(self, used: Callable[[], Collection[str]]) -> None:
+        """Unmount all images that no snapshot uses."""
         for path in self._folder.glob("*.json"):
-            self.release(path.stem, images)
+            self.release(path.stem, used)
+
+    def _mount_lock(self, digest: str) -> threading.RLock:
+        with self._lock:
+            return self._mounting.setdefault(digest, threading.RLock())
 
     def _end_startup(self, digest: str) -> None:
         state = self._mounted(digest)

@@ -118,6 +118,12 @@ class Records:
         """All snapshots in the order of creation."""
         return self._select("ORDER BY id")
 
+    def images(self) -> list[str]:
+        """The layers of converted images that snapshots use, each once, the earliest used first."""
+        with self._lock:
+            rows = self._db.execute("SELECT image FROM snapshots WHERE image != '' GROUP BY image ORDER BY min(id)")
+            return [image for (image,) in rows]
+
     def children(self, key: str) -> int:
         """The number of snapshots with this parent."""
         with self._lock:

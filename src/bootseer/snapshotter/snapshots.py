@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bootseer.artifact.places import own_folder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.logs import logger
-from bootseer.snapshotter.lazy import LazyImages
+from bootseer.snapshotter.lazy import Layer, LazyImages
 from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, Record, Records, RefusedError
 
 _LOG = logger(__name__)
@@ -58,10 +58,13 @@ class Snapshots:
             known = self.records.find(chain)
             if known is not None and known.image and known.parent == parent:  # from another namespace of containerd
                 raise ExistsError(f"snapshot {chain}: already exists")
-            layer = self._images.layer(chain, parent, labels) if known is None else None
-            if layer is not None:
+
+            def record_layer(layer: Layer) -> None:
                 with contextlib.suppress(ExistsError):  # another pull of the same image
                     self.records.add(chain, parent, COMMITTED, labels, layer.name)
+
+            layer = self._images.layer(chain, parent, labels, record_layer) if known is None else None
+            if layer is not None:
                 raise ExistsError(f"snapshot {chain}: provided by the converted image {layer.digest}")
         record = self.records.add(key, parent, kind, labels)
         folder = self._folder / str(record.id)
@@ -149,7 +152,7 @@ class Snapshots:
         """Remove a snapshot and its files; a converted image is unmounted with its last snapshot."""
         record = self.records.remove(key)
         if record.image:
-            self._images.release(record.image, [other.image for other in self.records.all()])
+            self._images.release(record.image, self.records.images)
         else:
             _delete(self._folder / str(record.id))
 
@@ -160,11 +163,11 @@ class Snapshots:
             left = [folder for folder in self._folder.iterdir() if folder.name not in known]
         for folder in left:
             _delete(folder)
-        self._images.release_unknown({record.image for record in self.records.all()})
+        self._images.release_unknown(self.records.images)
 
     def remount(self) -> None:
         """Mount the converted images of all snapshots again. Failures are only logged."""
-        for image in dict.fromkeys(record.image for record in self.records.all() if record.image):
+        for image in self.records.images():
             try:
                 self._images.lowers(image)
             except (BootseerError, OSError) as error:
