@@ -107,7 +107,7 @@ def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
     client = job.nodes[0].group.client
     address = job.peers[1].addresses[0]
     assert client.probe(address) == job.peers[1].name
-    ((connection, _),) = client._idle[address]
+    (connection,) = client._idle
     with socket.create_server(("127.0.0.1", 0)) as server:
         reset = socket.create_connection(server.getsockname())
         other = server.accept()[0]

@@ -100,6 +100,17 @@ def test_one_connection_serves_many_requests(server: tuple[Server, str]) -> None
     client.close()
 
 
+def test_a_client_of_many_nodes_keeps_few_connections(file: File) -> None:
+    listening = [socket.create_server((f"127.0.0.{number}", 0)) for number in range(1, 101)]
+    server, client = Server(listening, SECRET, {FILE: file}.get, name="n"), Client(SECRET)
+    with contextlib.closing(server), contextlib.closing(client):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for sock in listening:
+            assert client.probe(address_of(sock)) == "n"
+        held = len(list(Path("/proc/self/fd").iterdir())) - before
+    assert held <= 64 + MAX_CONNECTIONS + 1  # the client's, and the server's of this process
+
+
 def test_with_tls_a_node_speaks_to_those_with_the_jobs_certificate_alone(file: File) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     server, address = Server([listening], SECRET, {FILE: file}.get, name="n", tls=True), address_of(listening)
@@ -110,7 +121,7 @@ def test_with_tls_a_node_speaks_to_those_with_the_jobs_certificate_alone(file: F
             asked = Request(FILE, start, len(into), Level.GLOBAL, "m")
             client.read(address, asked, memoryview(into), on_progress=lambda _: 30.0)
             assert into == DATA[start : start + len(into)]
-        ((connection, _),) = client._idle[address]
+        (connection,) = client._idle
         assert connection.sock.version() == "TLSv1.3"  # type: ignore[attr-defined]
         assert len(server._connections) == 1
         with pytest.raises(UnreachableError, match="certificate"):

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
@@ -19,6 +18,9 @@ from bootseer.peers.readiness import Readiness, StartReport
 
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
+"""Idle connections to one peer."""
+_MAX_IDLE_IN_ALL: Final = 64
+"""Idle connections of one client: ranks of a job of 1,440 nodes ask all of them, and may have 1,024 descriptors."""
 _MAX_READERS: Final = 1 << 14
 _MAX_INTERIM: Final = 10_000
 """Limit of interim responses, of which there are ten per second."""
@@ -102,7 +104,8 @@ class Client:
         self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
+        self._idle: dict[Connection, tuple[str, Signer]] = {}
+        """The address of each, the longest idle first."""
 
     def read(self, address: str, request: Request, into: memoryview, *, on_progress: Callable[[int], float]) -> None:
         """Fill `into` with the range, like `stream`."""
@@ -179,7 +182,7 @@ class Client:
 
     def close(self) -> None:
         with self._lock:
-            connections = [connection for idle in self._idle.values() for connection, _ in idle]
+            connections = list(self._idle)
             self._idle.clear()
         for connection in connections:
             connection.sock.close()
@@ -198,20 +201,25 @@ class Client:
 
     def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
         with self._lock:
-            idle = self._idle[address]
-            if len(idle) < _MAX_IDLE:
-                idle.append((connection, signer))
-                return
-        connection.sock.close()
+            surplus = self._idle_to(address)[: 1 - _MAX_IDLE] or list(self._idle)[: 1 - _MAX_IDLE_IN_ALL]
+            for longest_idle in surplus:
+                del self._idle[longest_idle]
+            self._idle[connection] = address, signer
+        for longest_idle in surplus:
+            longest_idle.sock.close()
 
     def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
         with self._lock:
-            while idle := self._idle[address]:
-                connection, signer = idle.pop()
+            for connection in reversed(self._idle_to(address)):
+                _, signer = self._idle.pop(connection)
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
         return self._connect(address, timeout_s)[:2]
+
+    def _idle_to(self, address: str) -> list[Connection]:
+        """Under the lock."""
+        return [connection for connection, (other, _) in self._idle.items() if other == address]
 
     def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
