@@ -294,3 +294,22 @@ def test_the_fastest_interfaces_serve(
     found = [Interface(name, "10.0.0.1", speed or 1, is_main=not speed) for name, speed in there]
     monkeypatch.setattr("bootseer.peers.interfaces.interfaces", lambda: found)
     assert [each.name for each in chosen([])] == used
+
+
+@pytest.mark.root
+def test_link_local_addresses_do_not_serve() -> None:
+    """As of a machine's own management controller (IPMI over USB), or NodeLocal DNSCache: all nodes have the same one."""
+    script = """
+    set -e
+    mount -t sysfs sysfs /sys
+    for each in "eth0 10.0.0.5" "usb0 169.254.3.1"; do
+        ip link add ${each% *} type veth peer name p-${each% *}
+        ip addr add ${each#* }/24 dev ${each% *}
+        ip link set ${each% *} up
+        ip link set p-${each% *} up
+    done
+    """
+    program = "from bootseer.peers.interfaces import chosen; print([each.address for each in chosen(())])"
+    command = ["unshare", "-n", "-m", "sh", "-c", script + 'exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "['10.0.0.5']\n", done.stderr

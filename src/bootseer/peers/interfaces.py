@@ -133,10 +133,12 @@ def _speed(folder: Path) -> int:
 
 
 def _address(name: str) -> str:
-    """Its IPv4 address, else its global IPv6 address, else ""."""
+    """Its IPv4 address, else its global IPv6 address, else "". A link-local one is no address for other nodes: those of
+    management controllers (IPMI over USB) and of NodeLocal DNSCache are the same on all nodes."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+        address = ipaddress.IPv4Address(answer[20:24])
+        return "" if address.is_link_local else str(address)
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, device = line.split()
