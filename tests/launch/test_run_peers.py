@@ -20,11 +20,12 @@ from bootseer.report.scan import scan
 from conftest_launch import BOOTSEER
 from image_node import LARGE_BYTES, have_converted
 from image_node import Node as ImageNode
+from registry import free_port
 
 pytestmark = pytest.mark.slow
 
 JOB = """
-until [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
+until [ -e $END ] || [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
 cat $BOOTSEER_PEERS_DIR/state.json > $STATE
 touch $STATE.there
 until [ -e $END ]; do sleep 0.05; done
@@ -137,6 +138,28 @@ def test_a_command_waits_for_the_node_whose_setup_goes_on(env: dict[str, str], t
     assert sorted((event.node, event.attrs["ready"]) for event in events if "ready" in event.attrs) == [
         ("a", 2), ("b", 2),
     ]  # fmt: skip
+
+
+def test_a_job_does_not_wait_for_listed_nodes_that_are_not_its_own(env: dict[str, str], tmp_path: Path) -> None:
+    """As of a fleet, all of whose nodes are in one list."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(os.urandom(32))
+    secret.chmod(0o600)
+    hosts = ",".join(f"127.0.0.1:{free_port()}" for _ in range(3))
+    words = ["--peers", hosts, "--peers-secret", str(secret), "--wait-for-nodes", "3600"]
+    nodes = [Node(tmp_path, env, name, *words) for name in ("a", "b")]
+    for node in nodes:
+        node.meet()
+    assert [node.end().count("after") for node in nodes] == [0, 0]
+
+
+def test_a_job_does_not_wait_for_nodes_when_its_peer_service_has_ended(env: dict[str, str], tmp_path: Path) -> None:
+    node = Node(tmp_path, env, "a", "--peers", str(tmp_path / "meet"), "--wait-for-nodes", "3600")
+    state = tmp_path / "runtime-a" / "peers"
+    wait_until(lambda: list(state.glob("job-*/state.json")))
+    (found,) = state.glob("job-*/state.json")
+    os.kill(json.loads(found.read_text())["pid"], signal.SIGTERM)
+    assert "bootseer: the peer service has ended: the command does not wait for other nodes\n" in node.end()
 
 
 @pytest.mark.parametrize(("least", "code"), [("1", 0), ("2", 1)])

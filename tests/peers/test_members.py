@@ -298,7 +298,7 @@ def test_the_fastest_interfaces_serve(
 
 @pytest.mark.root
 def test_link_local_addresses_do_not_serve() -> None:
-    """As of a machine's own management controller (IPMI over USB), or NodeLocal DNSCache: all nodes have the same one."""
+    """As of a management controller (IPMI over USB), or NodeLocal DNSCache: all nodes have the same one."""
     script = """
     set -e
     mount -t sysfs sysfs /sys

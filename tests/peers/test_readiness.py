@@ -13,13 +13,15 @@ def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_s
     roll = RollCall()
     roll.answer(StartReport("a", READY), [], 0.0)
     roll.answer(StartReport("b", "image_loading"), [], 0.0)
-    told = Readiness.of(roll.answer(StartReport("c", "environment_setup.install"), ["a", "b", "c", "d"], 30.0))
+    told = Readiness.of(roll.answer(StartReport("c", "environment_setup.install"), ["0", "a", "b", "c"], 30.0))
     assert told.ready == 1
-    assert told.others == {"b": ("image_loading", 30.0), "c": ("environment_setup.install", 0.0), "d": ("", 0.0)}
+    assert told.others == {"b": ("image_loading", 30.0), "c": ("environment_setup.install", 0.0), "0": ("", 0.0)}
     assert told.missing(6) == (
-        "b (image_loading, silent for 30 s), c (environment_setup.install), d (nothing was heard of it), 2 more"
+        "b (image_loading, silent for 30 s), c (environment_setup.install), 0 (nothing was heard of it), 2 more"
     )
-    for name in ("b", "c", "d"):
+    # 0 is no node of this job, then.
+    assert told.missing(3) == "b (image_loading, silent for 30 s), c (environment_setup.install)"
+    for name in ("0", "b", "c"):
         told = Readiness.of(roll.answer(StartReport(name, READY), [], 31.0))
     assert (told.ready, told.others, told.missing(4)) == (4, {}, "")
 

@@ -132,31 +132,46 @@ class PeersStart:
         options, num_nodes = self._options, self._session.tracer.identity.num_nodes or 0
         if not options.wait_s or self._folder is None or num_nodes == 1:
             return
-        job, began_s = JobPeers.open(self._folder), time.monotonic()
+        began_s = time.monotonic()
         next_message_s = began_s + _FIRST_MESSAGE_S
         with session_stage(self._session, "nodes_ready", {"barrier": "nodes_ready"}) as facts, interruptible():
             self.announce_stage(READY)
             while True:
-                readiness, listed = job.readiness() or (Readiness(0, {}), 0)
-                expected = max(num_nodes, listed)
+                known = self._readiness(self._folder)
+                readiness, listed = known or (Readiness(0, {}), 0)
+                # A list may name more nodes than the job has: all of a fleet, or killed ones that left their records.
+                expected = num_nodes or listed
                 missing = readiness.missing(expected)
                 now_s = time.monotonic()
-                if readiness.ready >= expected > 1 or now_s >= began_s + options.wait_s:
+                if known is None or readiness.ready >= expected > 1 or now_s >= began_s + options.wait_s:
                     break
                 if now_s >= next_message_s:
                     next_message_s = now_s + _REPEAT_MESSAGE_S
                     say(f"{readiness.ready} of {expected} nodes are ready; waiting for {missing}")
                 time.sleep(_POLL_S)
             facts.update(ready=readiness.ready, nodes=expected, missing=missing)
+        if known is None:
+            say("the peer service has ended: the command does not wait for other nodes")
         if readiness.ready < min(options.min_nodes, expected):
             raise TransientError(
-                f"{readiness.ready} of {expected} nodes are ready after {options.wait_s} s, --min-nodes is"
+                f"{readiness.ready} of {expected} nodes are ready after {now_s - began_s:.0f} s, --min-nodes is"
                 f" {options.min_nodes}; missing: {missing}"
             )
+        if known is None:
+            return
         if expected < 2:
             say(f"no other node is known after {options.wait_s} s; --num-nodes says how many the job has")
         elif missing:
             say(f"{readiness.ready} of {expected} nodes are ready after {options.wait_s} s; missing: {missing}")
+
+    def _readiness(self, folder: Path) -> tuple[Readiness, int] | None:
+        """The readiness of the job's nodes, and how many are listed; None when the peer service has ended."""
+        if self._service is not None and self._service.wait(0.0):
+            return None
+        try:
+            return JobPeers.open(folder).readiness() or (Readiness(0, {}), 0)
+        except BootseerError:  # the service, of another process of this node, has deleted it
+            return None
 
     def _start(self, folder: Path) -> None:
         wait_for = self._session.tracer.identity.num_nodes or 0

@@ -8,7 +8,7 @@ ones, and soon to the same one: each repeats its report, a ready node less often
     Bootseer-Stage: STAGE | ready               the stage that its start is in
 
 The response is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE ITS LAST REPORT], ...}}, with the first
-few of the other nodes by name; a node without a report has the stage "". Decides and touches nothing.
+few of the other nodes by name, those without a report, of stage "", last. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class Readiness(Struct, frozen=True):
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
     def missing(self, num_nodes: int) -> str:
-        """The nodes that are not ready, for messages."""
-        words = [_described(name, stage, silent_s) for name, (stage, silent_s) in sorted(self.others.items())]
-        if unknown := num_nodes - self.ready - len(words):
+        """The nodes that are not ready, of `num_nodes` in all, for messages."""
+        late = list(self.others.items())[: max(num_nodes - self.ready, 0)]
+        words = [_described(name, stage, silent_s) for name, (stage, silent_s) in late]
+        if (unknown := num_nodes - self.ready - len(words)) > 0:
             words.append(f"{unknown} more" if words else f"{unknown} that nothing was heard of")
         return ", ".join(words)
 
@@ -96,7 +97,7 @@ class RollCall:
         """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
-        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in self._stages.items() if stage != READY}
+        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in sorted(self._stages.items()) if stage != READY}
         num_ready = len(self._stages) - len(late)
-        late |= {name: ("", 0.0) for name in listed if name not in self._stages}
-        return json.dumps({"ready": num_ready, "others": dict(islice(sorted(late.items()), _MAX_LISTED))}).encode()
+        late |= {name: ("", 0.0) for name in sorted(listed) if name not in self._stages}
+        return json.dumps({"ready": num_ready, "others": dict(islice(late.items(), _MAX_LISTED))}).encode()
