@@ -80,6 +80,15 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
 
 
 @pytest.mark.root
+def test_a_copy_of_a_snapshot_has_files_that_the_setup_found_and_changed(place: Place) -> None:
+    place.write("settings", "old\n")
+    place.run("--setup", place.counting_script("echo new >> settings"), "--", "true")
+    key = place.documents()[0]["key"]
+    as_json(place, "bootseer.environment-restored/1", "restore", key, str(place.root / "look"))
+    assert (place.root / "look" / place.project.relative_to("/") / "settings").read_text() == "old\nnew\n"
+
+
+@pytest.mark.root
 def test_a_changed_part_of_the_key_is_named(place: Place) -> None:
     place.write("requirements.txt", "alpha==1.0\n")
     before = env(place, "key", "-r", "requirements.txt", "--json")

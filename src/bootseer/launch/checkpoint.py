@@ -10,6 +10,7 @@ The job's own reads, `model_initialization.checkpoint_read`, are marked by the h
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +100,8 @@ class CheckpointStart:
     def _bind_plain_folder(self, folder: Path) -> None:
         """Bind the local folder to the requested target; fall back to a mount where that is not possible."""
         target = self._options.target
-        if target is None or target.resolve() == folder.resolve():
+        # `Path.resolve` raises `RuntimeError` for a loop of links.
+        if target is None or os.path.realpath(target) == os.path.realpath(folder):
             return
         from bootseer.checkpoint.mount.mounted import show_plainly
 

@@ -152,7 +152,7 @@ class ObjectStore:
         with self._bucket.mapping(folder):
             # No deadline for the whole of a list of unknown length; each of its pages comes quickly or never.
             produce = lambda: obstore.list(self._reader, folder)  # noqa: E731
-            yield from stream_within(10 * CALL_S, f"{self._uri}: {folder}", produce)
+            yield from stream_within(CALL_S, f"{self._uri}: {folder}", produce, each=True)
 
 
 class ObjectUpload:

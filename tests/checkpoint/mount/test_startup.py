@@ -193,6 +193,15 @@ def test_a_start_that_read_the_same_writes_nothing_into_the_place(job: Job) -> N
     assert published.stat().st_ino != before.st_ino
 
 
+def test_lists_of_slots_with_new_names_in_each_start_do_not_pile_up(job: Job) -> None:
+    job.record("0 of 3", ("step-1/used", 0, MIB))
+    added = job.hot()
+    for number in range(10):
+        job.record(f"pod-{number} of 2", ("step-1/used", 0, MIB), node=f"cache-{number}")
+        added += set(job.hot()) - set(added)
+    assert job.hot() == sorted([added[0], *added[-6:]]), "lists of another number of nodes stay"
+
+
 def test_a_start_that_fails_before_it_has_read_all_keeps_the_list(job: Job) -> None:
     job.record("0 of 2", ("step-1/used", 0, 4 * MIB))
     (published,) = job.hot()

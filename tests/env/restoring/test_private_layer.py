@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from bootseer.env.restoring.private_layer import PrivateFolder
+from bootseer.env.restoring import private_layer
+from bootseer.env.restoring.private_layer import PrivateFolder, settle_abandoned
+from killed_steps import is_killed
 
 
 def settled(changes: Path, root: str, *files: str) -> list[str]:
@@ -39,3 +44,33 @@ def test_results_in_an_environment_are_kept(tmp_path: Path) -> None:
     (line,) = settled(tmp_path, "/home/u/venv", "results/x")
     assert "kept in" in line
     assert [path.read_text() for path in tmp_path.glob("*/files/home/u/venv/results/x")] == ["x"]
+
+
+@pytest.mark.parametrize("step", ["json.dumps", "delete_tree"])
+def test_results_survive_a_kill_while_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    folder = PrivateFolder(tmp_path, ["/usr", "/home/u/a", "/home/u/b"])
+    for root in folder.roots:
+        (folder.folders(root)[0] / "result").write_text(root)
+    monkeypatch.setattr(f"{private_layer.__name__}.{step}", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert is_killed(lambda: folder.close(lambda line: None))
+    monkeypatch.undo()
+    os.close(folder._lock)
+    for _ in range(2):
+        settle_abandoned(tmp_path, lambda line: None)
+    assert {path.read_text() for path in tmp_path.glob("*/files/**/result")} == {"/home/u/a", "/home/u/b"}
+
+
+def test_results_survive_two_processes_that_find_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrivateFolder(tmp_path, ["/home/u/venv"])
+    (folder.folders("/home/u/venv")[0] / "result").write_text("x")
+    os.close(folder._lock)  # as by a kill
+    flock = fcntl.flock
+
+    def after_another(lock: int, how: int) -> None:
+        monkeypatch.undo()
+        settle_abandoned(tmp_path, lambda line: None)
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    settle_abandoned(tmp_path, lambda line: None)
+    assert [path.read_text() for path in tmp_path.glob("*/files/home/u/venv/result")] == ["x"]

@@ -1,6 +1,7 @@
 """Where hot lists of a mounted place are kept: in the place, for all nodes, and in this node's cache.
 
-    <place>/.stripes-hot/<nodes>-<hash of the slot>.json      a file per slot of the job, replaced as a whole
+    <place>/.stripes-hot/<nodes>-<hash of the slot>.json      a file per slot of the job, replaced as a whole; of slots
+                                                              with new names in each start the newest stay
     <cache>/checkpoints/<hash of address and slot>.json       the same on this node, for places that cannot be written
 
 A list is a hint. Without one, or with a damaged one, a start is slower but correct, so that errors are logged and never
@@ -10,6 +11,7 @@ to be read, such as that of a model, stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -27,6 +29,8 @@ HOT = f"{STRIPES}-hot"
 _FOLDER = "checkpoints"
 _MAX_LISTED = 20_000
 _ONE_NODE = "1"
+_STARTS_KEPT = 3
+"""The place keeps at most so many lists for each node of a job."""
 
 
 class HotLists:
@@ -74,6 +78,8 @@ class HotLists:
         try:
             make_folder_like_parent(self._place, HOT)
             self._place.write_bytes(join(HOT, self._name), data)
+            if not self._published:
+                self._delete_surplus()
         except BootseerError as error:
             self._on_error(f"the hot list stays on this node: {error}")
 
@@ -97,6 +103,17 @@ class HotLists:
         except BootseerError as error:
             self._on_error(f"{self._place.uri}/{HOT}/{name}: {error}; it is not used")
             return []
+
+    def _delete_surplus(self) -> None:
+        """Delete the oldest lists: where slots are named by pods, each start adds as many as it has nodes."""
+        mine = [
+            entry
+            for entry in islice(self._place.list(HOT), _MAX_LISTED)
+            if name_of(entry.path).startswith(f"{self._num_nodes}-")
+        ]
+        for entry in sorted(mine, key=lambda entry: entry.mtime_ns)[: -_STARTS_KEPT * int(self._num_nodes)]:
+            with contextlib.suppress(NotFoundError):  # another node does the same
+                self._place.delete(entry.path)
 
     def _of_other_slots(self, checkpoint: str) -> list[Range]:
         """What the two slots that were written last, of equally many nodes, both read.

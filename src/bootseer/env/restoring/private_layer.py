@@ -31,6 +31,7 @@ from typing import Any
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.unpacked import delete_tree
+from bootseer.env.changes import lies_in
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.errors import BootseerError, PermanentError
@@ -126,48 +127,49 @@ def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
     record = folder / _RECORD
     if record.stat().st_size > _MAX_BYTES:
         raise ValueError
-    value = json.loads(record.read_text())
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # After `bootseer run` was killed, the job may still be running with its mounts.
         if is_mounted_anywhere(f"/{folder.name}/"):
             raise BlockingIOError
-        yield value
+        # Not before it is locked: another process may have settled it meanwhile.
+        yield json.loads(record.read_text())
     finally:
         os.close(lock)
 
 
 def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None) -> None:
+    """Keep or drop what the job wrote. May be repeated after a kill at any point: what was kept before stays."""
     files = folder / _FILES
-    num_files = num_bytes = num_dropped = 0
-    touched, dropped = [], []
+    num_dropped = 0
+    dropped = []
     for root, number in roots.items():
         upper = next(
             (above / number / "upper" for above in (place, folder) if above and (above / number).is_dir()), None
         )
-        if upper is None:
-            continue
-        count, size = _written(upper)
+        count = _written(upper)[0] if upper is not None else 0
         if count and is_system(root):
             num_dropped += count
             dropped.append(root)
-        elif count:
-            num_files, num_bytes = num_files + count, num_bytes + size
-            touched.append(root)
+        elif count and upper is not None:
             _keep(upper, files / root.lstrip("/"))
     if num_dropped:
         say(
             f"the job wrote {num_dropped} files into {listed(dropped)}, which were discarded: system folders belong to"
             " the environment; write results elsewhere"
         )
-    if not num_files:
+    outermost = [root for root in roots if not lies_in(root, roots.keys() - {root})]
+    kept = {root: _written(files / root.lstrip("/")) for root in outermost}
+    touched = [root for root, (count, _) in kept.items() if count]
+    if not touched:
         delete_tree(folder)
         return
+    (folder / _RECORD).write_text(json.dumps({"roots": roots, "kept": time.time()}))
     for child in folder.iterdir():
         if child != files and child.is_dir():
             delete_tree(child)
-    (folder / _RECORD).write_text(json.dumps({"roots": roots, "kept": time.time()}))
+    num_files, num_bytes = (sum(numbers) for numbers in zip(*kept.values(), strict=True))
     say(
         f"the job wrote {num_files} files ({num_bytes} bytes) into its environment, {listed(touched)}: the environment"
         f" is unchanged, and the files are kept in {files} for a week"

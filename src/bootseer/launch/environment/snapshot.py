@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from bootseer.artifact.places import runtime_root
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.capture_base import Capture
@@ -129,7 +131,8 @@ class SavedSnapshot:
         """Write all its files below a folder, which is created; returns the number of paths."""
         with self._mounted() as (layer, entries):
             folder.mkdir(parents=True, exist_ok=True)
-            copied = [entry for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
+            # In a new folder there is nothing of what the setup had found.
+            copied = [replace(entry, before="") for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
             planned = loose.plan(copied, layer.at, root=str(folder.absolute()), captured=True)
             placement.apply_plan(planned, layer.at, threads=len(os.sched_getaffinity(0)))
         return len(copied)
