@@ -129,3 +129,30 @@ def test_a_read_that_ends_while_bytes_of_another_connection_arrive_is_delivered_
     read_of_all._lock = EndedAfterRelease()  # type: ignore[assignment]
     assert not read_of_all.put(0, memoryview(b"abcd"))
     assert len(outcomes) == 1
+
+
+def test_a_request_whose_two_connections_fail_at_the_same_moment_is_made_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a server dies: each must not leave it to the other."""
+    monkeypatch.setattr(object_data, "_FIRST_LATE_S", 0.05)
+    place.write_bytes("file", b"12345678")
+    both = threading.Barrier(2)
+    reads = place._reads  # type: ignore[attr-defined]
+    receive, failed, begun = reads._receive, reads._failed, queue.SimpleQueue[None]()
+
+    def fail_twice(request: object) -> bool:
+        begun.put(None)
+        if begun.qsize() > 2:
+            return bool(receive(request))
+        both.wait(60)
+        raise TransientError("reset")
+
+    def fail_together(*arguments: object, **options: object) -> None:
+        failed(*arguments, **options)
+        both.wait(60)
+
+    monkeypatch.setattr(reads, "_receive", fail_twice)
+    monkeypatch.setattr(reads, "_failed", fail_together)
+    with opened(place, "file") as file:
+        assert read(file, 0, 8) == b"12345678"

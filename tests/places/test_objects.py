@@ -34,9 +34,10 @@ from bootseer.errors import (
     CorruptError,
     NotFoundError,
     PermanentError,
+    TransientError,
     UsageError,
 )
-from bootseer.places import bucket, open_place
+from bootseer.places import bucket, open_place, uploads
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, Place
 from bootseer.places.uploads import Uploads
@@ -249,6 +250,36 @@ def test_a_large_part_is_sent_while_it_is_written_and_a_dropped_one_leaves_nothi
         assert read(file, 0, len(data)) == data
     assert names(place, "x") == {"x/kept"}
     assert server.uploads("jobs") == []
+
+
+def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_answers_again(
+    proxy: FaultProxy, uri: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WRITE_S", "CALL_S"):
+        monkeypatch.setattr(uploads, name, 0.5)
+    monkeypatch.setattr(uploads, "PART_BYTES", 1 << 16)
+    answers = threading.Event()
+    proxy.plan = lambda request: Fault(gate=answers) if "partNumber" in request.path else None
+    with closing(open_place(uri)) as place:
+        (part,) = place.begin_parts(["file"], part_bytes=_MIB)
+        with pytest.raises(TransientError, match="took nothing"):
+            for _ in range(20):
+                part.write(bytes(1 << 16))
+        part.abort()
+        (left,) = server.uploads("jobs")
+        answers.set()
+        until = time.monotonic() + 60
+        while left in server.uploads("jobs"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
+def test_the_answer_about_a_folder_that_is_cut_is_requested_again(place: Place, proxy: FaultProxy, uri: str) -> None:
+    place.make_folder("d")
+    place.write_bytes("d/file", b"1234")
+    proxy.plan = once(Fault(cut_after=3), "/.attempts-links/d", "GET")
+    with closing(open_place(uri)) as other:
+        assert other.read_bytes("d/file", 10) == b"1234"
 
 
 def test_wrong_bytes_of_a_server_are_never_delivered(proxy: FaultProxy, uri: str, source: Path, tmp_path: Path) -> None:

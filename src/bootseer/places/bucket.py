@@ -189,11 +189,15 @@ class Bucket:
 
     def read_small(self, key: str) -> tuple[str, str | None, int]:
         """What a small object says, its entity tag, and its time; "" and None where there is none."""
+
+        def read() -> tuple[str, str | None, int]:
+            found = obstore.get(self.reader, key)
+            return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
+
         try:
-            found = self.retry(key, partial(obstore.get, self.reader, key))
+            return self.retry(key, read)
         except NotFoundError:
             return "", None, 0
-        return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
 
     def has_any(self, prefix: str) -> bool:
         """Whether any key begins so, up to a slash at the end of `prefix`."""

@@ -236,14 +236,19 @@ class ObjectReads:
         request.heard_s = began_s
         if not is_hedge:
             self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
+        failure: BootseerError | None = None
+        is_first = False
         try:
             is_first = self._receive(request)
         except BootseerError as error:
-            self._failed(request, error)
-            return
+            failure = error
         finally:
             with self._lock:
                 request.num_running -= 1
+                is_alone = not request.num_running
+        if failure is not None:
+            self._failed(request, failure, is_alone=is_alone)
+            return
         with self._lock:
             self._counts["requests"] += 1
             self._seconds += time.monotonic() - began_s
@@ -309,12 +314,12 @@ class ObjectReads:
             self._at_once, self._best_rate = max(self._at_once / 2, 1.0), 0.0
             self._events["slow_downs"] += 1
 
-    def _failed(self, request: _Request, error: BootseerError) -> None:
-        """Ask again later, unless another request for the same is under way."""
+    def _failed(self, request: _Request, error: BootseerError, *, is_alone: bool) -> None:
+        """Ask again later, unless another connection is still asked for the same."""
         with self._lock:
             self._counts["failures"] += 1
             request.num_failures += 1
-        if request.num_running > 1:
+        if not is_alone:
             return
         is_liar = isinstance(error, OtherRangeError) and request.num_failures >= _MAX_LIES
         wait_s = pause_s(request.num_failures, error)

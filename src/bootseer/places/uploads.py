@@ -22,11 +22,13 @@ import obstore
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError
 from bootseer.io.executor import Executor
 from bootseer.io.tasks import Tasks
-from bootseer.places.bucket import LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
+from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
 
 _MAX_OBJECT_BYTES = 5 << 40
 _MAX_AHEAD = 2
 """Pieces of a part that wait for being sent."""
+_POLL_S: Final = 0.5
+"""How often the thread that sends looks whether its part was dropped."""
 
 
 class ObjectPart:
@@ -61,7 +63,7 @@ class ObjectPart:
         until_s = time.monotonic() + WRITE_S
         while time.monotonic() < until_s and self._outcome.empty():
             with suppress(queue.Full):
-                self._pieces.put(piece, timeout=0.5)
+                self._pieces.put(piece, timeout=_POLL_S)
                 return
         self._check()
         raise TransientError(f"{self._bucket.uri}/{self.path}: the server took nothing for {WRITE_S:.0f} s")
@@ -75,10 +77,12 @@ class ObjectPart:
 
     def _send(self) -> None:
         def pieces() -> Iterator[bytes]:
-            while (piece := self._pieces.get()) is not None:
-                yield piece
-            if self._is_dropped:  # obstore ends the upload then, and the server forgets its parts
-                raise TransientError("dropped")
+            while not self._is_dropped:  # the writer may have given up while the server hung: no piece follows then
+                with suppress(queue.Empty):
+                    if (piece := self._pieces.get(timeout=_POLL_S)) is None:
+                        return
+                    yield piece
+            raise TransientError("dropped")  # obstore ends the upload then, and the server forgets its parts
 
         try:
             with self._bucket.mapping(self.path):
@@ -91,11 +95,11 @@ class ObjectPart:
             self._outcome.put(error if isinstance(error, BootseerError) else TransientError(str(error)))
 
     def close(self) -> tuple[str, ...]:
-        self._ended = True
         if not self._is_sending:
             data = bytes(self._buffer)
             put = partial(obstore.put, self._bucket.writer, self._key, data, use_multipart=False)
             self._bucket.call(self.path, put, WRITE_S)
+            self._ended = True
             return ()
         if self._buffer:
             self._give(bytes(self._buffer))
@@ -107,7 +111,9 @@ class ObjectPart:
                 f"{self._bucket.uri}/{self.path}: the server did not end the upload within {WRITE_S:.0f} s"
             ) from None
         if error is not None:
+            self._outcome.put(error)  # for `abort`
             raise error
+        self._ended = True
         return ()
 
     def abort(self) -> None:
@@ -115,9 +121,8 @@ class ObjectPart:
             return
         self._ended = self._is_dropped = True
         if self._is_sending:
-            with suppress(BootseerError):
-                self._give(None)
-                self._outcome.get(timeout=WRITE_S)
+            with suppress(queue.Empty):
+                self._outcome.get(timeout=CALL_S)
 
 
 _uploads = Executor("bootseer-upload")
@@ -218,7 +223,8 @@ class Uploads:
                 parts = list(threads.map(one, range(0, size_bytes, length)))
             self._call(new, partial(self._client.complete_multipart_upload, **each, MultipartUpload={"Parts": parts}))
         except BaseException:
-            self.end(Upload(new, made["UploadId"]))
+            with suppress(BootseerError):
+                self.end(Upload(new, made["UploadId"]))
             raise
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
