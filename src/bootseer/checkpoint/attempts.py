@@ -207,7 +207,7 @@ class Attempt:
             make_folder_like_parent(self._place, join(folder_of(self._target), STRIPES))
             self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
         try:
-            _rename(self._place, source, self._target, replace=replace)
+            rename(self._place, source, self._target, replace=replace)
         except PermanentError as error:
             visible.drop_parts(self._target, head)
             if isinstance(error, AlreadyExistsError):
@@ -217,7 +217,7 @@ class Attempt:
             visible.drop_parts(self._target, replaced)
 
     def _rename_to_target(self) -> None:
-        _rename(self._place, self.path, self._target, replace=False)
+        rename(self._place, self.path, self._target, replace=False)
 
     def _replace_target(self) -> None:
         for _ in range(_TRIES):
@@ -400,11 +400,11 @@ def _delete(place: Place, path: str) -> int:
     return 1
 
 
-def _rename(place: Place, source: str, target: str, *, replace: bool) -> None:
+def rename(place: Place, source: str, target: str, *, replace: bool) -> None:
+    """Rename to publish. A rename whose answer was lost may have succeeded: that is no error."""
     try:
         place.rename(source, target, replace=replace)
     except TransientError:
-        # The rename may have succeeded although the answer was lost.
         if _is_there(place, source) or not _is_there(place, target):
             raise
 

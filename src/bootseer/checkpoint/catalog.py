@@ -62,18 +62,18 @@ def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lamb
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
 
 
-def walk(files: Files, path: str) -> Iterator[FileInfo]:
-    """All files of a checkpoint, or the file that it is. Raises `NotFoundError`."""
+def walk(files: Files, path: str, *, folders: bool = False) -> Iterator[FileInfo]:
+    """All files of a checkpoint, or the file that it is; with `folders` those below it too. Raises `NotFoundError`."""
     info = files.stat(path)
     if not info.is_folder:
         yield info
         return
-    folders = [path]
-    while folders:
-        for below in files.list(folders.pop()):
+    waiting = [path]
+    while waiting:
+        for below in files.list(waiting.pop()):
             if below.is_folder:
-                folders.append(below.path)
-            else:
+                waiting.append(below.path)
+            if folders or not below.is_folder:
                 yield below
 
 

@@ -36,6 +36,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
+from bootseer.places.place import folder_of
 
 PREFIX = ".bootseer-get-"
 OLD = "old"
@@ -171,7 +172,8 @@ def get_checkpoint(
     if replace and target.is_dir():
         _check_harmless(files, target)
     info = files.stat(path)
-    infos = sorted(walk(files, path), key=lambda info: info.path)
+    found = sorted(walk(files, path, folders=True), key=lambda info: info.path)
+    infos = [info for info in found if not info.is_folder]
     if only and not info.is_folder:
         raise UsageError(f"{files.place.uri}/{path} is a file", hint="--only chooses files of a folder")
     infos = _chosen(infos, path, only) if only else infos
@@ -182,7 +184,9 @@ def get_checkpoint(
             _drop_others(own, copy, path, infos, is_folder=info.is_folder)
             if info.is_folder:
                 copy.mkdir(exist_ok=True)
-                folders = [one.path.rpartition("/")[0] for one in infos] if only else _folders(files, path)
+                folders = (
+                    [folder_of(one.path) for one in infos] if only else [one.path for one in found if one.is_folder]
+                )
                 for folder in folders:
                     (copy / _below(path, folder)).mkdir(parents=True, exist_ok=True)
             failed: BootseerError | None = None
@@ -255,14 +259,6 @@ def _check_harmless(files: Files, target: Path) -> None:
     for one in inside:
         if one.is_relative_to(os.path.realpath(target)):
             raise UsageError(f"{target} contains {one}: it is not replaced", hint="give another name")
-
-
-def _folders(files: Files, path: str) -> Iterator[str]:
-    folders = [path]
-    while folders:
-        below = [entry.path for entry in files.names(folders.pop()) if entry.is_folder]
-        yield from below
-        folders += below
 
 
 def _is_still(files: Files, path: str, infos: Iterable[FileInfo], *, all_of_it: bool) -> bool:

@@ -114,6 +114,14 @@ def test_a_single_node_prefetches_the_latest_checkpoint(job: Job) -> None:
     until(lambda: place_bytes(reading) >= 2 * LARGE, "brought")
 
 
+def test_a_checkpoint_of_one_file_is_prefetched(job: Job) -> None:
+    job.place.write_bytes("step-3.pt", os.urandom(LARGE))
+    job.point_to("step-3.pt")
+    startup, _ = job.start("")
+    startup.begin()
+    assert job.opened == ["step-3.pt"]
+
+
 def test_the_record_of_one_start_applies_to_the_next_checkpoint(job: Job) -> None:
     first, _ = job.start()
     first.begin()

@@ -148,10 +148,9 @@ def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhe
     assert desk.leftovers() == []
 
 
-def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
+def test_parts_that_share_a_node_are_recorded(desk: Desk) -> None:
     desk.place.nodes_of = lambda path: ("node:1",)
-    written = desk.writing.write_file("job/file", *in_memory(bytes(4 * MIB)), policy=SMALL)
-    assert written.num_colocated == 1
+    desk.writing.write_file("job/file", *in_memory(bytes(4 * MIB)), policy=SMALL)
     head = desk.files.head("job/file")
     assert head is not None
     assert [part.nodes for part in head.segments[0].parts] == [("node:1",)] * 2
@@ -327,6 +326,20 @@ def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(
     assert written.num_retries > 0
     assert desk.read("job/file") == b"x" * 9 * MIB
     assert desk.leftovers() == []
+
+
+def test_a_file_that_was_lost_before_its_rename_is_not_taken_for_published(desk: Desk) -> None:
+    plain = Policy(stripes=1)
+    desk.writing.write_file("job/file", *in_memory(b"a" * 9 * MIB), policy=plain)
+
+    def lose(step: str, path: str) -> None:
+        if step == "rename":
+            (desk.root / path).unlink()
+
+    desk.place.before = lose
+    with pytest.raises(NotFoundError):
+        desk.writing.write_file("job/file", *in_memory(b"b" * 9 * MIB), policy=plain)
+    assert desk.read("job/file") == b"a" * 9 * MIB
 
 
 def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -> None:

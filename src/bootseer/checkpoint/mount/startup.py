@@ -10,9 +10,10 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.hot_list import PIECE_BYTES, PrefetchWindow, Range, Recorder, plan
 from bootseer.checkpoint.latest import read_latest
@@ -23,7 +24,6 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentE
 from bootseer.mounts.serve import OnError
 
 _MAX_FILES = 100_000
-_MAX_DEPTH = 8
 
 
 class Startup:
@@ -58,7 +58,9 @@ class Startup:
     def begin(self) -> None:
         """Prefetch what the start will read, in order of need, until all is requested or the start is over."""
         self._checkpoint = read_latest(self._files.place, "") or ""
-        files = list(self._walk(self._checkpoint, _MAX_DEPTH if self._checkpoint else 0))
+        found = walk(self._files, self._checkpoint) if self._checkpoint else self._files.list("")
+        infos = islice((info for info in found if not info.is_folder), _MAX_FILES)
+        files = [(info.path, info.size_bytes) for info in infos]
         hot = self._hot_lists.load(self._checkpoint)
         wanted = plan(
             files, hot, alone=not self._slot, budget_bytes=self._budget_bytes(), position=self._reading.position
@@ -144,15 +146,6 @@ class Startup:
             files = list(self._ahead.values())
         for file in files:
             file.close()
-
-    def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, int]]:
-        for number, info in enumerate(self._files.list(folder)):
-            if number >= _MAX_FILES:
-                return
-            if not info.is_folder:
-                yield info.path, info.size_bytes
-            elif depth > 0:
-                yield from self._walk(info.path, depth - 1)
 
     def _budget_bytes(self) -> int:
         """Half of the free space of the cache's disk, which others need too."""

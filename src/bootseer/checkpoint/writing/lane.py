@@ -16,16 +16,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import pause_s
+from bootseer.logs import logger
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.writing.segment import PartTask
+
+_LOG = logger(__name__)
+T = TypeVar("T")
 
 
 class WritingSettings(Struct, frozen=True):
@@ -57,6 +61,21 @@ class WritingSettings(Struct, frozen=True):
     def pause_s(self, failures: int, error: TransientError) -> float:
         """Backoff after so many failures: exponential, with jitter."""
         return min(pause_s(failures, error), self.retry_s)
+
+    def retry(self, step: Callable[[], T], subject: str, sleep: Callable[[float], object] = time.sleep) -> T:
+        """Call `step` until it succeeds, with backoff; returns its result. `subject` is for the log."""
+        until = None
+        for failures in range(1, self.part_tries):
+            try:
+                return step()
+            except TransientError as error:
+                until = until or time.monotonic() + self.retry_for_s
+                wait_s = self.pause_s(failures, error)
+                if time.monotonic() + wait_s >= until:
+                    raise
+                _LOG.info("%s: retry in %.1f s: %s", subject, wait_s, error)
+                sleep(wait_s)
+        return step()
 
 
 class NodeLoad:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from blake3 import blake3
 from msgspec import Struct
 
-from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
+from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes, rename
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
@@ -114,11 +114,8 @@ class Written(Struct, frozen=True):
     path: str
     size_bytes: int
     is_striped: bool
-    num_parts: int = 0
     num_retries: int = 0
     """Parts that were restarted."""
-    num_colocated: int = 0
-    """Parts on a node that also stores a sibling: these two cannot be read in parallel."""
     entry: Entry | None = None
     """Attributes of a small file that is not striped; None otherwise."""
 
@@ -135,7 +132,7 @@ class Publication:
         self._files = files
         self._policy = policy
         self._mode = mode
-        self._settings = settings
+        self.settings = settings
         self._workers = workers
         self._load = NodeLoad()
         self._referenced: frozenset[str] = frozenset()
@@ -160,7 +157,7 @@ class Publication:
             mode=self._mode,
             excluded=excluded,
             load=self._load,
-            settings=self._settings,
+            settings=self.settings,
             before_write=self.note_folder,
         )
 
@@ -187,12 +184,8 @@ class Publication:
         self.publish_step(lambda: self._show(data, names), keep=self.id)
         self._referenced = names
         self.remove_unreferenced()
-        colocated = sum(_num_colocated(segment) for segment in segments)
-        _LOG.info(
-            "%s is published: %d bytes in %d parts, %d of them on a node of a sibling",
-            self.path, head.size_bytes, len(parts), colocated,
-        )  # fmt: skip
-        return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_colocated=colocated)
+        _LOG.info("%s is published: %d bytes in %d parts", self.path, head.size_bytes, len(parts))
+        return Written(self.path, head.size_bytes, is_striped=True)
 
     def note_folder(self) -> None:
         """Files may exist in the folder of parts from now on, for `remove_unreferenced`."""
@@ -202,7 +195,7 @@ class Publication:
         """Run the step that publishes the file, and remove the parts of the version it replaces, unless that has the id
         `keep`. Returns what `step` returns."""
         replaced = self._replaced()
-        done = self.retry(step)
+        done = self.settings.retry(step, self.path)
         if replaced is not None and replaced.id != keep:
             # No reader can find the old parts any more. If they cannot be removed, space is lost, but the file is safe.
             with contextlib.suppress(BootseerError):
@@ -228,7 +221,7 @@ class Publication:
         """Renew the lease when it is due. Files of an attempt are covered by the attempt's lease."""
         now_s = time.monotonic()
         with self._lease_lock:
-            if self._is_over or self._in_attempt or now_s < self._renewed_s + self._settings.lease_s:
+            if self._is_over or self._in_attempt or now_s < self._renewed_s + self.settings.lease_s:
                 return
             self._renewed_s = now_s
             self.note_folder()
@@ -245,21 +238,6 @@ class Publication:
             with contextlib.suppress(BootseerError):
                 self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
 
-    def retry(self, step: Callable[[], T]) -> T:
-        """Call `step` until it succeeds, with exponential backoff; returns its result."""
-        until = None
-        for failures in range(1, self._settings.part_tries):
-            try:
-                return step()
-            except TransientError as error:
-                until = until or time.monotonic() + self._settings.retry_for_s
-                pause_s = self._settings.pause_s(failures, error)
-                if time.monotonic() + pause_s >= until:
-                    raise
-                _LOG.info("%s: retry in %.1f s: %s", self.path, pause_s, error)
-                time.sleep(pause_s)
-        return step()
-
     def _show(self, head: bytes, names: frozenset[str]) -> None:
         """Write the head. Only an explicit refusal proves that no reader sees it. After any other error, and after an
         interrupt, the write may have succeeded and only the answer been lost: then its parts count as referenced, and
@@ -275,7 +253,7 @@ class Publication:
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
         """Compare the lengths of the parts with what was written. Raises `TransientError`."""
-        entries = self.retry(lambda: list(self._files.place.list(self.folder)))
+        entries = self.settings.retry(lambda: list(self._files.place.list(self.folder)), self.path)
         sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
         for part in parts:
             if sizes.get(part.name) != part.size_bytes:
@@ -306,16 +284,6 @@ def check_target(files: Files, path: str) -> None:
     with contextlib.suppress(NotFoundError):
         if files.place.stat(path).is_folder:
             raise IsFolderError(f"{files.place.uri}/{path} is a folder")
-
-
-def _num_colocated(segment: Segment) -> int:
-    """The number of parts all of whose nodes also store another part of the segment."""
-    seen: set[str] = set()
-    colocated = 0
-    for part in segment.all_parts:
-        colocated += bool(part.nodes) and seen.issuperset(part.nodes)
-        seen.update(part.nodes)
-    return colocated
 
 
 _WHOLE_BYTES = 8 << 20
@@ -363,18 +331,9 @@ def write_ordinary(
             writer.abort()
             raise
 
-    publication.retry(write)
+    publication.settings.retry(write, path)
     try:
-        publication.publish_step(lambda: _rename(files, names[-1], path, size_bytes))
+        publication.publish_step(lambda: rename(files.place, names[-1], path, replace=True))
     finally:
         publication.remove_unreferenced()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
-
-
-def _rename(files: Files, temporary: str, path: str, size_bytes: int) -> None:
-    try:
-        files.place.rename(temporary, path)
-    except NotFoundError:
-        # The rename may have succeeded in an attempt whose answer was lost.
-        if files.place.stat(path).size_bytes != size_bytes:
-            raise

@@ -181,7 +181,7 @@ class PartTask:
                 "%s: part %d starts over, attempt %d of %d: %s",
                 segment.target.folder, self.number, self._failures + 1, segment.target.settings.part_tries, error,
             )  # fmt: skip
-            segment.pause(self._failures, error)
+            segment.pause(segment.target.settings.pause_s(self._failures, error))
             return True
         segment.fail(error)
         return False
@@ -340,10 +340,10 @@ class SegmentWriter:
             part.queued = self._has_work(part)
             return part.queued
 
-    def pause(self, failures: int, error: TransientError) -> None:
+    def pause(self, seconds: float) -> None:
         with self._lock:
             self.num_retries += 1
-        self._over.wait(self.target.settings.pause_s(failures, error))
+        self._over.wait(seconds)
 
     def create_part_file(self, part: PartTask) -> PartWriter:
         """A new file for a part: not on a failed node, and not on a sibling's node if there is another one."""
@@ -379,21 +379,17 @@ class SegmentWriter:
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self.target.parity)
-        until = time.monotonic() + self.target.settings.retry_for_s
-        for failures in range(1, self.target.settings.part_tries + 1):
+
+        def begin() -> Sequence[PartWriter]:
             if self.is_over:
-                return
-            try:
-                writers = self._begin_files(numbers, self.target.excluded.names())
-                break
-            except TransientError as error:
-                if failures == self.target.settings.part_tries or time.monotonic() >= until:
-                    self.fail(error)
-                    return
-                self.pause(failures, error)
-            except Exception as error:
-                self.fail(error)
-                return
+                raise PermanentError(f"{self.target.folder}: not written any more")
+            return self._begin_files(numbers, self.target.excluded.names())
+
+        try:
+            writers = self.target.settings.retry(begin, self.target.folder, self.pause)
+        except Exception as error:
+            self.fail(error)
+            return
         parts = [PartTask(self, number) for number in numbers]
         for part, writer in zip(parts, writers, strict=True):
             part.begin(writer)
