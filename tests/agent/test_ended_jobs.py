@@ -122,6 +122,7 @@ def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, 
 def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_killed(lab: Lab) -> None:
     assert lab.job().wait(300) == 0
     (lab.folder / "there").unlink()
+    lab.address = lab.address.replace("127.0.0.1", "localhost")  # another list may have another name for the node
     job = lab.job("stay")
     wait_until((lab.folder / "there").exists)
     assert not lab.held()
@@ -139,3 +140,20 @@ def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_kill
     assert job.wait(300) == 0
     with pytest.raises(BootseerError):
         lab.ask(3)
+
+
+@pytest.mark.root
+def test_a_node_whose_own_name_is_a_loopback_address_serves_others(tmp_path: Path) -> None:
+    """As in the /etc/hosts of Debian."""
+    (tmp_path / "hosts").write_text("127.0.1.1 node7\n")
+    port = free_port()
+    program = f"""
+import socket
+from bootseer.agent.ended_jobs import EndedJobs
+job = {{"secret": "00" * 32, "name": "node7", "rate": 1, "addresses": ["node7:{port}"], "files": {{}}}}
+EndedJobs(60.0).take_over(job)
+socket.create_connection(("127.0.0.1", {port}))
+"""
+    script = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3"'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh", tmp_path / "hosts", sys.executable, program]
+    subprocess.run(words, check=True)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.logs import logger
-from bootseer.peers.interfaces import is_address, listen_at
+from bootseer.peers.interfaces import is_address, listen_at_own
 from bootseer.peers.job import SECRET_BYTES
 from bootseer.peers.protocol import is_identity
 from bootseer.peers.readers import CachedContent, CachedFiles
@@ -76,15 +76,9 @@ class EndedJobs:
         _stop(job)
         job.until_s = time.monotonic() + self._keep_s
         job.files |= files
-        listening = []
-        try:
-            for address in addresses:
-                host, _, port = address.rpartition(":")
-                listening.append(listen_at(host.strip("[]"), int(port)))
-        except OSError as error:
-            for sock in listening:
-                sock.close()
-            raise PermanentError(f"cannot listen at {', '.join(addresses)}: {error.strerror or error}") from error
+        listening = listen_at_own(addresses)
+        if not listening:
+            raise PermanentError(f"cannot listen at {', '.join(addresses)}")
         job.addresses = addresses
         job.server = Server(listening, secret, self._finder(job), name=name, max_rate=rate, soon=False, tls=tls)
         for other in sorted(self._jobs, key=lambda each: self._jobs[each].until_s)[:-_MAX_JOBS]:
@@ -92,11 +86,13 @@ class EndedJobs:
         _LOG.info("serves %d files of ended jobs at %s", len(job.files), ", ".join(addresses))
 
     def release(self, request: Mapping[str, Any]) -> None:
-        """Stop serving at these addresses, because a starting job will listen there."""
+        """Stop serving at the ports of these addresses, because a starting job will listen there: other lists may have
+        other names for this node."""
         wanted = request.get("addresses")
+        ports = {_port(str(address)) for address in wanted} if isinstance(wanted, list) else set()
         with self._lock:
             for job in self._jobs.values():
-                if isinstance(wanted, list) and not set(job.addresses).isdisjoint(map(str, wanted)):
+                if not ports.isdisjoint(map(_port, job.addresses)):
                     _stop(job)
 
     def clean_up(self) -> None:
@@ -148,6 +144,10 @@ class EndedJobs:
         job = self._jobs.pop(secret)
         _stop(job)
         job.cached.close()
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 def _stop(job: _EndedJob) -> None:

@@ -116,6 +116,19 @@ def listen_at(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=128)
 
 
+def listen_at_own(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listen at those addresses that belong to this machine; empty if none does, or the ports are taken."""
+    listening = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
+            if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
+                found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
+            listening.append(listen_at(str(found), int(port)))
+    return listening
+
+
 def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -123,6 +136,13 @@ def joined(host: str, port: int) -> str:
 def is_address(text: str) -> bool:
     found = _ADDRESS.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 1 << 16
+
+
+def _is_literal(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return True
+    return False
 
 
 def _speed(folder: Path) -> int:

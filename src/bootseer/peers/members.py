@@ -9,7 +9,6 @@ name that the list gives for this address. An unreachable node is only a client 
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import re
@@ -25,7 +24,7 @@ from bootseer.io.tasks import Tasks
 from bootseer.io.trusted_folder import is_secret
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
-from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at
+from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at_own
 from bootseer.peers.rendezvous import MAX_PEERS, SECRET_BYTES, Rendezvous
 
 _LOG = logger(__name__)
@@ -85,7 +84,7 @@ class Listed:
             self._announced = addresses
             self.before_listening(addresses)
         for peer in peers:
-            listening = _listen_at(peer.addresses)
+            listening = listen_at_own(peer.addresses)
             if listening:
                 self.own = peer
                 self.link_bytes_s = link_bytes_s(sock.getsockname()[0] for sock in listening)
@@ -242,26 +241,6 @@ def _with_port(word: str, source: str) -> str:
     if not is_address(address):
         raise UsageError(f"{source}: {word!r} is not a host with a port", hint="HOST, HOST:PORT or [IPV6]:PORT")
     return address
-
-
-def _listen_at(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listen at those addresses that belong to this machine; empty if none does, or the ports are taken."""
-    listening = []
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        with contextlib.suppress(OSError):
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
-            if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
-                found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
-            listening.append(listen_at(str(found), int(port)))
-    return listening
-
-
-def _is_literal(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.strip("[]"))
-        return True
-    return False
 
 
 def open_source(
