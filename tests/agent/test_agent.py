@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from bootseer.agent.agent import request_status
+from bootseer.agent.agent import _Handler, _UnixServer, request_status
 from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, TransientError
 from cached import content, index_of
@@ -155,6 +156,19 @@ def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict
             time.sleep(0.1)
             with contextlib.suppress(TransientError):
                 refused = not request_status(runtime)
+
+
+def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with _UnixServer(str(tmp_path / "agent"), _Handler) as server, socket.socket(socket.AF_UNIX) as link:
+        server.slots = threading.BoundedSemaphore(1)
+        link.connect(str(tmp_path / "agent"))
+        server.handle_request()
+        assert link.recv(1) == b""
+        assert server.slots.acquire(blocking=False)
 
 
 def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:

@@ -273,7 +273,11 @@ class _Server(ThreadingMixIn, BaseServer):
         if not self.slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # the system refuses a thread
+            self.slots.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         late = threading.Timer(_REQUEST_S, _shut_down, (request,))
