@@ -95,6 +95,17 @@ def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], 
     assert ran.stderr.count("resolved by DNS") == 1
 
 
+def test_a_name_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of 1,440 nodes changes often while they start."""
+    file, looked_up = HostsFile(tmp_path), []
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda name, *_, **__: looked_up.append(name) or [(0, 0, 0, "", (name, 0))]
+    )
+    for peers in (["a:1"], ["a:1", "b:1"], ["b:1"]):
+        file.add(Peer(name, (name,)) for name in peers)
+    assert looked_up == ["a", "b"]
+
+
 def test_a_name_leads_to_one_address_and_none_that_the_machine_knows_is_changed(tmp_path: Path) -> None:
     system = tmp_path / "system"
     system.write_bytes(b"127.0.0.1 localhost\n10.0.0.9 gpu9")

@@ -183,6 +183,13 @@ def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -
         assert '"limit": 6250000' in (tmp_path / "peers" / "members.json").read_text()
 
 
+def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_begins(tmp_path: Path) -> None:
+    service = Service(tmp_path / "peers", Listed(SECRET, list), {}, Limits())
+    with contextlib.closing(service):
+        service._training_began()
+    assert '"limit": 0' not in (tmp_path / "peers" / "members.json").read_text()
+
+
 def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:
     """Something that cannot be replaced stands for it."""
     told, state = tmp_path / "peers" / "members.json", tmp_path / "peers" / "state.json"

@@ -67,7 +67,8 @@ class Listed:
 
     def __init__(self, secret: bytes, read: Callable[[], list[Peer]]) -> None:
         self.own: Peer | None = None
-        self.link_bytes_s = 0
+        self.link_bytes_s = sum(each.bytes_s for each in chosen(()))
+        """Of a client: until `listen` finds the addresses of this node."""
         self.before_listening: Callable[[list[str]], None] = lambda addresses: None
         """Called with all listed addresses before this node listens at some of them."""
         self._secret = secret

@@ -43,6 +43,7 @@ class HostsFile:
         except FileNotFoundError:
             known = b""
         lines = known.decode(errors="replace").splitlines()
+        self._added: set[Peer] = set()
         self._known = {word for line in lines for word in line.partition("#")[0].split()}
         self._file = os.open(folder / HOSTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.fchmod(self._file, 0o644)  # other users in a container read it
@@ -52,10 +53,15 @@ class HostsFile:
     def add(self, peers: Iterable[Peer]) -> None:
         """Append missing entries. Raises `OSError`."""
         for peer in peers:
+            if peer in self._added:  # the names of a list are looked up once
+                continue
             name = peer.name if peer.hosts else _host(peer.name)
-            for address in peer.hosts or addresses_of(peer):
+            addresses = peer.hosts or addresses_of(peer)
+            for address in addresses:
                 # A node's name resolves to one address, as without us: the choice of the interface is not ours.
                 self._append(address, name)
+            if addresses:
+                self._added.add(peer)
 
     def _append(self, address: str, name: str) -> None:
         word = re.sub(r"[^A-Za-z0-9-]" if name == address else r"[^A-Za-z0-9.-]", "-", name)

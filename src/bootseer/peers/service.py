@@ -364,8 +364,8 @@ class Service:
         own = self._source.own
         self._is_written = False
         self._seen.update(peer.name for peer in self._membership.peers)
-        self._hosts.add(self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers, self._rate)
+        self._hosts.add(self._membership.peers)  # last: it may look up many names
         self._is_written = True
 
     def _write_state(self) -> None:
