@@ -262,6 +262,19 @@ def test_what_cannot_work_is_said_at_once(
     assert list(tmp_path.glob("runtime/peers/job-*")) == []
 
 
+def test_automatic_peers_are_slurms_where_there_is_a_secret_though_a_store_is_named(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    for name, text in (("secret", "s" * 32), ("setup.sh", "")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    words = ["--setup", str(tmp_path / "setup.sh"), "--env", "bypass", "--store", "oci://localhost/a-registry"]
+    words += ["--peers", "auto", "--peers-secret", str(tmp_path / "secret")]
+    more = {"BOOTSEER_RUNTIME": str(tmp_path / "r"), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    ran = run("run", *words, "--", "sh", "-c", "cat $BOOTSEER_PEERS_DIR/members.json", more=more)
+    assert (ran.returncode, json.loads(ran.stdout)["peers"]) == (0, []), ran.stderr
+
+
 def test_nodes_that_cannot_meet_start_without_peers(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

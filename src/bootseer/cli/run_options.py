@@ -254,8 +254,6 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
     if values["min_nodes"] and not values["wait_for_nodes"]:
         raise UsageError("--min-nodes needs --wait-for-nodes", hint="give --wait-for-nodes SECONDS too")
     limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
-    if source == "auto" and store:
-        source = store
     before = parse_size(limit, "--peers-limit") if limit and limit != "none" else None
     return PeersOptions(
         source=source,
@@ -267,6 +265,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
         tls=bool(values["peers_tls"]),
         wait_s=values["wait_for_nodes"],
         min_nodes=values["min_nodes"],
+        store=store or env.get("BOOTSEER_STORE", ""),
     )
 
 

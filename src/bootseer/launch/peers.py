@@ -60,6 +60,8 @@ class PeersOptions:
     """How long the command waits for nodes that are still starting; 0: not at all."""
     min_nodes: int = 0
     """The command does not start with fewer ready nodes than this after `wait_s`."""
+    store: str = ""
+    """The start's store, where its nodes may meet."""
 
 
 class PeersStart:
@@ -209,6 +211,7 @@ class PeersStart:
             rack=safe_name(identity.topology) if identity.topology else "",
             interface_names=options.interfaces,
             secret_file=options.secret,
+            store=options.store,
         )
         if isinstance(source, Listed):  # the agent may listen there, serving blocks of earlier jobs
             source.before_listening = lambda addresses: _notify_agent(

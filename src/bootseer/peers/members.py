@@ -253,13 +253,17 @@ def open_source(
     rack: str = "",
     interface_names: Sequence[str] = (),
     secret_file: Path | None = None,
+    store: str = "",
 ) -> Source:
     """The source named by `--peers`: `auto`, `slurm[:PORT]`, `dns:NAME[:PORT]`, `@FILE`, a folder's address, or hosts
-    separated by commas. `attempt` is the name of this start in a folder. Raises `UsageError`."""
+    separated by commas. `attempt` is the name of this start in a folder; `store`: where nodes meet with `auto`.
+
+    Raises `UsageError`.
+    """
     given = None if secret_file is None else read_secret(secret_file)
     read: Callable[[], list[Peer]]
     if text == "auto":
-        text = "slurm" if given and any(env.get(name) for name in _SLURM_LIST) else env.get("BOOTSEER_STORE", "")
+        text = "slurm" if given and any(env.get(name) for name in _SLURM_LIST) else store
         if not text:
             raise UsageError(
                 "--peers auto: the nodes share no store that this run knows",
