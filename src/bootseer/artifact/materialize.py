@@ -23,6 +23,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.io.files import replace_file
 from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, open_peers, start_daemon
 from bootseer.store.open import open_store
@@ -216,9 +217,7 @@ class Materializer(Struct):
         if hot_set is not None and hot_set.imports and options.imports is not None and not options.imports.exists():
             with contextlib.suppress(OSError):  # only affects warm starts
                 own_folder(options.imports.parent)
-                new = options.imports.with_suffix(f".{os.getpid()}")
-                new.write_text(hot_set.imports)
-                new.replace(options.imports)
+                replace_file(options.imports, hot_set.imports.encode())
         if hot_set is None:
             return None
         hot_set = hot_set.of_files([layer.index.identity for layer in self.stack])

@@ -235,7 +235,7 @@ class MountHandle:
 
 
 def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
-    """The figures of a start from a daemon's status, by the names used in reports (`analysis.images`)."""
+    """The figures of a start from a daemon's status, by the names used in reports (`analysis.starts`)."""
     fetch = status.get("fetch") or {}
     by_purpose = fetch.get("bytes_by_purpose") or {}
     foreseen = bool(fetch.get("hot_blocks"))

@@ -27,6 +27,7 @@ from bootseer.cache.file import CachedFile
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
+from bootseer.io.files import can_punch
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -287,11 +288,11 @@ class Cache:
         with mapped("examine", self.root):
             lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                can_punch = disk.can_punch(lock)
+                punches = can_punch(lock)
             finally:
                 os.close(lock)
         return [
-            Candidate(one.identity, one.last_use, one.in_use, one.disk_bytes, one.cold_bytes if can_punch else 0)
+            Candidate(one.identity, one.last_use, one.in_use, one.disk_bytes, one.cold_bytes if punches else 0)
             for one in found
         ]
 

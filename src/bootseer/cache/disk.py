@@ -1,4 +1,4 @@
-"""The files of a cache on disk: their names, how they are opened, replaced and punched, and their errors.
+"""The files of a cache on disk: their names, how they are opened and replaced, and their errors.
 
 Files in a cache may be truncated, foreign or of another type. Each is opened without following links and without
 blocking on a pipe, and checked to be a regular file. The format is in docs/formats/cache.md.
@@ -7,7 +7,6 @@ blocking on a pipe, and checked to be a regular file. The format is in docs/form
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -16,10 +15,10 @@ import shutil
 import signal
 import stat
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.io.files import replace_file
 
 FILES = "files"
 NEW = "new"
@@ -41,8 +40,6 @@ _ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
 _DIGITS = 20
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_KEEP_SIZE = 0x01  # <linux/falloc.h>
-_PUNCH_HOLE = 0x02
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
@@ -120,32 +117,12 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace a file atomically; `durable`: also after a machine crash the file is the old or the new one.
-
-    Raises `OSError`, leaving nothing behind.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    """`replace_file` for a file of an entry, in whose place there may be a foreign folder. Raises `OSError`."""
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb", buffering=0) as file:
-            write_all(fd, data, 0)
-            if durable:
-                os.fsync(file.fileno())
-        try:
-            temporary.replace(path)
-        except IsADirectoryError:  # a foreign folder in its place
-            discard(path)
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data`, also if the kernel accepts it in parts. Raises `OSError`."""
-    written = os.pwrite(fd, data, offset)
-    while written < len(data):
-        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+        replace_file(path, data, durable=durable)
+    except IsADirectoryError:
+        discard(path)
+        replace_file(path, data, durable=durable)
 
 
 def read_number(path: Path) -> int:
@@ -166,15 +143,6 @@ def write_number(path: Path, number: int) -> None:
         os.close(fd)
 
 
-def sync_path(path: Path) -> None:
-    """fsync a file, or the names in a folder. Raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def discard(path: Path) -> None:
     """Remove an unreferenced folder or file; what cannot be removed is left to the next `prune`."""
     with contextlib.suppress(OSError):
@@ -191,24 +159,6 @@ def sweep(entry: Path) -> None:
             discard(path)
 
 
-def can_punch(fd: int) -> bool:
-    """Whether the file system of a writable file supports hole punching. Raises `OSError`."""
-    try:
-        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # beyond the end: no data is lost
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return False
-        raise
-    return True
-
-
-def punch(fd: int, offset: int, length: int) -> None:
-    """Punch a hole of the whole pages inside the range. The size stays. Raises `OSError`."""
-    if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
 def has_other_users(fd: int) -> bool:
     """Whether anything else has this file open for reading or writing, such as a mount of it in any mount namespace.
     False where the file system cannot tell."""
@@ -221,11 +171,3 @@ def has_other_users(fd: int) -> bool:
     except OSError as error:
         return error.errno == errno.EAGAIN
     return False
-
-
-@cache
-def _fallocate() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).fallocate
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    function.restype = ctypes.c_int
-    return function

@@ -18,6 +18,7 @@ from bootseer.cache.disk import NO_SPACE, Damaged
 from bootseer.cache.eviction_plan import Step, cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap
 from bootseer.io import locks
+from bootseer.io.files import punch, sync_path
 
 
 def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
@@ -84,7 +85,7 @@ def _punch(entry: Path, index: Index, states: bytes, data: int, num_bytes: int, 
         _forget(entry, index, durable)
     # All missing blocks, including space written by a process that died before it marked them ready.
     for first, behind in _runs(left):
-        disk.punch(data, first * index.block_size, (behind - first) * index.block_size)
+        punch(data, first * index.block_size, (behind - first) * index.block_size)
     if durable is not None and not (entry / disk.DURABLE).exists():
         durable.store(entry, index)
     return True
@@ -98,7 +99,7 @@ def _forget(entry: Path, index: Index, durable: Durable) -> None:
         if error.errno not in NO_SPACE:
             raise
         (entry / disk.DURABLE).unlink()
-        disk.sync_path(entry)
+        sync_path(entry)
 
 
 def _runs(states: bytes | bytearray) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from bootseer.cache import disk, entries
 from bootseer.cache.disk import MissingBlocks, mapped
 from bootseer.cache.states import MISSING, READY, SYNC_CLAIM, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
+from bootseer.io.files import sync_path, write_all
 from bootseer.io.tasks import Tasks
 
 _SYNC_DEADLINE_S = 60.0
@@ -162,7 +163,7 @@ class CachedFile:
             return
         with mapped("write to", self.path):
             _check_reserve(self._data, block << self._shift, len(data))
-            disk.write_all(self._data, data, block << self._shift)
+            write_all(self._data, data, block << self._shift)
             self._live.set(block, READY)
         self._verified[block] = 1
         self._unsynced = True  # set last: a concurrent sync could have reset it without seeing the block
@@ -365,7 +366,7 @@ class CachedFile:
             raise
         if not self._anchored:
             for path in (self.entry / disk.INDEX, self.entry, self.entry.parent):
-                disk.sync_path(path)
+                sync_path(path)
             self._anchored = True
         Durable.from_states(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
         self._store_use()

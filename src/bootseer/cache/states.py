@@ -25,6 +25,7 @@ from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import Index
 from bootseer.cache import disk
 from bootseer.cache.disk import Damaged
+from bootseer.io.files import sync_path, write_all
 from bootseer.io.locks import HELD_BY_ANOTHER
 
 MISSING = 0
@@ -118,7 +119,7 @@ class Durable(Struct, frozen=True):
     def store(self, entry: Path, index: Index) -> None:
         """Replace the entry's snapshot durably. The data must be synced before. Raises `OSError`."""
         disk.write_file(entry / disk.DURABLE, self.encode(index.identity), durable=True)
-        disk.sync_path(entry)
+        sync_path(entry)
 
 
 def durable_bytes(index: Index) -> int:
@@ -161,8 +162,8 @@ class LiveMap:
             return
         try:
             os.ftruncate(fd, len(header) + len(states))
-            disk.write_all(fd, bytes(len(header)) + states, 0)
-            disk.write_all(fd, header, 0)
+            write_all(fd, bytes(len(header)) + states, 0)
+            write_all(fd, header, 0)
         finally:
             os.close(fd)
 
@@ -182,7 +183,7 @@ class LiveMap:
 
     def set_all(self, states: bytes) -> None:
         """Set all states; requires exclusive use of the entry. Raises `OSError`."""
-        disk.write_all(self.fd, states, _LIVE_HEADER.size)
+        write_all(self.fd, states, _LIVE_HEADER.size)
 
     def try_claim(self, block: int) -> bool:
         """Lock the byte of a block against other open file descriptions, without blocking. Raises `OSError`.

@@ -26,7 +26,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from bootseer.blocks.codec import digest_of
-from bootseer.cache.disk import write_all
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head
@@ -34,6 +33,7 @@ from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.files import write_all
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
 from bootseer.places.place import folder_of

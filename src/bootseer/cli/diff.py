@@ -7,7 +7,7 @@ import os
 import click
 
 from bootseer.cli.command import Amount
-from bootseer.cli.output import print_json, terminal
+from bootseer.cli.output import Progress, print_json, terminal
 
 
 @click.command("diff")
@@ -52,8 +52,9 @@ def diff_command(
     places = [*baseline, *sides]
     if len(places) < 2 or (len(places) > 2 and not baseline):
         raise click.UsageError("give two startups, or a baseline and one startup: --baseline moe@0..9 moe@10")
-    a = [report for place in places[:-1] for report in read_runs(place, os.environ)]
-    difference = compare(a, read_runs(places[-1], os.environ), Limits(min_share, min_seconds, run_variation))
+    with Progress("reading") as progress:
+        *a, b = [read_runs(place, os.environ, progress.read) for place in places]
+    difference = compare([run for runs in a for run in runs], b, Limits(min_share, min_seconds, run_variation))
     if as_json:
         print_json(difference.to_json())
     else:

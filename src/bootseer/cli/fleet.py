@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.command import json_option
-from bootseer.cli.output import Output, print_json, table, terminal
+from bootseer.cli.output import Output, Progress, print_json, table, terminal
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.units import S_PER_H, format_bytes, format_seconds
 
@@ -146,6 +146,7 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
     bootseer watch moe --service https://starts.example:8765
     bootseer watch moe                  from this machine's spool, like `bootseer report --follow`
     """
+    _check_folders(logs)
     if service is None or logs:
         from bootseer.cli.report import watched
         from bootseer.report.analysis.prepare import Options
@@ -213,7 +214,15 @@ def _moment(row: dict[str, Any]) -> Moment:
         raise PermanentError(f"the service has an incompatible version: {error}") from None
 
 
+def _check_folders(places: tuple[str, ...]) -> None:
+    """Raise `UsageError` if the address of a service was given as a folder."""
+    for place in places:
+        if place.startswith(("http://", "https://")):
+            raise UsageError(f"{place} is not a folder", hint=f"the address of a service: --service {place}")
+
+
 def _ask(question: str, asked: Mapping[str, str | None], service: str | None, logs: tuple[str, ...]) -> dict[str, Any]:
+    _check_folders(logs)
     if service is not None and not logs:
         return _from_service(question, asked, service)
     from bootseer.cli.serve import settings_of
@@ -240,7 +249,8 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
     from bootseer.service.derive import derive_found
     from bootseer.service.upkeep import roll_up
 
-    found = read_all(logs, os.environ)
+    with Progress("reading") as progress:
+        found = read_all(logs, os.environ, progress.read)
     with (
         tempfile.TemporaryDirectory(prefix="bootseer-") as folder,
         closing(Database.open(default_url(Path(folder)))) as database,

@@ -11,7 +11,7 @@ import click
 
 from bootseer.cli.command import Group, json_option, with_options
 from bootseer.cli.image_options import CONVERTED, request_of_verb
-from bootseer.cli.output import Output, table
+from bootseer.cli.output import Output, table, write_file
 from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes
 
@@ -110,13 +110,13 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         known = sets.workloads() if hot_set is None else []
     if hot_set is None:
         raise UsageError(f"no hot set {workload!r}", hint=f"known hot sets: {', '.join(known) or 'none'}")
+    if str(file) != "-":
+        write_file(file, encode_hot_set(hot_set))
+        return
     try:
-        if str(file) == "-":
-            sys.stdout.buffer.write(encode_hot_set(hot_set))
-        else:
-            file.write_bytes(encode_hot_set(hot_set))
+        sys.stdout.buffer.write(encode_hot_set(hot_set))
     except OSError as error:
-        raise PermanentError(f"{file}: cannot be written: {error.strerror}") from error
+        raise PermanentError(f"standard output: cannot be written: {error.strerror}") from error
 
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[ResolvedImage, HotSets]:

@@ -1,4 +1,4 @@
-"""Results of verbs on standard output, and progress on standard error.
+"""Results of verbs on standard output or in files, and progress on standard error.
 
 Standard output may be closed, full, a pipe without reader, or unable to encode the blocks of a bar: none of these is
 worth a traceback. Progress is a single line: on a terminal it is redrawn at most ten times a second and erased at the
@@ -18,9 +18,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from bootseer.errors import PermanentError
+from bootseer.io.files import replace_file
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.table import Table
 
@@ -71,6 +74,20 @@ def print_json(value: Mapping[str, object]) -> None:
         # `json.dump` to a file encodes in Python, many times slower.
         file.write(json.dumps(value, ensure_ascii=False))
         file.write("\n")
+
+
+def write_file(path: Path, data: str | bytes) -> None:
+    """Write a file that the user named. Readers see the old or the complete new one. Raises `PermanentError`."""
+    content = data.encode() if isinstance(data, str) else data
+    try:
+        if not path.exists():
+            replace_file(path.resolve(), content, mode=0o666)
+        elif path.is_file() and not path.is_relative_to("/dev") and os.access(path.resolve().parent, os.W_OK):
+            replace_file(path.resolve(), content, mode=path.stat().st_mode & 0o777)
+        else:  # a pipe, /dev/stdout, or a file in a folder that this user cannot change
+            path.write_bytes(content)
+    except OSError as error:
+        raise PermanentError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -142,6 +159,10 @@ class Progress:
         """Show progress in bytes; a `total` of 0 is unknown."""
         of = f" of {format_bytes(total)}" if total else ""
         self._show(done, total, f"{format_bytes(done)}{of}", note)
+
+    def read(self, num_bytes: int) -> None:
+        """Show progress in bytes of input whose size is unknown."""
+        self.show_bytes(num_bytes, 0)
 
     def wait(self) -> None:
         """Show the time waited, once it is long; for work of unknown length."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from bootseer.cli.command import Amount
-from bootseer.cli.output import print_json, terminal
-from bootseer.errors import PermanentError, UsageError
+from bootseer.cli.output import Progress, print_json, terminal, write_file
+from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
     from bootseer.report.analysis.live import Moment
@@ -106,16 +106,17 @@ def report_command(
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     stages = of_stages(patterns)
-    with _hints(), watched(follow, as_json, color) as watch:
-        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait)
+    with _hints(), watched(follow, as_json, color) as watch, Progress("reading") as progress:
+        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait,
+                             progress=progress.read)  # fmt: skip
     if html is not None:
         from bootseer.report.render.html import render as render_html
 
-        _write(html, render_html(report))
+        write_file(html, render_html(report))
     if perfetto is not None:
         from bootseer.report.render.perfetto import render as render_perfetto
 
-        _write(perfetto, render_perfetto(report))
+        write_file(perfetto, render_perfetto(report))
 
     if as_json:
         if not follow:  # otherwise `watch` has printed JSON already
@@ -156,10 +157,3 @@ def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Momen
 
         with terminal(color) as console, following(console) as show:
             yield lambda moment: show(moment.text(), moment.timeless())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PermanentError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -35,7 +35,7 @@ _TOKEN_VERBS = {
 
 
 def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for the data of the service."""
+    """Options for the data of the service, the first arguments of `settings_of`."""
     for decorator in (
         click.option("--raw", metavar="STORE", help="Store of raw lines (default: in the data folder)."),
         click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
@@ -69,8 +69,8 @@ def settings_of(data: Path | None, database: str | None, raw: str | None, **more
 
 
 @contextmanager
-def _tokens(data: Path | None, database: str | None, raw: str | None) -> Iterator[Tokens]:
-    settings = settings_of(data, database, raw)
+def _tokens(**place: Any) -> Iterator[Tokens]:
+    settings = settings_of(**place)
     from bootseer.service.access import Tokens
     from bootseer.service.database import Database
 
@@ -105,9 +105,7 @@ def _tokens(data: Path | None, database: str | None, raw: str | None) -> Iterato
 @click.pass_context
 def serve_command(
     ctx: click.Context,
-    data: Path | None,
-    database: str | None,
-    raw: str | None,
+    /,
     listen: str,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -117,6 +115,7 @@ def serve_command(
     raw_days: int,
     proxy_from: tuple[str, ...],
     proxy_header: str,
+    **place: Any,
 ) -> None:
     """Collect, analyse and show the starts of all jobs. Ctrl-C or SIGTERM ends it.
 
@@ -136,7 +135,7 @@ def serve_command(
     if tls_key is not None and tls_cert is None:
         raise UsageError("--tls-key needs --tls-cert")
     address = listen_address(listen, 8765, least=0)
-    settings = settings_of(data, database, raw, listen=address, certificate=tls_cert, key=tls_key,
+    settings = settings_of(**place, listen=address, certificate=tls_cert, key=tls_key,
                            workers=workers, proxy_header=proxy_header)  # fmt: skip
     from dataclasses import replace
 
@@ -158,22 +157,20 @@ def serve_command(
 @place_options
 @_pattern_option
 @json_option("bootseer.reindex/1")
-def reindex_command(
-    data: Path | None, database: str | None, raw: str | None, patterns: tuple[str, ...], output: Output
-) -> None:
+def reindex_command(patterns: tuple[str, ...], output: Output, **place: Any) -> None:
     """Rebuild starts, reports and sums from the raw lines, also into an empty database. Stop the service first.
 
     Tokens, alerts, and starts whose raw lines have been deleted are kept unchanged.
     """
-    settings = settings_of(data, database, raw).made()
+    settings = settings_of(**place).made()
     from bootseer.cli.output import Progress
     from bootseer.cli.pattern import of_stages
     from bootseer.launch.interrupt import interruptible
     from bootseer.service.app import locked, opened
     from bootseer.service.upkeep import reindex
 
-    with locked(settings), opened(settings) as (place, lines), interruptible(), Progress("deriving") as progress:
-        found = reindex(place, lines, progress.show, of_stages(patterns))
+    with locked(settings), opened(settings) as (database, lines), interruptible(), Progress("deriving") as progress:
+        found = reindex(database, lines, progress.show, of_stages(patterns))
     output(found, f"{found['starts']} starts of {found['attempts']} attempts, from {found['batches']} batches")
 
 
@@ -181,16 +178,16 @@ def reindex_command(
 @place_options
 @_retention_option
 @json_option("bootseer.serve-prune/1")
-def prune_command(data: Path | None, database: str | None, raw: str | None, raw_days: int, output: Output) -> None:
+def prune_command(raw_days: int, output: Output, **place: Any) -> None:
     """Delete old raw lines now; the service does so every hour. Starts and their reports are kept for ever."""
     import time
 
-    settings = settings_of(data, database, raw).made()
+    settings = settings_of(**place).made()
     from bootseer.service.app import opened
     from bootseer.service.upkeep import forget
 
-    with opened(settings) as (place, lines):
-        found = forget(place, lines, raw_days, time.time_ns())
+    with opened(settings) as (database, lines):
+        found = forget(database, lines, raw_days, time.time_ns())
     output({"raw_objects": found}, f"{plural(found, 'object')} of raw lines deleted")
 
 
@@ -213,23 +210,14 @@ def token_command() -> None:
 @click.option("--from", "file", type=click.File(encoding="ascii", errors="replace"), metavar="FILE",
               help="Add the token in this file instead; no effect if it exists already.")  # fmt: skip
 @json_option("bootseer.token/1")
-def add_command(
-    data: Path | None,
-    database: str | None,
-    raw: str | None,
-    scope: str,
-    team: str,
-    note: str,
-    file: IO[str] | None,
-    output: Output,
-) -> None:
+def add_command(scope: str, team: str, note: str, file: IO[str] | None, output: Output, **place: Any) -> None:
     """Create a token and print it. It cannot be shown again: the database stores only its digest."""
     given = file.read(4096).strip() if file is not None else ""
     if file is not None and not (len(given) >= _LEAST_TOKEN and given.isprintable() and "\ufffd" not in given):
         raise UsageError(
             f"{file.name}: a token has at least {_LEAST_TOKEN} printable characters", hint="openssl rand -hex 32"
         )
-    with _tokens(data, database, raw) as tokens:
+    with _tokens(**place) as tokens:
         number, secret = tokens.add(scope, team, note, given)
     if given:
         output({"id": number, "scope": scope, "team": team}, f"token {number}, scope {scope}")
@@ -242,9 +230,9 @@ def add_command(
 @click.command("list")
 @place_options
 @json_option("bootseer.tokens/1")
-def list_command(data: Path | None, database: str | None, raw: str | None, output: Output) -> None:
+def list_command(output: Output, **place: Any) -> None:
     """List the tokens, oldest first."""
-    with _tokens(data, database, raw) as tokens:
+    with _tokens(**place) as tokens:
         found = tokens.all()
     rows = table("id", "scope", "team", "made", "last used", "state", "note", right=("id",))
     for one in found:
@@ -260,8 +248,8 @@ def _day(ns: int) -> str:
 @click.command("revoke")
 @place_options
 @click.argument("number", type=int, metavar="ID")
-def revoke_command(data: Path | None, database: str | None, raw: str | None, number: int) -> None:
+def revoke_command(number: int, **place: Any) -> None:
     """Revoke the token with this number (see `bootseer serve token list`). It takes effect within seconds."""
-    with _tokens(data, database, raw) as tokens:
+    with _tokens(**place) as tokens:
         if not tokens.revoke(number):
             raise NotFoundError(f"there is no token {number}")

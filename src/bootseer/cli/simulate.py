@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.command import json_option
-from bootseer.cli.output import Output, table
+from bootseer.cli.output import Output, Progress, table, write_file
 from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
@@ -137,14 +136,12 @@ def simulate_command(
 def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]:
     from bootseer.sim.start import simulate
 
-    done = []
-    for at, (label, variant, number, arm, seed) in enumerate(plan):
-        if sys.stderr.isatty():
-            click.echo(f"\r\033[K{at + 1} of {len(plan)}: {arm}, {number} nodes ", nl=False, err=True)
-        done.append(outcome := simulate(variant, number, arm, seed))
-        outcome.arm += f", {label}" if label else ""
-    if sys.stderr.isatty():
-        click.echo("\r\033[K", nl=False, err=True)
+    done: list[Outcome] = []
+    with Progress("simulating") as progress:
+        for label, variant, number, arm, seed in plan:
+            progress.show(len(done), len(plan), f"{arm}, {number} nodes")
+            done.append(outcome := simulate(variant, number, arm, seed))
+            outcome.arm += f", {label}" if label else ""
     return done
 
 
@@ -201,11 +198,7 @@ def _draw(html: Path, document: dict[str, Any], variants: list[Scenario]) -> Non
 
     parameters = {f"{one.name} ({one.digest})": one.text for one in variants}
     document = {**document, "parameters": ", ".join(dict.fromkeys(one.digest for one in variants))}
-    text = page(f"Simulated starts: {variants[0].name}", figures_of(document), parameters)
-    try:
-        html.write_text(text)
-    except OSError as error:
-        raise PermanentError(f"{html}: {error.strerror}") from error
+    write_file(html, page(f"Simulated starts: {variants[0].name}", figures_of(document), parameters))
 
 
 def _write(folder: Path, outcome: Outcome, name: str) -> None:

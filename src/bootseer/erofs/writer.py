@@ -1,7 +1,7 @@
 """Write an EROFS image as a stream: file data as it arrives, then the metadata, and the superblock last.
 
 The image is never whole in memory or on disk. Block 0 is the superblock, which is known only at the end: `finish`
-returns it. The sink accepts the first block last (`blocks.BlockWriter`), or is a file positioned after block 0.
+returns it. The sink accepts the first block last (`blocks.writer.BlockWriter`), or is a file positioned after block 0.
 
 The files' data is followed by the blocks of directories and symbolic links, and by the metadata area of inodes. Each
 inode is followed by its xattrs and, if it fits into the same block, by the inline tail: the last partial block of its

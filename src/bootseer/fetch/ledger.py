@@ -30,7 +30,7 @@ _NEVER = float("-inf")
 
 
 class Geometry(Protocol):
-    """The layout of a block file, as the scheduler needs it; implemented by `blocks.Index`."""
+    """The layout of a block file, as the scheduler needs it; implemented by `blocks.index.Index`."""
 
     @property
     def num_blocks(self) -> int:

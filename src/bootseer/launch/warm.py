@@ -24,6 +24,7 @@ from bootseer.artifact.places import cache_root, own_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError
 from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA
+from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
@@ -179,9 +180,7 @@ class WarmStart:
         if after != known:
             folder = own_folder(self._path.parent)
             for path, content in ((self._path, after), (self.shared_path, shared(after))):
-                new = self._path.with_suffix(f".{os.getpid()}")
-                new.write_text(_text(content))
-                new.replace(path)
+                replace_file(path, _text(content).encode())
             Path(self._session.folder, KNOWN).write_text(_text(after))  # for the launcher of a restart
             for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
                 path.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.io.files import replace_file
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 from bootseer.mounts import control, kernel
@@ -104,10 +105,8 @@ class Runtime:
 
     def write(self, state: MountState) -> None:
         """Create or update the record of a mount."""
-        path = self.folder(state) / _RECORD
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"schema": SCHEMA, **msgspec.to_builtins(state)}) + "\n")
-        new.replace(path)
+        record = json.dumps({"schema": SCHEMA, **msgspec.to_builtins(state)})
+        replace_file(self.folder(state) / _RECORD, f"{record}\n".encode())
 
     def all(self) -> Iterator[MountState]:
         """All recorded mounts, dead or alive. Invalid records are skipped."""

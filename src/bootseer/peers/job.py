@@ -32,6 +32,7 @@ from msgspec import Struct, to_builtins
 
 from bootseer.blocks.index import Index
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.io.files import replace_file
 from bootseer.peers.choice import Members, Peer
 from bootseer.peers.protocol import is_identity
 from bootseer.peers.readiness import Readiness
@@ -85,7 +86,7 @@ class JobPeers:
         secret = secret or secrets.token_bytes(SECRET_BYTES)
         if tls:
             (folder / "tls").touch(mode=0o600)
-        _replace(folder / "secret", secret)
+        replace_file(folder / "secret", secret)
         return cls(folder, secret)
 
     @classmethod
@@ -136,11 +137,11 @@ class JobPeers:
         """Publish the job's nodes to the local processes, and how many bytes per second each process may receive from
         them (None: unlimited)."""
         listed = {"own": own, "peers": [to_builtins(peer) for peer in peers], "limit": limit}
-        _replace(self.folder / "members.json", json.dumps(listed).encode())
+        replace_file(self.folder / "members.json", json.dumps(listed).encode())
 
     def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
         """Let the service serve a file to the job's nodes. `fields` depend on its `kind`, as JSON."""
-        _replace(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
+        replace_file(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
 
     def unregister(self, identity: str) -> None:
         self._file(identity, "json").unlink(missing_ok=True)
@@ -162,7 +163,7 @@ class JobPeers:
                 return
             self._ahead[identity] = float("inf"), known | {node}
         with contextlib.suppress(OSError):  # only costs more reads of the store
-            _replace(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
+            replace_file(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
 
     def ahead(self, identity: str) -> frozenset[str]:
         """Nodes that started to read a file before any process of this node, or have it from an earlier job."""
@@ -183,7 +184,7 @@ class JobPeers:
 
     def register_blocks(self, source: BlockSource) -> None:
         identity = source.index.identity
-        _replace(self._file(identity, "index"), source.index.encode())
+        replace_file(self._file(identity, "index"), source.index.encode())
         fields = {"store": source.store, "plain_http": source.plain_http, "cache": str(source.cache)}
         self.register(identity, BLOCKS, fields)
 
@@ -200,7 +201,7 @@ class JobPeers:
         return source if index.identity == identity else None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        _replace(self.folder / "state.json", json.dumps(state).encode())
+        replace_file(self.folder / "state.json", json.dumps(state).encode())
 
     def state(self) -> dict[str, Any]:
         """The service's statistics; empty if unknown."""
@@ -212,7 +213,7 @@ class JobPeers:
 
     def write_stage(self, stage: str) -> None:
         """Publish the stage of this node's start to the service."""
-        _replace(self.folder / "stage", stage.encode())
+        replace_file(self.folder / "stage", stage.encode())
 
     @property
     def stage(self) -> str:
@@ -222,7 +223,7 @@ class JobPeers:
 
     def write_readiness(self, readiness: Readiness, num_nodes: int) -> None:
         """Publish the readiness of the job's nodes, of which `num_nodes` are listed, to the launcher."""
-        _replace(self.folder / "start.json", json.dumps({**to_builtins(readiness), "nodes": num_nodes}).encode())
+        replace_file(self.folder / "start.json", json.dumps({**to_builtins(readiness), "nodes": num_nodes}).encode())
 
     def readiness(self) -> tuple[Readiness, int] | None:
         """The readiness of the job's nodes, and how many are listed; None if unknown."""
@@ -259,14 +260,3 @@ class JobPeers:
             self._limit = limit if type(limit) is int else None
         except (OSError, ValueError, KeyError, TypeError):
             return
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(data)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, tzinfo
@@ -18,13 +17,12 @@ from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import analyse
 from bootseer.report.foreign.parser import UNKNOWN_JOB
 from bootseer.report.model import Report
-from bootseer.report.scan import Growing, Scanned, scan
+from bootseer.report.scan import Growing, Progress, Scanned, scan
 from bootseer.store import addresses
 from bootseer.trace import spools
 from bootseer.units import plural
 
 _LOG = logger(__name__)
-_PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
 _NEAR = 3
 """Number of similar job names in an error message."""
@@ -58,18 +56,20 @@ def read_report(
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     watch: Callable[[Moment], None] | None = None,
     wait: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """The report on `places`: paths, `-`, or jobs of this machine; by default the last job of this machine.
 
-    `watch` is called about once a second during the start, and the report follows at its end. With `wait`, wait for a
-    job that has not started yet; otherwise that is an error. Raises `UsageError` if there is nothing to report.
+    `progress` is called with the number of bytes read so far; `watch` about once a second during the start, and the
+    report follows at its end. With `wait`, wait for a job that has not started yet; otherwise that is an error. Raises
+    `UsageError` if there is nothing to report.
     """
     if watch is not None and not wait:
         for place in places:
             _resolve(place, env)
         if not places:
             _latest(env)
-    found = _read(places, env, began_pattern, patterns, options, watch)
+    found = _read(places, env, began_pattern, patterns, options, watch, progress)
     report = analyse(found.events, options, facts=found.facts, read=found.input())
     one = report.startup
     _LOG.info(
@@ -79,10 +79,10 @@ def read_report(
     return report
 
 
-def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
+def read_runs(place: str, env: Mapping[str, str], progress: Progress | None = None) -> list[Report]:
     """The reports of one side of a comparison: a place as for `read_report`, `JOB@ATTEMPT`, or `JOB@FIRST..LAST`."""
     match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
-    found = _read([match["name"] if match else place], env)
+    found = _read([match["name"] if match else place], env, progress=progress)
     runs = [found.events]
     if match and found.events:
         first, last = int(match["first"]), int(match["last"] or match["first"])
@@ -101,10 +101,10 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
     return reports
 
 
-def read_all(places: Sequence[str], env: Mapping[str, str]) -> Scanned:
+def read_all(places: Sequence[str], env: Mapping[str, str], progress: Progress | None = None) -> Scanned:
     """The events of all jobs in these places; by default of all jobs that have run on this machine."""
     root = spools.default_root(env)
-    return _read(places or ([root] if spools.job_names(root) else []), env)
+    return _read(places or ([root] if spools.job_names(root) else []), env, progress=progress)
 
 
 def _read(
@@ -114,15 +114,14 @@ def _read(
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     options: Options | None = None,
     watch: Callable[[Moment], None] | None = None,
+    progress: Progress | None = None,
 ) -> Scanned:
     zone = _LocalZone()
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
-        progress = _Progress()
         found = scan(
-            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress.show
+            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress
         )
-        progress.clear()
     else:
         growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
         found = _follow(places, options or Options(), env, growing, watch)
@@ -213,22 +212,3 @@ def _nothing(found: Scanned) -> UsageError:
         hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",
         exit_code=1,
     )
-
-
-class _Progress:
-    """Progress of reading, on a terminal, if it takes long."""
-
-    def __init__(self) -> None:
-        self._shown_s = time.monotonic() + _PROGRESS_EVERY_S
-        self._used = False
-
-    def show(self, count: int) -> None:
-        now = time.monotonic()
-        if now - self._shown_s >= _PROGRESS_EVERY_S and sys.stderr is not None and sys.stderr.isatty():
-            self._shown_s, self._used = now, True
-            sys.stderr.write(f"\rbootseer: read {count / 1e6:,.0f} MB ")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._used:
-            sys.stderr.write("\r\033[K")

@@ -89,7 +89,7 @@ def bucket_name(number: int) -> str:
 
 
 def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
-    """1. Cost of starts by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
+    """Cost of starts by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
     ran = start.c.run_s.is_not(None)
     rows = connection.execute(
         _grouped(
@@ -110,7 +110,7 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
 
 
 def stages(connection: Connection, where: Filter) -> Rows:
-    """2. Cost of each stage: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
+    """Cost of each stage: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
     # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
     known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
@@ -138,7 +138,7 @@ def stages(connection: Connection, where: Filter) -> Rows:
 
 
 def open_starts(connection: Connection, job: str | None = None) -> Rows:
-    """3. Open starts of one job or all, with the state of their nodes; newest first."""
+    """Open starts of one job or all, with the state of their nodes; newest first."""
     rows = connection.execute(
         select(start.c.id, start.c.job, start.c.attempt, start.c.restart, start.c.kind, start.c.team, start.c.began_ns,
                start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
@@ -181,7 +181,7 @@ def nodes(
     limit: int = 1000,
     sums: Sequence[NodeSums] | None = None,
 ) -> Rows:
-    """4. Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
+    """Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
     nodes, if already known."""
     sums = node_sums(connection, where) if sums is None else sums
     often = [row for row in sums if row.n >= _LEAST_STARTS]
@@ -227,7 +227,7 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
 def starts(
     connection: Connection, where: Filter, *, attempt: int | None = None, limit: int = 200, offset: int = 0
 ) -> Rows:
-    """5, 8. The starts, or those of one attempt, newest first, each with its fingerprint."""
+    """The starts, or those of one attempt, newest first, each with its fingerprint."""
     columns = [column for column in start.c if column.name not in ("last_node_id", "last_stage_id", "bucket")]
     query = (
         select(
@@ -249,7 +249,7 @@ def starts(
 
 
 def stages_of(connection: Connection, start_id: int) -> Rows:
-    """5. The stages of one start."""
+    """The stages of one start."""
     columns = (stage_start.c.num_nodes, stage_start.c.median_s, stage_start.c.max_s, stage_start.c.work_s)
     rows = connection.execute(
         select(stage.c.name.label("stage"), *columns, stage_start.c.wait_s, node.c.name.label("max_node"))
@@ -262,7 +262,7 @@ def stages_of(connection: Connection, start_id: int) -> Rows:
 
 
 def buckets(connection: Connection, where: Filter) -> Rows:
-    """6. 50th and 95th percentile of the overhead by scale, with the previous period and the paper's median."""
+    """50th and 95th percentile of the overhead by scale, with the previous period and the paper's median."""
     now, before = (_overheads(connection, each) for each in (where, where.before()))
     found = []
     for number, (_, name, paper_s) in enumerate(BUCKETS):
@@ -283,7 +283,7 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
 
 
 def caches(connection: Connection, where: Filter) -> Rows:
-    """7. Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
+    """Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
     of the same scale with and without misses."""
     of = technique_start if where.needs_starts(storage_day) else storage_day
     names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
@@ -330,13 +330,13 @@ def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
 
 
 def caches_by_day(connection: Connection, where: Filter) -> Rows:
-    """7. The same by day: hit rates and stored bytes over time."""
+    """Hit rates and stored bytes of each technique by day."""
     query = select(storage_day).where(*where.of(storage_day)).order_by(storage_day.c.day, storage_day.c.technique)
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def by_day(connection: Connection, where: Filter) -> Rows:
-    """8. Starts by day and kind, with their overhead and cost."""
+    """Starts by day and kind, with their overhead and cost."""
     query = (
         select(start.c.day, start.c.kind, func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
@@ -348,7 +348,7 @@ def by_day(connection: Connection, where: Filter) -> Rows:
 
 
 def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
-    """8, 9, 10. Jobs, those that lose most first: number of starts, their share of the job's time, and the share of
+    """Jobs, those that lose most first: number of starts, their share of the job's time, and the share of
     that in which nodes wait for each other."""
     ran = start.c.run_s.is_not(None)
     rows = connection.execute(
@@ -379,7 +379,7 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
 
 
 def straggling(connection: Connection, where: Filter) -> Rows:
-    """11. Savings without stragglers, by scale."""
+    """Savings without stragglers, by scale."""
     began = start.c.outcome == BEGAN
     query = _grouped(
         where,
@@ -396,7 +396,7 @@ def straggling(connection: Connection, where: Filter) -> Rows:
 
 
 def origin(connection: Connection, where: Filter) -> Rows:
-    """12. Bytes from registries and file systems, and their rate, by the hour in which starts began."""
+    """Bytes from registries and file systems, and their rate, by the hour in which starts began."""
     at = (start.c.began_ns // _HOUR_NS).label("hour")
     query = select(at, *(func.sum(start.c[name]).label(name) for name in ("origin_bytes", "peer_bytes")))
     rows = connection.execute(query.where(*where.of(start)).group_by(at).order_by(at)).all()
@@ -412,7 +412,7 @@ def origin(connection: Connection, where: Filter) -> Rows:
 
 
 def queues(connection: Connection, where: Filter) -> Rows:
-    """13. Wait for the scheduler and duration of the start, by scale: medians of starts for which both are known."""
+    """Wait for the scheduler and duration of the start, by scale: medians of starts for which both are known."""
     values: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     each = select(start.c.bucket, start.c.queue_s, start.c.overhead_s).where(*where.of(start))
     for number, queue_s, took_s in connection.execute(each.where(start.c.queue_s.is_not(None))):
@@ -431,7 +431,7 @@ def queues(connection: Connection, where: Filter) -> Rows:
 
 
 def failures(connection: Connection, where: Filter) -> Rows:
-    """14. Starts without training: the stage in which they stopped, and what they cost."""
+    """Starts without training: the stage in which they stopped, and what they cost."""
     query = (
         select(start.c.outcome, stage.c.name.label("stage"), func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
@@ -444,7 +444,7 @@ def failures(connection: Connection, where: Filter) -> Rows:
 
 
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
-    """15. Completeness of the data: nodes with events of those expected, lost lines, clock errors, gaps in the batches
+    """Completeness of the data: nodes with events of those expected, lost lines, clock errors, gaps in the batches
     of senders, and batches waiting for analysis."""
     row = connection.execute(
         select(

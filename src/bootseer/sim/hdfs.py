@@ -1,6 +1,6 @@
-"""Reads of checkpoints from HDFS. The real code makes the decisions: `hdfs.schedule`, `hdfs.choice`, `hdfs.placing` and
-`checkpoint.reading.settings` about DataNodes and parity, `checkpoint.ahead` about read-ahead, and `peers.readers` about
-the node that passes on shared data. DataNodes and links are models.
+"""Reads of checkpoints from HDFS. The real code makes the decisions: `hdfs.schedule`, `hdfs.choice`, `hdfs.placement`
+and `checkpoint.reading.settings` about DataNodes and parity, `checkpoint.read_ahead` about read-ahead, and
+`peers.readers` about the node that passes on shared data. DataNodes and links are models.
 
 A reader has `direct_bytes` of a striped file in flight, like a rank that loads its shard, or reads one row after the
 other, as through the mount. Progress is reported to the schedule ten times a second and at the end of a request; in
@@ -314,7 +314,7 @@ class _Row:
 
 
 class _InOrder:
-    """A sequential reader of rows, with the read-ahead of `checkpoint.ahead`."""
+    """A sequential reader of rows, with the read-ahead of `checkpoint.read_ahead`."""
 
     def __init__(
         self, num_rows: int, row_bytes: int, ask: Callable[[int, Callable[[], None]], None], done: Callable[[], None]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
 from bootseer.io import locks
+from bootseer.io.files import replace_file
 from bootseer.logs import logger
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
@@ -252,12 +252,7 @@ class LazyImages:
     def _store_known(self, known: _KnownImage) -> None:
         path = self._folder / f"{known.digest.removeprefix('sha256:')}.json"
         if not path.exists():
-            new = path.with_suffix(f".{threading.get_ident()}")
-            with new.open("wb") as file:
-                file.write(msgspec.json.encode(known))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            replace_file(path, msgspec.json.encode(known), durable=True)
 
     def _load(self, digest: str) -> _KnownImage:
         path = self._folder / f"{digest}.json"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.hot_list import MAX_BYTES, Range, common, decode, encode
 from bootseer.errors import BootseerError, NotFoundError
+from bootseer.io.files import replace_file
 from bootseer.mounts.serve import OnError
 from bootseer.places.place import Place, join, make_folder_like_parent, name_of
 
@@ -67,9 +67,7 @@ class HotLists:
         if self._path is not None:
             try:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                new = self._path.with_suffix(f".{os.getpid()}")
-                new.write_bytes(data)
-                new.replace(self._path)
+                replace_file(self._path, data)
             except OSError as error:  # often a full disk
                 self._on_error(f"{self._path}: {error.strerror}; the hot list is not kept on this node")
         # Most starts of a job read the same, so that a thousand nodes write nothing.

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.cache.disk import punch, write_all
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.ranges import Ranges
@@ -27,6 +26,7 @@ from bootseer.checkpoint.writing.publication import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import BootseerError, NoSpaceError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.io.files import punch, write_all
 from bootseer.places.place import Place
 
 

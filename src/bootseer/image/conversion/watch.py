@@ -10,7 +10,6 @@ a restart converts nothing twice and a moved tag is detected. Failures are retri
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import threading
@@ -23,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
+from bootseer.io.files import replace_file
 from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
@@ -109,13 +109,9 @@ class Watch:
         return self._registry.manifest_digest(tag, timeout_s=left_s)
 
     def _write(self) -> None:
-        new = self._state.with_name(f"{self._state.name}.new")
+        text = json.dumps({"schema": _SCHEMA, "converted": sorted(self._converted)}, indent=1)
         try:
-            with new.open("w") as file:
-                json.dump({"schema": _SCHEMA, "converted": sorted(self._converted)}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._state)
+            replace_file(self._state, text.encode(), mode=0o666, durable=True)
         except OSError as error:
             raise PermanentError(f"{self._state}: cannot be written: {error.strerror}") from error
 

@@ -24,6 +24,7 @@ from bootseer.report.analysis.stages import enclosing
 from bootseer.report.analysis.verdict import ENDS
 from bootseer.report.model import WAIT, Report, plain
 from bootseer.trace.event import FAILED
+from bootseer.units import listed, plural
 
 SCHEMA = "bootseer.diff/1"
 MIN_TESTED = 8
@@ -324,7 +325,7 @@ def _facts(side: Sequence[Report]) -> dict[str, dict[str, int]]:
 
 def _common(counts: Mapping[str, int]) -> str:
     ordered = sorted(counts, key=lambda value: (-counts[value], value))
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+    return listed(ordered)
 
 
 def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, doubtful: Sequence[StageChange]) -> str:
@@ -332,7 +333,7 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, do
     provable = _provable((difference.a_runs, difference.b_runs), difference.run_variation, num_tests)
     chance = f"by {difference.run_variation:.0%}; a factor below {provable:.3g} may be chance"
     if difference.a_runs + difference.b_runs > 2:
-        runs = f"{difference.a_runs} run{'s' if difference.a_runs > 1 else ''} against {difference.b_runs}"
+        runs = f"{plural(difference.a_runs, 'run')} against {difference.b_runs}"
         noise, basis = "the variation between runs", f" ({runs}; runs vary {chance})"
     else:
         few = "" if difference.tested else "few nodes, so only large changes count; "

@@ -26,7 +26,7 @@ from bootseer.report.model_starts import (
     Restarted,
 )
 from bootseer.trace.event import STACK
-from bootseer.units import NS_PER_S, format_bytes, format_seconds, plural
+from bootseer.units import NS_PER_S, format_bytes, format_seconds, listed, plural
 
 RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
 PLAIN = "plain"
@@ -222,9 +222,7 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
         by_mode[image.mode].append(image)
     lines = []
     for mode, group in sorted(by_mode.items(), key=lambda item: (-len(item[1]), item[0])):
-        times = [image.seconds for image in group if image.seconds is not None]
-        took = f" in {format_seconds(median(times))}" if times else ""
-        line = f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{took}{_image_fetched(group)}"
+        line = f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{_took(group)}{_image_fetched(group)}"
         coverage = _coverage(group)
         lines.append(f"{line}{coverage}{_wasted(group) if coverage else ''}")
         if mode == "fallback":
@@ -237,8 +235,11 @@ def _amounts(group: Sequence[Fetched]) -> str:
     """Bytes fetched of the whole; empty if the size is unknown."""
     total = median(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in group)
     size = median(one.stored_bytes for one in group)
-    until = " before training began" if all(one.until == "training_began" for one in group) else ""
-    return f"{format_bytes(total)} of {format_bytes(size)} fetched{until}" if size else ""
+    return f"{format_bytes(total)} of {format_bytes(size)} fetched{_until(group)}" if size else ""
+
+
+def _until(group: Sequence[Fetched | CheckpointStart | PeersStart]) -> str:
+    return " before training began" if all(one.until == "training_began" for one in group) else ""
 
 
 def _image_fetched(group: Sequence[ImageStart]) -> str:
@@ -247,12 +248,8 @@ def _image_fetched(group: Sequence[ImageStart]) -> str:
         return ""
     parts = [
         f"{name} {format_bytes(median(values))}"
-        for name, values in (
-            ("demand", [image.demand_bytes for image in group]),
-            ("hot", [image.hot_bytes for image in group]),
-            ("cold", [image.cold_bytes for image in group]),
-        )
-        if any(values)
+        for name in ("demand", "hot", "cold")
+        if any(values := [getattr(image, f"{name}_bytes") for image in group])
     ]
     what = f" ({', '.join(parts)})" if parts else ""
     return f": {amounts}{what} in {median(image.requests for image in group):.0f} requests"
@@ -343,7 +340,7 @@ def _nodes(group: Sequence[EnvironmentStart | ImageStart]) -> str:
     return group[0].node if len(group) == 1 else f"{len(group):,} nodes"
 
 
-def _took(group: Sequence[EnvironmentStart]) -> str:
+def _took(group: Sequence[EnvironmentStart | ImageStart]) -> str:
     times = [one.seconds for one in group if one.seconds is not None]
     return f" in {format_seconds(median(times))}" if times else ""
 
@@ -387,10 +384,9 @@ def _read(group: Sequence[CheckpointStart]) -> str:
         )
         if any(values)
     ]
-    until = " before training began" if all(one.until == "training_began" for one in group) else ""
     read = format_bytes(median(one.read_bytes for one in group))
     sources = f"; {', '.join(parts)}" if parts else ""
-    return f"{_medians_of(group)} read {read}{until}{sources}"
+    return f"{_medians_of(group)} read {read}{_until(group)}{sources}"
 
 
 def _medians_of(group: Sequence[CheckpointStart]) -> str:
@@ -447,9 +443,8 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
             ("from the nodes' own caches", [one.cache_bytes for one in peers]),
         )
     )
-    until = " before training began" if all(one.until == "training_began" for one in peers) else ""
     nodes = peers[0].node if len(peers) == 1 else f"{len(peers):,} nodes together"
-    lines = [f"{nodes} got {sources}{until}"]
+    lines = [f"{nodes} got {sources}{_until(peers)}"]
     carried: dict[str, int] = defaultdict(int)
     for one in peers:
         for word in one.interfaces.split():
@@ -467,9 +462,8 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
             seen[word] += 1
         worst = sorted(seen, key=lambda name: (-seen[name], name))
         if worst:
-            more = f" and {len(worst) - _MAX_REASONS:,} more" if len(worst) > _MAX_REASONS else ""
-            named = ", ".join(f"{name} (to {plural(seen[name], 'node')})" for name in worst[:_MAX_REASONS])
-            lines.append(f"{what}: {named}{more}")
+            named = listed([f"{name} (to {plural(seen[name], 'node')})" for name in worst], _MAX_REASONS)
+            lines.append(f"{what}: {named}")
     alone = max(peers, key=lambda one: one.unreachable)
     if alone.unreachable:
         lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node}: see peers.md about ports")

@@ -14,7 +14,7 @@ from bootseer.report.analysis.lanes import RESTART
 from bootseer.report.analysis.stragglers import LATE_START, NAME
 from bootseer.report.foreign.times import plausible
 from bootseer.report.model import Report, Stage, StragglerGroup
-from bootseer.units import format_hours, format_money, format_seconds, plural
+from bootseer.units import format_hours, format_money, format_seconds, listed, plural
 
 _STAGE_WORDS = {
     "queue": "waiting in the queue",
@@ -169,9 +169,8 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
     if clock.left_out:
-        named = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
-        more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
-        lines.append(f"Wrong clocks, or events of another start: {named}{more}; excluded from all sums.")
+        named = listed([f"{node} by {_far(off_s)}" for node, off_s in clock.left_out.items()])
+        lines.append(f"Wrong clocks, or events of another start: {named}; excluded from all sums.")
     if report.nodes and not plausible(report.startup.zero_ns):
         lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
@@ -199,18 +198,16 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
     missing = sorted((node for node in stuck if node.node not in waiting), key=lambda node: node.own_end_s)
     lines = []
     if missing:
-        named = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        named = listed([f"{node.node} in {node.last_stage or 'no stage'}" for node in missing])
         lines.append(
-            f"{plural(len(missing), 'node')} stopped before training: {named}{more}; "
+            f"{plural(len(missing), 'node')} stopped before training: {named}; "
             "unfinished stages are excluded from medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":
-        named = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
-        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        named = listed([f"{node.node} after {node.last_stage or 'no stage'}" for node in silent])
         lines.append(
-            f"{plural(len(silent), 'node')} showed no first step: {named}{more}; "
+            f"{plural(len(silent), 'node')} showed no first step: {named}; "
             "their time from there until training began is untracked."
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]

@@ -21,7 +21,7 @@ import re
 from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, plain
 from bootseer.report.foreign.times import DURATION, parse_duration
 from bootseer.report.search import Clue
-from bootseer.units import NS_PER_S
+from bootseer.units import NS_PER_S, plural
 
 STAGE = "environment_setup.install"
 
@@ -91,7 +91,7 @@ class PipParser(Parser):
         begin_ns = first.wall_ns if first is not None else None
         attrs = {"packages": count}
         if line.wall_ns is None or not self._builder.span(first or line, STAGE, begin_ns, line.wall_ns, attrs=attrs):
-            self._builder.fact(line, STAGE, f"pip installed {_packages(count)}", None)
+            self._builder.fact(line, STAGE, f"pip installed {plural(count, 'package')}", None)
         self._reset()
 
     def _close(self) -> None:
@@ -154,14 +154,10 @@ class UvParser(Parser):
             attrs = {"packages": count if phase == "Installed" else 0}
             spanned = self._builder.span(first, STAGE, first.wall_ns - reach_back_ns, last.wall_ns, attrs=attrs)
         if not spanned:
-            text = ", ".join(f"{word.lower()} {_packages(number)}" for _, word, number, _ in self._phases)
+            text = ", ".join(f"{word.lower()} {plural(number, 'package')}" for _, word, number, _ in self._phases)
             self._builder.fact(last, STAGE, f"uv {text}", sum(phase[3] for phase in self._phases))
         self._phases = []
 
     def finish(self) -> Findings:
         self._close()
         return self._builder.finish()
-
-
-def _packages(count: int) -> str:
-    return f"{count} package" if count == 1 else f"{count} packages"

@@ -22,7 +22,7 @@ from bootseer.report.foreign.parser import MAX_RANK, Builder, Findings, Line, Pa
 from bootseer.report.foreign.times import seconds_to_ns
 from bootseer.report.search import Clue
 from bootseer.trace.event import NO_RANK
-from bootseer.units import format_seconds, seconds
+from bootseer.units import format_seconds, plural, seconds
 
 STAGE = "model_initialization.nccl_init"
 
@@ -131,8 +131,7 @@ class NcclParser(Parser):
             elif not spanned and comm.complete:
                 untold.setdefault(comm.size, []).append(comm)
         for size, comms in untold.items():
-            count = f"{len(comms)} rank{'s' if len(comms) != 1 else ''}"
-            text = f"NCCL communicator of {size}: {count} complete, without timings"
+            text = f"NCCL communicator of {size}: {plural(len(comms), 'rank')} complete, without timings"
             builder.fact(comms[0].line, STAGE, text, None, node=comms[0].host)
         return builder.finish()
 

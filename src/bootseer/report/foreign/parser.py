@@ -15,7 +15,7 @@ from datetime import UTC, tzinfo
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
-from bootseer.report.foreign.times import EARLIEST_NS, LATEST_NS, MAX_DURATION_NS
+from bootseer.report.foreign.times import MAX_DURATION_NS, plausible
 from bootseer.report.model import Fact
 from bootseer.report.search import Clue
 from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
@@ -47,7 +47,7 @@ class Line(NamedTuple):
     file: str
     number: int
     wall_ns: int | None
-    """The time at the start of the line, when there is one that `foreign.timestamp` understands."""
+    """The time at the start of the line, when there is one that `foreign.times` understands."""
     node: str
     """The node that the reader believes the file to belong to."""
     zone: tzinfo = UTC
@@ -146,7 +146,7 @@ class Builder:
         attrs: Mapping[str, Any] | None = None,
     ) -> None:
         """A moment; dropped when it has no plausible time."""
-        if wall_ns is not None and _plausible(wall_ns):
+        if wall_ns is not None and plausible(wall_ns):
             self._add(self._event(line, stage, place, attrs), INSTANT, wall_ns)
 
     def span(
@@ -161,13 +161,13 @@ class Builder:
         attrs: Mapping[str, Any] | None = None,
     ) -> bool:
         """A span; without `end_ns` only its begin. Dropped (False) when its times are not plausible."""
-        if begin_ns is None or not _plausible(begin_ns):
+        if begin_ns is None or not plausible(begin_ns):
             return False
         event = self._event(line, stage, place, attrs)
         if end_ns is None:
             self._add(event, BEGIN, begin_ns)
             return True
-        if not _plausible(end_ns) or not 0 <= end_ns - begin_ns <= MAX_DURATION_NS:
+        if not plausible(end_ns) or not 0 <= end_ns - begin_ns <= MAX_DURATION_NS:
             return False
         self._add(event, BEGIN, begin_ns)
         self._add(event._replace(outcome=outcome), END, end_ns)
@@ -205,7 +205,3 @@ class Builder:
 
     def _add(self, event: Event, phase: str, wall_ns: int) -> None:
         self._findings.events.append(event._replace(phase=phase, wall_ns=wall_ns, mono_ns=wall_ns))
-
-
-def _plausible(wall_ns: int) -> bool:
-    return EARLIEST_NS <= wall_ns < LATEST_NS

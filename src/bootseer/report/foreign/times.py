@@ -117,7 +117,7 @@ def _prefix_at(text: str, begin: int, reference_ns: int, zone: tzinfo) -> Prefix
 
 
 def _prefix(wall_ns: int | None, rest: int) -> Prefix:
-    if wall_ns is None or not EARLIEST_NS <= wall_ns < LATEST_NS:
+    if wall_ns is None or not plausible(wall_ns):
         return Prefix(None, 0)
     return Prefix(wall_ns, rest)
 
@@ -168,7 +168,7 @@ def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo) -> in
 
 
 def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: tzinfo) -> int | None:
-    if not EARLIEST_NS <= reference_ns < LATEST_NS:
+    if not plausible(reference_ns):
         return None
     near = (_EPOCH + timedelta(seconds=reference_ns // NS_PER_S)).year
     # 29 February exists in one year of four, and in none of eight around most centuries.

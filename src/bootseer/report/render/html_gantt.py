@@ -25,7 +25,7 @@ from bootseer.report.render.html_text import (
     term,
     word_cell,
 )
-from bootseer.units import plural
+from bootseer.units import listed, plural
 
 _MAX_LISTED = 60
 _MAX_SHADES = 8
@@ -90,9 +90,8 @@ def _legend(report: Report, palette: Palette) -> str:
     items = []
     for stage in palette.stages:
         inner = palette.inner.get(stage, [])
-        names = [f"{swatch(palette.css(name, WORK))} {esc(name.partition('.')[2])}" for name in inner[:_MAX_SHADES]]
-        more = f" and {len(inner) - _MAX_SHADES} more" if len(inner) > _MAX_SHADES else ""
-        text = f"<span>{esc(stage)}: <i>{', '.join(names)}{more}</i></span>" if len(inner) > 1 else esc(stage)
+        names = [f"{swatch(palette.css(name, WORK))} {esc(name.partition('.')[2])}" for name in inner]
+        text = f"<span>{esc(stage)}: <i>{listed(names, _MAX_SHADES)}</i></span>" if len(inner) > 1 else esc(stage)
         items.append((swatch(palette.sign(stage)), text))
     looks = {(seg.kind, seg.outcome) for node in report.nodes for seg in node.segments}
     kinds, outcomes = {kind for kind, _ in looks}, {outcome for _, outcome in looks}

@@ -375,7 +375,7 @@ def _print_said(report: Report, console: Console) -> None:
 
 def _slow_nodes(group: StragglerGroup) -> str:
     where = f" ({located(group)})" if group.places else ""
-    return f"the {len(group.nodes)} node{'s' if len(group.nodes) > 1 else ''} slow in {group.stage}{where}"
+    return f"the {plural(len(group.nodes), 'node')} slow in {group.stage}{where}"
 
 
 def print_rest(count: int, console: Console) -> None:

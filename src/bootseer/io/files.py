@@ -1,0 +1,74 @@
+"""Files that are written completely or not at all, and holes in files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import cache
+from pathlib import Path
+
+_KEEP_SIZE = 0x01  # <linux/falloc.h>
+_PUNCH_HOLE = 0x02
+
+
+def replace_file(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = False) -> None:
+    """Create a file or replace it atomically; `durable`: also after a machine crash it is the old or the new one.
+
+    `mode` is that of the new file, less the umask. Raises `OSError`, leaving nothing behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            write_all(fd, data, 0)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data`, also if the kernel accepts it in parts. Raises `OSError`."""
+    written = os.pwrite(fd, data, offset)
+    while written < len(data):
+        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file, or the names in a folder. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def can_punch(fd: int) -> bool:
+    """Whether the file system of a writable file supports hole punching. Raises `OSError`."""
+    try:
+        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # beyond the end: no data is lost
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Punch a hole of the whole pages inside the range. The size stays. Raises `OSError`."""
+    if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _fallocate() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function
