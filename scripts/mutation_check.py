@@ -46,11 +46,12 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 def mutants(tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
     """Each change that can be made to a module: what it is, and the changed module."""
-    kept = {
-        id(part) for node in ast.walk(tree) for top in getattr(node, "decorator_list", []) for part in ast.walk(top)
-    }
+    # frozen=True of a value class, in a decorator or as a keyword of the class, decides nothing.
+    beside = [top for node in ast.walk(tree) for top in getattr(node, "decorator_list", [])]
+    beside += [word for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for word in node.keywords]
+    kept = {id(part) for top in beside for part in ast.walk(top)}
     for at, node in enumerate(ast.walk(tree)):
-        if id(node) in kept:  # frozen=True of a value class decides nothing
+        if id(node) in kept:
             continue
         for name in _changes(node):
             changed = copy.deepcopy(tree)

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -106,13 +106,25 @@ def test_a_tag_that_the_registry_refuses_holds_no_other_up(tmp_path: Path, run: 
         assert before < set(json.loads(state.read_bytes())["converted"])
 
 
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one file: the lock of the state, but not the state."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("needs root to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.root
 @needs_registry
-def test_all_is_converted_where_the_state_cannot_be_kept(tmp_path: Path, run: Run) -> None:
+def test_all_is_converted_where_the_state_cannot_be_kept(tmp_path: Path, full_disk: Path, run: Run) -> None:
     with Registry(tmp_path) as registry:
         for tag in ("1", "2"):
             push_image(tmp_path, registry.host, tag, tag.encode())
-        (tmp_path / "watch.json.new").mkdir()  # as a full disk does
-        words = ["image", "convert", "--watch", "--once", "--json", "--state", str(tmp_path / "watch.json")]
+        words = ["image", "convert", "--watch", "--once", "--json", "--state", str(full_disk / "watch.json")]
         looked = run(*words, f"{registry.host}/team/train", str(tmp_path / "store"))
         images = [json.loads(line)["image"] for line in looked.stdout.splitlines()]
         assert images == [f"{registry.host}/team/train:{tag}" for tag in ("1", "2")]

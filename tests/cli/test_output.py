@@ -12,12 +12,14 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
 
 from bootseer.cli import output
-from bootseer.cli.output import Progress, shown, terminal
+from bootseer.cli.output import Progress, shown, terminal, write_file
+from bootseer.errors import PermanentError
 
 
 @pytest.fixture
@@ -116,3 +118,29 @@ def test_piped_output_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with terminal() as console:
         assert console.width == 80
+
+
+def test_a_file_is_replaced_when_its_new_content_is_complete_and_keeps_its_mode_and_links(tmp_path: Path) -> None:
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    page.chmod(0o640)
+    link.symlink_to(page)
+    with page.open() as reader:
+        write_file(link, "new")
+        assert reader.read() == "old"
+    assert (link.is_symlink(), page.read_text(), page.stat().st_mode & 0o777) == (True, "new", 0o640)
+    write_file(tmp_path / ("long" * 62), b"content")
+    assert sorted(tmp_path.iterdir()) == [link, tmp_path / ("long" * 62), page]
+
+
+def test_a_pipe_and_standard_output_are_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    here = os.open(pipe, os.O_RDWR)
+    write_file(pipe, "page")
+    assert os.read(here, 100) == b"page"
+    os.close(here)
+    write_file(Path("/dev/null"), "page")
+    assert not Path("/dev/null").is_file()
+    with pytest.raises(PermanentError, match="cannot be written: No such file"):
+        write_file(tmp_path / "no" / "page", "page")

@@ -438,3 +438,13 @@ def test_the_page_of_a_report_without_nodes_is_complete():
     page = render_html(untimed(Options(job="moe", price_per_gpu_hour=2.0), [fact], Input(1, 2, 3, 0, 0, {})))
     assert "&lt;b&gt;7" in page
     assert "1970-01-01" not in page
+
+
+@pytest.mark.parametrize("words", [["fleet"], ["history", "moe"], ["watch", "moe"]])
+def test_the_address_of_a_service_is_no_folder(run, words):
+    result = run(*words, "http://starts.example:8765")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "bootseer: http://starts.example:8765 is not a folder\n"
+        "hint: the address of a service: --service http://starts.example:8765\n"
+    )

@@ -7,10 +7,20 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.fetch import hotset
-from bootseer.fetch.hotset import MAX_NEEDS, Availability, HotSet, Need, Record, encode_hot_set, parse_hot_set
+from bootseer.fetch.hotset import (
+    MAX_IMPORTS,
+    MAX_NEEDS,
+    Availability,
+    HotSet,
+    Need,
+    Record,
+    encode_hot_set,
+    parse_hot_set,
+)
 
 FILES = ["ab" * 32, "cd" * 32, "00" * 32]
 needs = st.lists(
@@ -77,6 +87,7 @@ def test_a_later_version_is_told_apart_from_nonsense(schema):
         (["files"], ["ab"]),
         (["files"], [FILES[0], FILES[0]]),
         (["files"], FILES * 2000),
+        (["imports"], "x" * (MAX_IMPORTS + 1)),
         (["runs"], {}),
         (["runs"], [[]]),
         (["runs", 0, "file"], [0, 2]),
@@ -105,6 +116,13 @@ def test_each_impossible_value_is_refused(path, value):
     place[path[-1]] = value
     with pytest.raises(CorruptError):
         parse_hot_set(packed(document))
+
+
+def test_a_list_of_modules_of_the_largest_size_comes_back_and_a_number_that_json_lacks_is_refused():
+    assert hotset.MAX_IMPORTS == 1 << 20
+    assert parse_hot_set(encode_hot_set(replace(SET, imports="x" * MAX_IMPORTS))).imports == "x" * MAX_IMPORTS
+    with pytest.raises(ValueError, match="JSON"):
+        encode_hot_set(replace(SET, records=(replace(SET.records[0], started_s=float("nan")),)))
 
 
 def test_a_block_that_is_named_twice_in_a_run_is_refused():

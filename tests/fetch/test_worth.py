@@ -57,6 +57,21 @@ def test_a_workload_that_leaves_the_path_of_the_record_ends_the_trust_at_once():
     assert judged(*shared, *[False] * (SETTINGS.diverged_needs - 1 - SETTINGS.suspend_score)).suspended
 
 
+def test_a_set_that_was_wrong_is_fetched_only_shortly_ahead_of_its_readers():
+    trust = HotSetTrust(SETTINGS)
+    for block in (*range(10), 3):  # listed twice, it counts once
+        trust.add_block((0, block), 1 << 20)
+    assert trust.is_near((0, 9), 0)
+    for _ in range(-SETTINGS.suspend_score):
+        trust.note_need(False, (7, 7))
+    assert [block for block in range(10) if trust.is_near((0, block), 2 << 20)] == [0, 1, 2]
+    assert not trust.is_near((0, 2), (2 << 20) - 1)
+    assert trust.is_near((7, 7), 0)
+    for block in (5, 4):  # a reader that goes back does not move the position
+        trust.note_need(True, (0, block))
+    assert [block for block in range(10) if trust.is_near((0, block), 2 << 20)] == list(range(8))
+
+
 SOME_SETTINGS = st.just(SETTINGS) | st.builds(
     FetchSettings,
     judged_needs=st.integers(1, 12),

@@ -17,7 +17,7 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = 
 
     `mode` is that of the new file, less the umask. Raises `OSError`, leaving nothing behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
