@@ -23,7 +23,16 @@ def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("scripts/reqs/a.txt", "reqs.txt", "lib.sh", "tool.py", "data/x", "project/setup.py", "home/own.cfg"):
+    for name in (
+        "scripts/reqs/a.txt",
+        "reqs.txt",
+        "lib.sh",
+        "tool.py",
+        "data/x",
+        "project/setup.py",
+        "home/own.cfg",
+        "locked/uv.lock",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     return tmp_path
@@ -205,6 +214,12 @@ def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Pat
         ("A='sudo $B x'; B='$A y'; $A", ""),
         ("conda install -y numpy", "conda numpy"),
         ("npm ci", "npm"),
+        ("$(which pip) install click", "click"),
+        ("`command -v python3` -m pip install click", "click"),
+        ("uv add --dev click 'rich==13.9'", "uv click"),
+        ("uv sync --extra gpu; poetry install --with dev; cd project; pdm install", "uv, poetry, pdm"),
+        ("uv sync --project locked --extra gpu; cd locked; uv run tool.py", ""),
+        ("uv tool install ruff; pipx install black; pipx install black==24.1.0", "uv ruff, pipx black"),
         ("wget -O /opt/x https://me:pw@h.test/x?token=1", "download of https://h.test/x?token="),
         ("pip freeze > /opt/r.txt; pip install -r /opt/r.txt", ""),
         ("pip download -d /opt click; pip list; pip --version", "click"),

@@ -136,8 +136,10 @@ PROJECTS = {
 _PACKAGES = {
     "apt-get": "apt-get", "apt": "apt-get", "yum": "yum", "dnf": "yum", "microdnf": "yum", "apk": "apk", "gem": "gem",
     "conda": "conda", "mamba": "conda", "micromamba": "conda", "npm": "npm", "yarn": "npm", "pnpm": "npm",
-    "cargo": "cargo", "go": "go",
+    "cargo": "cargo", "go": "go", "uv": "uv", "pipx": "pipx", "poetry": "poetry", "pdm": "pdm", "pixi": "pixi",
 }  # fmt: skip
+LOCKS = {"uv": "uv.lock", "poetry": "poetry.lock", "pdm": "pdm.lock", "pixi": "pixi.lock"}
+"""Programs that install a project as its lock file says."""
 _BRINGS = frozenset(("install", "add", "create", "upgrade", "dist-upgrade", "full-upgrade", "ci", "i"))
 _DOWNLOADERS = frozenset(("curl", "wget"))
 _MODE_OR_OWNER = re.compile(r"[0-7]{3,4}|[\w.-]*:[\w.-]*|[ugoa]*[+=-]\w+")
@@ -176,8 +178,13 @@ def _checkout(names: Sequence[str]) -> list[str]:
 
 
 def unpinned_packages(program: str, words: Sequence[str]) -> str:
-    """Packages that a package manager installs in any version; empty if none."""
+    """Packages that a package manager installs in any version, behind its name, which alone stands for those of a
+    project; empty if none."""
     rest = _plain(words[1:])
+    if program == "uv" and rest[:1] == ["tool"]:
+        rest = rest[1:]
+    elif program in LOCKS and rest[:1] in (["install"], ["sync"], ["run"]):
+        return program
     if program not in _PACKAGES or not rest or rest[0] not in _BRINGS:
         return ""
     names = [word for word in rest[1:] if "=" not in word and "/" not in word]

@@ -227,7 +227,9 @@ class _Reader:
         for word in command.inputs:
             self.add_candidate(word, folders=False)
         words, program = list(command.words), command.program
-        if _PYTHON.fullmatch(program) and len(words) > 2 and "-m" in words[1:4]:
+        if "$" in program and words[1:2] == ["install"]:  # `$(which pip) install`: most likely
+            program = "pip"
+        if (_PYTHON.fullmatch(program) or "$" in program) and len(words) > 2 and "-m" in words[1:4]:
             self.add_candidate(words[0], folders=False)
             words = words[words.index("-m") + 1 :]
             program = words[0] if words else ""
@@ -321,14 +323,7 @@ class _Reader:
             self._wanted(posixpath.dirname(path), editable="develop" in words, no_deps=False)
         marker = programs.PROJECTS.get(program)
         if marker is not None:
-            named = [
-                path
-                for word in option_values(words, ("-C", "-S", "--directory", "--project"))
-                for path in self._paths.existing(word)
-            ]
-            for base in named or self._paths.bases:
-                if self._look.kind(f"{base}/{marker}") == "file":
-                    self._inputs.folders[base] = None
+            self._inputs.folders.update(dict.fromkeys(self._project_folders(words, marker)))
         for index, word in enumerate(words):
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 if part not in ("", ".", "./", ".."):
@@ -337,10 +332,18 @@ class _Reader:
         if not called and (reason := programs.cwd_dependence(program, words, self._paths.is_absolute)):
             self._depends_on_cwd(reason)
 
+    def _project_folders(self, words: Sequence[str], name: str) -> list[str]:
+        """Folders that a program with these words may work on, of those that have a file of this name."""
+        options = option_values(words, ("-C", "-S", "--directory", "--project"))
+        named = [path for word in options for path in self._paths.existing(word)]
+        return [base for base in named or self._paths.bases if self._look.kind(f"{base}/{name}") == "file"]
+
     def _fetched(self, program: str, words: Sequence[str]) -> None:
         """Downloads without a fixed version."""
         asked = self._inputs.requirements
-        if packages := programs.unpinned_packages(program, words):
+        packages = programs.unpinned_packages(program, words)
+        lock = programs.LOCKS.get(program)
+        if packages and not (packages == program and lock is not None and self._project_folders(words, lock)):
             asked.unpinned[packages[:80]] = None
         if program == "git" and "clone" in words:
             self._clone(words[words.index("clone") + 1 :])
