@@ -90,6 +90,21 @@ def test_what_somebody_removed_is_not_used_when_the_store_is_away(
     assert local.look_up(away, KEY).document is None
 
 
+@pytest.mark.parametrize("content", ["", "new"])
+def test_objects_of_a_removed_or_replaced_snapshot_do_not_stay(
+    store: Store, local: NodeCatalog, tmp_path: Path, content: str
+) -> None:
+    catalog = published(store)
+    local.look_up(catalog, KEY)
+    local.object(document().manifest, store)
+    catalog.remove(KEY, 0.0)
+    if content:
+        published(store, content=content)
+    assert list(environments_folder(tmp_path).glob("sha256/*/*"))
+    local.look_up(catalog, KEY)
+    assert not list(environments_folder(tmp_path).glob("sha256/*/*"))
+
+
 def test_what_was_built_here_is_known_here(local: NodeCatalog, away: Catalog) -> None:
     keep(local, document())
     assert local.look_up(away, KEY).document == document()

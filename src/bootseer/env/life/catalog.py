@@ -156,16 +156,28 @@ class NodeCatalog:
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:
         """Keep a copy of a snapshot's document; `data` is the document as stored."""
-        if self._catalog.look(document.key).data == data:
+        known = self._catalog.look(document.key)
+        if known.data == data:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / document.name)
             return
         self._kept.keep(document.name, data)
+        self._delete_objects(known, needed=_names(document))
         self._prune()
 
     def forget(self, key: str) -> None:
+        known = self._catalog.look(key)
         with contextlib.suppress(BootseerError):
             self.store.delete(document_name(key))
+        self._delete_objects(known)
+
+    def _delete_objects(self, known: Lookup, needed: Collection[str] = ()) -> None:
+        """Delete the objects of a replaced or removed document, but those `needed`. If another one needs them, they are
+        fetched again."""
+        with contextlib.suppress(BootseerError):
+            for name in _names(known.document) if known.document is not None else ():
+                if name not in needed:
+                    self.store.delete(name)
 
     def object(self, stored: Stored, origin: Store, *, timeout_s: float = _OBJECT_S) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""
