@@ -163,6 +163,18 @@ def test_an_environment_in_the_project_folder_is_mounted(place: Place) -> None:
     assert not (place.project / ".venv").exists()
 
 
+def test_an_environment_in_a_folder_that_the_setup_replaces_is_mounted(place: Place) -> None:
+    place.write("box/old", "")
+    script = place.counting_script(
+        "rm -rf box; mkdir -p box/env/bin; touch box/env/pyvenv.cfg; echo tool > box/env/bin/tool; echo file > box/file\n"
+    )
+    words = ("--setup", script, "--", "sh", "-c", "ls box; cat box/env/bin/tool box/file")
+    for mode in ("captured", "restored"):
+        assert place.run(*words).stdout == "env\nfile\ntool\nfile\n"
+        assert place.start()["mode"] == mode
+    assert sorted(path.name for path in (place.project / "box").iterdir()) == ["file"]
+
+
 def test_an_editable_install_shows_the_code_as_it_is_now(place: Place) -> None:
     place.write(
         "lib/pyproject.toml",

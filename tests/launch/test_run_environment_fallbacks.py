@@ -4,6 +4,7 @@ as they were."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -119,6 +120,20 @@ def test_a_conflict_costs_one_start_and_no_later_one(place: Place) -> None:
     assert not (place.site / "alpha.py").exists()
     assert place.run(*words).stdout == "alpha 1.0\nwords\n"
     assert (place.start()["mode"], place.num_setups) == ("restored", 2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "refresh"])
+def test_where_the_environment_cannot_be_shown_no_file_is_in_the_way_of_the_setup(place: Place, mode: str) -> None:
+    words = ("--setup", place.alpha_script("mkdir made && echo x > made/file\n"), "--", *ALPHA)
+    place.run(*words)
+    shutil.rmtree(place.project / "made")
+    place.cache = "other"
+    changes = place.root / "other/environments/changes"
+    changes.parent.mkdir(parents=True, mode=0o700)
+    changes.touch()  # no folder: the job's changes cannot be stored
+    assert place.run("--env", mode, *words).stdout == "1.0\n"
+    assert place.start()["mode"] == "installed"
+    assert (place.project / "made/file").read_text() == "x\n"
 
 
 def test_without_the_store_the_machine_s_python_stays_as_it_is(place: Place) -> None:

@@ -85,7 +85,7 @@ def plan(
             mounted.append(entry)
         else:
             wanted[entry.path] = entry
-    planner = _Planner(SafeTree(root), source_of, wanted, captured, FactCache(facts))
+    planner = _Planner(SafeTree(root), source_of, wanted, captured, FactCache(facts), roots)
     for path in sorted(planner.entries, key=lambda path: path.split("/")):
         planner.add(planner.entries[path])
     planner.check_deletions()
@@ -103,6 +103,7 @@ class _Planner(Struct):
     entries: dict[str, Entry]
     captured: bool
     facts: FactCache
+    roots: Sequence[str]
     steps: list[Step] = field(default_factory=list)
     links: list[Step] = field(default_factory=list)
     deletions: list[Step] = field(default_factory=list)
@@ -242,7 +243,8 @@ class _Planner(Struct):
         """Delete, or refuse, entries of a replaced folder that are not in its new version."""
         for name in self.tree.names(entry.path):
             path = f"{entry.path}/{name}"
-            if path in self.entries:
+            is_above_root = any(lies_in(root, [path]) for root in self.roots)  # its mount point is there already
+            if path in self.entries or is_above_root:
                 continue
             if not self._may_delete_contents(path):
                 self._refuse(entry, f"the setup replaced this folder, which contains {name} here")

@@ -158,10 +158,6 @@ def _restore(
     if not on_host:
         return
     with task.stage("restore.show"):
-        if entries:
-            facts = environments_folder(options.cache) / "known"
-            roots = () if written_out else document.roots
-            placement.apply_plan(loose.plan(entries, layer.at, roots=roots, facts=facts), layer.at)
         if written_out:
             say("nothing can be mounted here: all files of the environment are copied to this machine's own folders")
         elif document.roots:
@@ -169,6 +165,11 @@ def _restore(
             view = show_on_host(layer.at, document.roots, changes=task.changes, user=user, say=say)
             prepared.undo.callback(view.close)
             prepared.enter = view.enter
+        # Last, as these files stay: in the way of the setup, if it had to run after all.
+        if entries:
+            facts = environments_folder(options.cache) / "known"
+            roots = () if written_out else document.roots
+            placement.apply_plan(loose.plan(entries, layer.at, roots=roots, facts=facts), layer.at)
 
 
 def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:

@@ -170,13 +170,15 @@ def show_changes(
 def _show_changes(
     task: Task, view: Capture, changes: Sequence[Change], division: Division, prepared: PreparedEnvironment
 ) -> None:
-    # With secrets, which are in no snapshot: this command gets them, as without BootSeer.
-    withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
-    loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
-    if loose_ones:
-        placement.apply_plan(loose.plan(loose_entries(loose_ones), view.source_of, captured=True), view.source_of)
     if division.roots:
         user = view.way == "user"
         seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=user, say=say)
         prepared.undo.callback(seen.close)
         prepared.enter = seen.enter
+    # Last, as these files stay: in the way of the setup, if it had to run again. With secrets, which are in no snapshot:
+    # this command gets them, as without BootSeer.
+    withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
+    loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
+    if loose_ones:
+        planned = loose.plan(loose_entries(loose_ones), view.source_of, roots=division.roots, captured=True)
+        placement.apply_plan(planned, view.source_of)
