@@ -166,7 +166,8 @@ def test_an_environment_in_the_project_folder_is_mounted(place: Place) -> None:
 def test_an_environment_in_a_folder_that_the_setup_replaces_is_mounted(place: Place) -> None:
     place.write("box/old", "")
     script = place.counting_script(
-        "rm -rf box; mkdir -p box/env/bin; touch box/env/pyvenv.cfg; echo tool > box/env/bin/tool; echo file > box/file\n"
+        "rm -rf box; mkdir -p box/env/bin; touch box/env/pyvenv.cfg; echo tool > box/env/bin/tool\n"
+        "echo file > box/file\n"
     )
     words = ("--setup", script, "--", "sh", "-c", "ls box; cat box/env/bin/tool box/file")
     for mode in ("captured", "restored"):
