@@ -175,8 +175,8 @@ def _show_changes(
         seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=user, say=say)
         prepared.undo.callback(seen.close)
         prepared.enter = seen.enter
-    # Last, as these files stay: in the way of the setup, if it had to run again. With secrets, as without BootSeer, which
-    # are in no snapshot.
+    # Last, as these files stay: in the way of the setup, if it had to run again. With secrets, which are in no
+    # snapshot: this command gets them, as without BootSeer.
     withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
     loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
     if loose_ones:
