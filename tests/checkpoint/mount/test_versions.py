@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -90,6 +91,37 @@ def test_a_file_that_became_longer_or_shorter_elsewhere_is_read_as_it_is(
     for length in (size, size + 7, size - 3):
         (other.target / "f").write_bytes(bytes([length % 251]) * length)
         assert (one.target / "f").read_bytes() == bytes([length % 251]) * length
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_as_it_is(
+    one: MountedPlace, other: MountedPlace, held: bool
+) -> None:
+    for new in (b"new", b"new, longer"):
+        (one.target / "f").write_bytes(b"old")
+        with contextlib.ExitStack() as stack:
+            until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+            for mounted in (one, other):
+                reader = stack.enter_context((mounted.target / "f").open("rb"))
+                assert reader.read() == b"old"
+            if not held:
+                stack.close()
+            (one.target / "f").write_bytes(new)
+            with (other.target / "f").open("ab") as file:
+                file.write(b"+")
+            os.truncate(one.target / "f", len(new) + 2)
+            assert (other.target / "f").read_bytes() == new + b"+\0"
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_APPEND, os.O_RDWR])
+def test_a_file_that_was_removed_elsewhere_is_created_anew(one: MountedPlace, other: MountedPlace, flags: int) -> None:
+    (one.target / "f").write_bytes(b"old")
+    assert (other.target / "f").stat().st_size == 3
+    (one.target / "f").unlink()
+    handle = os.open(other.target / "f", flags | os.O_CREAT)
+    os.write(handle, b"new")
+    os.close(handle)
+    assert (one.target / "f").read_bytes() == b"new"
 
 
 def test_what_others_make_and_remove_is_seen(one: MountedPlace, other: MountedPlace) -> None:

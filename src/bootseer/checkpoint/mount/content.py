@@ -246,7 +246,9 @@ class Content:
             with self.changing():
                 moved = self._node.path
                 if moved is None or moved == path:
-                    raise
+                    # Removed elsewhere. The kernel looks the name up again, and creates the file if that was asked for.
+                    self._detach(self._node)
+                    raise os_error(errno.ESTALE) from None
                 return SharedReader(self._context.open(moved), moved)
 
     def _matches_node(self, reader: CheckpointFile) -> bool:

@@ -160,6 +160,9 @@ class CheckpointFiles:
     def _resize(self, node: Node, size_bytes: int) -> None:
         if node.is_folder:
             raise os_error(errno.EISDIR)
+        opened = node.content
+        if size_bytes and (opened is None or not (opened.num_writers or opened.is_dirty)):
+            self._open.check_version(node)  # readers here may have an older one open
         with self._open.changing(node) as content:
             if size_bytes == 0:
                 content.begin_empty()

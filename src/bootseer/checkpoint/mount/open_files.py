@@ -283,18 +283,18 @@ class OpenFiles:
             if writes and flags & os.O_TRUNC:
                 content.begin_empty(check)
             else:
+                is_read = flags & os.O_ACCMODE != os.O_WRONLY
+                if was_published or not (is_read or content.is_live or content.is_removed):
+                    self.check_version(node)
                 if writes and flags & os.O_APPEND:
                     content.begin_appending()
-                is_read = flags & os.O_ACCMODE != os.O_WRONLY
-                if was_published:
-                    self._check_version(node)
                 keep_pages = content.begin_reading() if is_read else content.begin_writing()
         except BaseException:
             self.close(handle)
             raise
         return Opened(handle, keep_pages)
 
-    def _check_version(self, node: Node) -> None:
+    def check_version(self, node: Node) -> None:
         """Raise ESTALE when the node's name leads to another version by now, so that the kernel looks it up again."""
         try:
             is_current = node.path is not None and is_same(self._context.files.stat(node.path), node.info)
