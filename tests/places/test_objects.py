@@ -18,7 +18,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-from obstore.store import from_url
+from obstore.store import LocalStore, from_url
 
 from bootseer.checkpoint.catalog import checkpoints, remove
 from bootseer.checkpoint.download import get_checkpoint
@@ -274,6 +274,17 @@ def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_a
             time.sleep(0.1)
 
 
+def test_a_conditional_write_during_another_one_is_repeated_as_s3_demands(
+    place: Place, proxy: FaultProxy, uri: str
+) -> None:
+    place.make_folder("a")
+    conflict = Fault(status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+    proxy.plan = once(conflict, "/.attempts-links/b", "PUT")
+    with closing(open_place(uri)) as other:
+        other.make_folder("b", parents=True)
+        assert names(other, "") == {"a", "b"}
+
+
 def test_the_answer_about_a_folder_that_is_cut_is_requested_again(place: Place, proxy: FaultProxy, uri: str) -> None:
     place.make_folder("d")
     place.write_bytes("d/file", b"1234")
@@ -479,6 +490,16 @@ def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
     proxy.plan = lambda _: None
     assert list(Uploads(uri).left(0)) == []
     assert "Credential=file/" in proxy.requests[-1].headers["authorization"]
+
+
+def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
+    removed_from = bucket.Bucket("s3://jobs")
+    removed_from.reader = LocalStore(tmp_path)  # stops at a missing one, as Azure and Google Cloud
+    keys = [f"{number:02}" for number in range(40)]
+    for key in keys:
+        obstore.put(removed_from.reader, key, b"")
+    removed_from.remove(["missing", *keys])
+    assert removed_from.keys("") == []
 
 
 def test_a_bucket_that_is_not_there_is_called_so(uri: str) -> None:

@@ -23,6 +23,7 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 from bootseer.io.retry import retrying
+from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -55,6 +56,8 @@ _CLIENT = {
 LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AT_ONCE = 1000
 """Objects that are listed or removed by one request."""
+_REMOVALS_AT_ONCE = 16
+"""Of single objects."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
@@ -176,8 +179,15 @@ class Bucket:
         """Remove objects, also those that are not there any more."""
         for first in range(0, len(keys), _AT_ONCE):
             some = list(keys[first : first + _AT_ONCE])
-            with contextlib.suppress(NotFoundError):
+            try:
                 self.retry(some[0], partial(obstore.delete, self.reader, some), WRITE_S)
+            except NotFoundError:  # in Azure and GCS, where keys after a missing one may not have been removed
+                with Tasks("bootseer-removals", _REMOVALS_AT_ONCE) as threads:
+                    list(threads.map(self._remove_one, some))
+
+    def _remove_one(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            self.retry(key, partial(obstore.delete, self.reader, key), WRITE_S)
 
     def head(self, key: str) -> Any:
         try:

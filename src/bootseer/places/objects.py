@@ -434,7 +434,9 @@ class ObjectPlace(SmallReads):
             asked.append(key)
             try:
                 return str(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False)["e_tag"])
-            except (KeyExistsError, PreconditionError):
+            except (KeyExistsError, PreconditionError) as error:
+                if "<Code>ConditionalRequestConflict<" in str(error):
+                    raise  # S3: another write of this key is in progress, which may fail: ask again
                 return None
             except Exception as error:
                 if mode == "overwrite" or (not isinstance(error, NotSupportedError) and status_of(error) != 501):
