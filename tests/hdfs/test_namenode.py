@@ -14,6 +14,7 @@ pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import UnreachableError, UnsupportedError
@@ -116,6 +117,19 @@ def test_a_cluster_that_encrypts_its_data_is_not_supported_without_ciphers(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
     assert isinstance(error_of(asked(peer.port)), UnsupportedError)
+
+
+def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_any_datanode_is_asked(
+    peer: FakeNameNode,
+) -> None:
+    """As routers are, with `dfs.encrypt.data.transfer`."""
+    defaults = field(1, MIB) + field(2, 512) + field(4, 1) + field(6, True)
+    peer.answers |= {"getServerDefaults": lambda _: field(1, defaults), "getDataEncryptionKey": lambda _: b""}
+    with closing(HdfsClient(f"127.0.0.1:{peer.port}")) as client:
+        for use in (lambda: client.reads().open("/f"), lambda: client.put("/g", b"x"), lambda: client.create("/h")):
+            with pytest.raises(PermanentError, match=r"dfs\.encrypt\.data\.transfer.*NameNodes"):
+                use()
+    assert "create" not in peer.asked
 
 
 def test_the_encryption_setting_is_requested_once(peer: FakeNameNode) -> None:

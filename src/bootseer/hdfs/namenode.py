@@ -309,7 +309,13 @@ class NameNode:
     def _ask_key(self) -> bytes:
         """The key for logins to DataNodes of a cluster that encrypts its data."""
         with self.parsing("/"):
-            return Message(self.ask("getDataEncryptionKey", b"", "/", None)).data(1)
+            answer = Message(self.ask("getDataEncryptionKey", b"", "/", None))
+            if 1 not in answer:
+                raise PermanentError(
+                    f"hdfs://{self.cluster.authority} encrypts its data (dfs.encrypt.data.transfer), but gives out no"
+                    " key for it, as routers do: use the addresses of the cluster's own NameNodes"
+                )
+            return answer.data(1)
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
         """Find out whether DataNodes encrypt their data, which only the servers' configuration says."""

@@ -81,6 +81,7 @@ class BlockFileWriter:
         self._namenode = namenode
         self._settings = settings
         self._excluded = settings.excluded
+        namenode.protection.check_key()
         self._lease = Lease(
             namenode, path, block_size=settings.block_size, replication=settings.replication, mode=settings.mode,
             parents=settings.parents,

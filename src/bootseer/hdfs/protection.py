@@ -118,6 +118,11 @@ class Protection:
         """Whether data may be encrypted, which needs the package `cryptography`."""
         return self.encrypts or PRIVACY in self._wanted
 
+    def check_key(self) -> None:
+        """Raise `PermanentError` if the cluster encrypts its data and no key for it can be had, as through routers."""
+        if self.encrypts:
+            self._data_key()
+
     def log_in(
         self, port: int, token: bytes, send: Callable[[bytes], None], receive: Callable[[int], bytes]
     ) -> Channel | None:

@@ -35,6 +35,7 @@ class HdfsReads:
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile:
         """Open a file's current version. Raises as `NameNode.locate`, and `UnsupportedError` for another client."""
         located = self._namenode.locate(path, timeout_s=deadline_s)
+        self._namenode.protection.check_key()
         uri = f"hdfs://{self._namenode.cluster.authority}{path}"
         if not located.readable:
             raise UnsupportedError(
