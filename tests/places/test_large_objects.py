@@ -1,16 +1,19 @@
-"""Objects that are too large for one request, on a real S3 server."""
+"""Objects that are too large for one request, and files that are sent while they are written, on a real S3 server."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, TransientError
 from bootseer.places import objects, open_place, uploads
 from bootseer.places.place import Place
+from fault_proxy import Fault, FaultProxy
 from places.contract import names, opened, read
 from s3_server import S3Server, environment_for
 
@@ -54,3 +57,43 @@ def test_files_of_many_parts_are_uploaded_in_larger_ones(place: Place) -> None:
         part.write(data)
         part.close()
         assert place.stat("part").version.endswith(f'-{num_parts}"-{len(data):x}')
+
+
+def test_a_large_part_is_sent_while_it_is_written_and_a_dropped_one_leaves_nothing(
+    place: Place, s3_server: S3Server
+) -> None:
+    data = os.urandom(20 * _MIB)
+    kept, dropped = place.begin_parts(["x/kept", "x/dropped"], part_bytes=64 * _MIB)
+    for writer in (kept, dropped):
+        for start in range(0, len(data), 3 * _MIB):
+            writer.write(data[start : start + 3 * _MIB])
+    dropped.abort()
+    kept.close()
+    with opened(place, "x/kept") as file:
+        assert read(file, 0, len(data)) == data
+    assert names(place, "x") == {"x/kept"}
+    assert s3_server.uploads("large") == []
+
+
+def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_answers_again(
+    place: Place, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WRITE_S", "CALL_S"):
+        monkeypatch.setattr(uploads, name, 0.5)
+    monkeypatch.setattr(uploads, "PART_BYTES", 1 << 16)
+    answers = threading.Event()
+    with FaultProxy(
+        s3_server.host, lambda request: Fault(gate=answers) if "partNumber" in request.path else None
+    ) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT", f"http://{proxy.host}")
+        (part,) = open_place(place.uri).begin_parts(["file"], part_bytes=_MIB)
+        with pytest.raises(TransientError, match="took nothing"):
+            for _ in range(20):
+                part.write(bytes(1 << 16))
+        part.abort()
+        (left,) = s3_server.uploads("large")
+        answers.set()
+        until = time.monotonic() + 60
+        while left in s3_server.uploads("large"):
+            assert time.monotonic() < until
+            time.sleep(0.1)

@@ -34,15 +34,14 @@ from bootseer.errors import (
     CorruptError,
     NotFoundError,
     PermanentError,
-    TransientError,
     UsageError,
 )
-from bootseer.places import bucket, open_place, uploads
+from bootseer.places import bucket, open_place
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, Place
 from bootseer.places.uploads import Uploads
 from fault_proxy import Fault, FaultProxy, Plan, Request, once
-from places.contract import PlaceContract, names, opened, read
+from places.contract import PlaceContract, names, read
 from s3_server import S3Server
 
 pytestmark = pytest.mark.slow
@@ -234,44 +233,6 @@ def test_what_has_moved_out_of_a_folder_stays_when_that_is_removed(place: Place,
     for path in ("job", "kept"):
         place.delete(path, recursive=True)
     assert all("/.attempts-links/" in f"/{key}" for key in keys(server, uri))
-
-
-def test_a_large_part_is_sent_while_it_is_written_and_a_dropped_one_leaves_nothing(
-    place: Place, server: S3Server, uri: str
-) -> None:
-    data = os.urandom(20 * _MIB)
-    kept, dropped = place.begin_parts(["x/kept", "x/dropped"], part_bytes=64 * _MIB)
-    for writer in (kept, dropped):
-        for start in range(0, len(data), 3 * _MIB):
-            writer.write(data[start : start + 3 * _MIB])
-    dropped.abort()
-    kept.close()
-    with opened(place, "x/kept") as file:
-        assert read(file, 0, len(data)) == data
-    assert names(place, "x") == {"x/kept"}
-    assert server.uploads("jobs") == []
-
-
-def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_answers_again(
-    proxy: FaultProxy, uri: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WRITE_S", "CALL_S"):
-        monkeypatch.setattr(uploads, name, 0.5)
-    monkeypatch.setattr(uploads, "PART_BYTES", 1 << 16)
-    answers = threading.Event()
-    proxy.plan = lambda request: Fault(gate=answers) if "partNumber" in request.path else None
-    with closing(open_place(uri)) as place:
-        (part,) = place.begin_parts(["file"], part_bytes=_MIB)
-        with pytest.raises(TransientError, match="took nothing"):
-            for _ in range(20):
-                part.write(bytes(1 << 16))
-        part.abort()
-        (left,) = server.uploads("jobs")
-        answers.set()
-        until = time.monotonic() + 60
-        while left in server.uploads("jobs"):
-            assert time.monotonic() < until
-            time.sleep(0.1)
 
 
 def test_a_conditional_write_during_another_one_is_repeated_as_s3_demands(
