@@ -20,8 +20,10 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="needs grpcio")
 
 import warm  # noqa: E402
+from bootseer.errors import TransientError  # noqa: E402
 from bootseer.hdfs.protobuf import Message, field  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
+from bootseer.snapshotter.lazy import LazyImages, Settings  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
 from image_node import LARGE_BYTES, Node, node  # noqa: E402
@@ -326,6 +328,33 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     running.cri("RemoveImage", field(1, field(1, node.reference)))
     running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
+
+
+def test_calls_that_waited_for_a_mount_that_failed_do_not_try_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store that hangs, each would wait a minute longer than the one before."""
+    images = LazyImages(tmp_path, Settings(str(tmp_path / "cache"), str(tmp_path / "runtime")))
+    (tmp_path / "images" / f"{'a' * 64}.json").write_text(
+        json.dumps({"digest": "sha256:" + "a" * 64, "store": "", "identities": [], "chains": {}})
+    )
+    all_wait, tries, lock = threading.Barrier(5), [], images._mount_lock
+
+    def mount(known: object) -> None:
+        tries.append(known)
+        all_wait.wait(60)
+        raise TransientError("the store does not answer")
+
+    def waited_for(digest: str) -> Any:
+        threading.Thread(target=all_wait.wait, args=(60,)).start()
+        return lock(digest)
+
+    monkeypatch.setattr(images, "_mount", mount)
+    monkeypatch.setattr(images, "_mount_lock", waited_for)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(images.lowers, f"{'a' * 64}-1") for _ in range(4)]
+    assert [str(call.exception()) for call in calls] == ["the store does not answer"] * 4
+    assert len(tries) == 1
 
 
 def test_cleanups_during_a_pull_leave_its_image_mounted(node: Node) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import asdict, dataclass
@@ -99,6 +99,8 @@ class LazyImages:
         self._lookups: dict[str, tuple[float, Future[_KnownImage | None]]] = {}
         self._mounting: dict[str, threading.RLock] = {}
         """By digest: held while an image is mounted or unmounted, and until its new snapshot is recorded."""
+        self._failed: dict[str, tuple[float, str]] = {}
+        """By digest: when it could not be mounted, and why."""
         self._timed: set[str] = set()
         self._pulled: dict[str, str] = {}
         """For each image that is pulled normally, the chain id of its latest layer."""
@@ -133,7 +135,7 @@ class LazyImages:
             if known is None or chain not in known.chains:
                 return None
             layer = Layer(f"{match[1]}-{known.chains[chain]}", match[0])
-            with self._mount_lock(match[1]):
+            with self._mount_turn(match[1]):
                 self._store_known(known)
                 self.lowers(layer.name)
                 record(layer)
@@ -150,10 +152,14 @@ class LazyImages:
         """The mount points of the layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
         digest, _, depth = name.partition("-")
         known = self._load(digest)
-        with self._mount_lock(digest):
+        with self._mount_turn(digest):
             state = self._mounted(digest)
             if state is None:
-                self._mount(known)
+                try:
+                    self._mount(known)
+                except TransientError as error:
+                    self._failed[digest] = time.monotonic(), str(error)
+                    raise
                 state = self._mounted(digest)
                 if state is None:
                     raise TransientError(f"sha256:{digest}: it was unmounted again")
@@ -193,11 +199,23 @@ class LazyImages:
                     (self._folder / digest).rmdir()
                 self._lookups.pop(f"sha256:{digest}", None)
                 self._timed.discard(digest)
+                self._failed.pop(digest, None)
 
     def release_unknown(self, used: Callable[[], Collection[str]]) -> None:
         """Unmount all images that no snapshot uses."""
         for path in self._folder.glob("*.json"):
             self.release(path.stem, used)
+
+    @contextlib.contextmanager
+    def _mount_turn(self, digest: str) -> Iterator[None]:
+        """The mount lock, to mount the image. Raises `TransientError` if a mount has failed while this thread waited:
+        with a store that hangs each further one would take a minute, and occupy a thread meanwhile."""
+        asked_s = time.monotonic()
+        with self._mount_lock(digest):
+            failed_s, reason = self._failed.get(digest, (asked_s, ""))
+            if failed_s > asked_s:
+                raise TransientError(reason)
+            yield
 
     def _mount_lock(self, digest: str) -> threading.RLock:
         with self._lock:
