@@ -279,7 +279,15 @@ def test_nodes_that_cannot_meet_start_without_peers(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    ran = run("run", "--peers", str(tmp_path / "file"), "--", "true", more={"BOOTSEER_RUNTIME": str(tmp_path / "r")})
-    assert ran.returncode == 0
-    assert "no peers: " in ran.stderr
-    assert list(tmp_path.glob("r/peers/job-*")) == []
+    (tmp_path / "secret").write_text("s" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    shared = tmp_path / "folder" / "peers" / f"j.0.u{os.getuid()}"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    show = ["--", "sh", "-c", 'echo "${BOOTSEER_PEERS_DIR:-none}"']
+    for name, given in (("file", []), ("folder", ["--peers-secret", str(tmp_path / "secret")])):
+        words = ["--job", "j", "--attempt", "0", "--peers", str(tmp_path / name), *given, *show]
+        ran = run("run", *words, more={"BOOTSEER_RUNTIME": str(tmp_path / "r")})
+        assert (ran.returncode, ran.stdout) == (0, "none\n")
+        assert "no peers: " in ran.stderr
+        assert list(tmp_path.glob("r/peers/job-*")) == []

@@ -190,6 +190,8 @@ class PeersStart:
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
         reply = self._service.next_message(_READY_S)
+        while "state" in reply:  # it ended before it was ready: its error follows
+            reply = self._service.next_message(_READY_S)
         if reply.get("hint"):
             raise UsageError(str(reply["error"]), hint=str(reply["hint"]))
         if "error" in reply:
