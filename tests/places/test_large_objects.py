@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def place(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plac
         monkeypatch.setenv(name, value)
     if "large" not in s3_server.ask("GET", "/")[1].decode():
         s3_server.make_bucket("large")
-    with closing(open_place("s3://large/tests")) as opened_place:
+    with closing(open_place(f"s3://large/{secrets.token_hex(4)}")) as opened_place:
         yield opened_place
 
 

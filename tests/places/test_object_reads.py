@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -75,6 +76,26 @@ def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri
         with opened(place, "file") as file:
             file.read_into(0, memoryview(bytearray(1000)), outcomes.put, deadline_s=1.0)
             assert isinstance(outcomes.get(timeout=120).error, TransientError)
+
+
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
+def test_the_end_of_a_place_ends_reads_that_are_retried_or_in_flight(
+    proxy: FaultProxy, uri: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_data, "pause_s", lambda *_: 30.0)
+    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
+    place = open_place(uri)
+    place.write_bytes("file", b"x" * 1000)
+    proxy.plan = lambda request: fault if request.method == "GET" else None
+    with opened(place, "file") as file:
+        begun = len(proxy.requests)
+        file.read_into(0, memoryview(bytearray(1000)), outcomes.put, deadline_s=60.0)
+        until = time.monotonic() + 60
+        while len(proxy.requests) == begun or (fault.status and not place.facts()["retries"]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        place.close()
+        assert isinstance(outcomes.get(timeout=10).error, TransientError)
 
 
 def test_a_large_request_is_not_kept_after_its_end(place: Place) -> None:

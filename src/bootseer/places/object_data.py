@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -156,6 +157,8 @@ class ObjectReads:
         self._others: deque[_Request] = deque()
         self._by_start: dict[tuple[ObjectFile, int], _Request] = {}
         """Those that wait, by where they begin."""
+        self._unfinished: weakref.WeakSet[_Read] = weakref.WeakSet()
+        """Reads that may not have ended; those that have ended are removed with their last reference."""
         self._at_once = _FIRST_AT_ONCE
         self._best_rate = 0.0
         self._window = (time.monotonic(), 0)
@@ -173,6 +176,8 @@ class ObjectReads:
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
         """Do it soon. Raises `TransientError` when there is no thread for it."""
+        with self._lock:
+            self._unfinished.add(read)
         self._queue(_Request(read), urgent=urgent)
 
     def _queue(self, request: _Request, *, urgent: bool) -> None:
@@ -388,9 +393,9 @@ class ObjectReads:
         """Reads that have not ended end with an error."""
         self._closed = True
         with self._lock:
-            left = [*self._urgent, *self._others]
-        for request in left:
-            request.finish(TransientError(f"{self._bucket.uri}: closed before it was read"))
+            left = list(self._unfinished)
+        for read in left:
+            read.finish(TransientError(f"{self._bucket.uri}: closed before it was read"))
         self._timer.close(drop=True)
         self._threads.close()
 
