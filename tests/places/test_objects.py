@@ -463,6 +463,23 @@ def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path:
     assert removed_from.keys("") == []
 
 
+def test_google_cloud_is_told_generations_in_place_of_entity_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"etag": '"tag"', "x-goog-generation": "17", "last-modified": "Thu, 26 Nov 2026 08:00:00 GMT"}
+    with FaultProxy("", lambda _: Fault(status=200, headers=headers, body=b"some/prefix/")) as server:
+        account = {"gcs_base_url": f"http://{server.host}", "disable_oauth": True}
+        (tmp_path / "account").write_text(
+            json.dumps({**account, "private_key": "", "private_key_id": "", "client_email": ""})
+        )
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account"))
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        with closing(ObjectPlace("gs://jobs")) as place:
+            _, tag, _ = place._bucket.read_small("link")
+            assert place._put("link", b"", e_tag=tag) == "17"
+        assert server.requests[-1].headers["x-goog-if-generation-match"] == "17"
+
+
 def test_a_bucket_that_is_not_there_is_called_so(uri: str) -> None:
     with closing(open_place("s3://nothing/job")) as place, pytest.raises(NotFoundError, match="no such bucket"):
         list(place.list("job"))

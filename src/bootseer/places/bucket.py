@@ -198,16 +198,21 @@ class Bucket:
             raise
 
     def read_small(self, key: str) -> tuple[str, str | None, int]:
-        """What a small object says, its entity tag, and its time; "" and None where there is none."""
+        """What a small object says, its tag (see `tag`), and its time; "" and None where there is none."""
 
         def read() -> tuple[str, str | None, int]:
             found = obstore.get(self.reader, key)
-            return bytes(found.bytes()).decode("utf-8", "replace"), found.meta["e_tag"], time_ns(found.meta)
+            return bytes(found.bytes()).decode("utf-8", "replace"), self.tag(found.meta), time_ns(found.meta)
 
         try:
             return self.retry(key, read)
         except NotFoundError:
             return "", None, 0
+
+    def tag(self, written: Any) -> str | None:
+        """What a conditional write names a version by: its entity tag, in Google Cloud its generation."""
+        found: str | None = written["version" if self.scheme == "gs" else "e_tag"]
+        return found
 
     def has_any(self, prefix: str) -> bool:
         """Whether any key begins so, up to a slash at the end of `prefix`."""

@@ -427,13 +427,15 @@ class ObjectPlace(SmallReads):
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
         """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or
         None when there is another one."""
-        mode: Any = {"e_tag": e_tag} if e_tag else "create" if create else "overwrite"
+        mode: Any = {"e_tag": e_tag, "version": e_tag} if e_tag else "create" if create else "overwrite"
         asked: list[str] = []
 
         def put(key: str) -> str | None:
             asked.append(key)
             try:
-                return str(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False)["e_tag"])
+                return str(
+                    self._bucket.tag(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False))
+                )
             except (KeyExistsError, PreconditionError) as error:
                 if "<Code>ConditionalRequestConflict<" in str(error):
                     raise  # S3: another write of this key is in progress, which may fail: ask again
