@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -260,6 +262,25 @@ def test_what_cannot_work_is_said_at_once(
     assert ran.returncode == 2
     assert said in ran.stderr
     assert list(tmp_path.glob("runtime/peers/job-*")) == []
+
+
+def test_a_process_whose_neighbour_fails_to_start_the_service_has_no_peers_and_does_not_wait(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    """As of several tasks of a node, started by srun."""
+    folder = tmp_path / "r" / "peers" / "job-j.0.n"
+    folder.mkdir(parents=True, mode=0o700)
+    (tmp_path / "file").touch()  # it could not start a service either, if it had not seen the folder yet
+    words = ["run", "-q", "--job", "j", "--attempt", "0", "--node", "n", "--peers", str(tmp_path / "file")]
+    words += ["--", "sh", "-c", 'echo "${BOOTSEER_PEERS_DIR:-none}"']
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        env = {**env, "BOOTSEER_RUNTIME": str(tmp_path / "r")}
+        with subprocess.Popen([*BOOTSEER, *words], env=env, stdout=subprocess.PIPE, text=True) as second:
+            wait_until((tmp_path / "r" / "peers" / "lock").exists)
+            time.sleep(0.2)
+            shutil.rmtree(folder)
+            assert second.communicate(timeout=300)[0] == "none\n"
 
 
 def test_automatic_peers_are_slurms_where_there_is_a_secret_though_a_store_is_named(

@@ -96,9 +96,11 @@ class PeersStart:
                 with interruptible():
                     self._start(path)
             else:
-                until = time.monotonic() + _READY_S
-                while not (path / "members.json").exists() and time.monotonic() < until:
+                until, members = time.monotonic() + _READY_S, path / "members.json"
+                while path.exists() and not members.exists() and time.monotonic() < until:
                     time.sleep(0.02)
+                if not members.exists():
+                    raise TransientError("another process of this node did not start the peer service")
         except (BootseerError, OSError) as error:
             self._stop()
             if isinstance(error, UsageError):
