@@ -22,6 +22,7 @@ from bootseer.peers.client import Client
 from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
 from bootseer.peers.members import Listed
 from bootseer.peers.protocol import Request
+from bootseer.peers.readers import CHECKPOINT, CachedFiles
 from bootseer.peers.service import BlockFiles, Limits, Service
 from bootseer.store.file import FileStore
 
@@ -188,6 +189,19 @@ def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_b
     with contextlib.closing(service):
         service._training_began()
     assert '"limit": 0' not in (tmp_path / "peers" / "members.json").read_text()
+
+
+def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path: Path) -> None:
+    """The service of a job may run for weeks."""
+    cache, files = Cache(tmp_path / "cache"), CachedFiles()
+    cache.open(index).close()
+    service = Service(tmp_path / "peers", Listed(SECRET, list), {CHECKPOINT: files.open}, Limits())
+    with contextlib.closing(files), contextlib.closing(service):
+        JobPeers.open(tmp_path / "peers").register(index.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
+        assert service._find(index.identity) is not None
+        assert [entry.in_use for entry in cache.entries()] == [True]
+        service._training_began()
+        assert [entry.in_use for entry in cache.entries()] == [False]
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ class CachedContent:
         """These blocks were read but did not fit into the cache: other nodes need not wait for them."""
         self._unavailable.update(first + bit for bit in bits(blocks))
 
+    def release(self) -> None:
+        """Let the cache evict it; it is opened again on request."""
+        self._files.release_all()
+
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         if not self._cached.missing(start, length):
             return True

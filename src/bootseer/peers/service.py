@@ -34,7 +34,7 @@ from bootseer.peers.members import Membership, Source
 from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
-from bootseer.peers.readers import ready
+from bootseer.peers.readers import CachedContent, ready
 from bootseer.peers.readiness import READY, Readiness, StartReport
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
@@ -359,6 +359,9 @@ class Service:
             self._server.close()
             with contextlib.suppress(BootseerError):
                 self._source.leave()
+        for content in list(self._contents.values()):
+            if isinstance(content, CachedContent):  # its readers have what they need
+                content.release()
 
     def _write_members(self) -> None:
         own = self._source.own
