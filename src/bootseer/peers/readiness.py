@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from itertools import islice
 from typing import Final
 
 from msgspec import Struct
@@ -97,7 +96,7 @@ class RollCall:
         """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
-        late = {name: (stage, now_s - at_s) for name, (stage, at_s) in sorted(self._stages.items()) if stage != READY}
+        late = sorted((name, (stage, now_s - at_s)) for name, (stage, at_s) in self._stages.items() if stage != READY)
         num_ready = len(self._stages) - len(late)
-        late |= {name: ("", 0.0) for name in sorted(listed) if name not in self._stages}
-        return json.dumps({"ready": num_ready, "others": dict(islice(late.items(), _MAX_LISTED))}).encode()
+        late += sorted((name, ("", 0.0)) for name in listed if name not in self._stages)
+        return json.dumps({"ready": num_ready, "others": dict(late[:_MAX_LISTED])}).encode()
